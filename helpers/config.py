@@ -1,0 +1,240 @@
+"""The notebooks' parameters as frozen dataclasses, checked when they are built. No Ray, no torch.
+
+Field names are the parameter names. A wrong value raises ValueError in one sentence that names it and what to change,
+before anything is started.
+"""
+
+import dataclasses
+import json
+import math
+import os
+
+from . import storage
+
+
+def choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}.")
+
+
+def is_number(value):
+    """Papermill passes what it cannot read as a number as text; "nan" it can read."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def positive(config, *names):
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def share(config, *names):
+    for name in names:
+        value = getattr(config, name)
+        if not is_number(value) or not 0 <= value < 1:
+            raise ValueError(f"{name}={value!r} must be a share: at least 0, less than 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """What all notebooks share; `from_parameters(globals())` takes a notebook's variables of the same names."""
+
+    storage: str = "storage"
+
+    @classmethod
+    def from_parameters(cls, namespace):
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: namespace[name] for name in names if name in namespace})
+
+    def check_types(self):
+        """Texts and switches; numbers are checked with their ranges."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str and not isinstance(value, (str, os.PathLike)):
+                raise ValueError(f"{field.name}={value!r} must be a text.")
+            if field.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be True or False.")
+
+    def to_dict(self):
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values):
+        return cls(**values)
+
+    def resolve(self, **values):
+        """Set derived values on a frozen instance; only for `__post_init__`."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessingConfig(Parameters):
+    """Raw images and captions -> latents."""
+
+    encoder_model: str = "tiny-sd"
+    encoder_precision: str = "fp32"
+    input_uri: str = ""
+    input_format: str = "parquet"
+    row_filter: str = ""
+    image_column: str = "jpg"
+    caption_column: str = "caption"
+    id_column: str = "hash"
+    limit: int | None = None
+    resolutions: tuple = (32, 64)
+    latents_uri: str = ""
+    num_transform_workers: int = 1
+    num_encoders: int = 1
+    gpus_per_encoder: float = 0
+    encoder_accelerator_type: str | None = None
+    encoder_batch_size: int = 32
+
+    def __post_init__(self):
+        self.check_types()
+        choice("encoder_precision", self.encoder_precision, ("fp32", "fp16", "bf16"))
+        choice("input_format", self.input_format, ("parquet",))
+        positive(self, "num_transform_workers", "num_encoders", "encoder_batch_size")
+        if self.limit is not None:
+            positive(self, "limit")
+        if not is_number(self.gpus_per_encoder) or self.gpus_per_encoder < 0:
+            raise ValueError(f"gpus_per_encoder={self.gpus_per_encoder!r} must be 0 (CPU), a share of a GPU, or more.")
+        if not isinstance(self.resolutions, (list, tuple)):
+            raise ValueError(f"resolutions={self.resolutions!r} must be a list of sizes, such as [64].")
+        if not self.resolutions:
+            raise ValueError("resolutions=[] names no size to encode: give at least one, such as [64].")
+        for resolution in self.resolutions:
+            if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 8:
+                raise ValueError(f"resolutions={list(self.resolutions)!r}: {resolution!r} is no size of 8 pixels or more.")
+        self.resolve(
+            storage=storage.resolve(self.storage),
+            resolutions=tuple(sorted(set(self.resolutions))),
+            input_uri=storage.resolve(self.input_uri) if self.input_uri else "",
+            latents_uri=storage.resolve(self.latents_uri or storage.join(self.storage, "latents")),
+        )
+
+    @property
+    def raw_uri(self):
+        """Where the drawn sample data is kept when no `input_uri` is given."""
+        return storage.join(self.storage, "raw")
+
+
+# What may change when a run is resumed; everything else decides what is learned.
+MAY_CHANGE = {
+    "storage", "latents_uri", "num_training_workers", "use_gpu", "training_accelerator_type", "micro_batch_size",
+    "strategy", "compile_unet", "checkpoint_every", "checkpoints_kept", "validate_every", "max_failures",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Parameters):
+    """Latents -> a trained U-Net. `train_loop_config` is `to_dict()` of this."""
+
+    latents_uri: str = ""
+    run_name: str = "run"
+    init_from: str | None = None
+    # the model and its objective
+    unet_config: str = "tiny"
+    resolution: int = 64
+    prediction_type: str = "v_prediction"
+    caption_dropout: float = 0.1
+    min_snr_gamma: float | None = 5.0
+    ema_start: int = 0
+    ema_decay: float = 0.995
+    # the recipe
+    global_batch_size: int = 64
+    micro_batch_size: int | None = None
+    units_per_step: int = 1
+    max_steps: int = 1000
+    learning_rate: float = 3e-3
+    warmup_steps: int = 60
+    lr_schedule: str = "cosine"
+    adam_beta2: float = 0.99
+    weight_decay: float = 0.01
+    seed: int = 0
+    # the machines
+    num_training_workers: int = 1
+    use_gpu: bool = False
+    training_accelerator_type: str | None = None
+    strategy: str = "ddp"
+    compile_unet: bool = False
+    precision: str = "fp32"
+    # safety
+    checkpoint_every: int = 250
+    checkpoints_kept: int = 2
+    validate_every: int = 500
+    validation_share: float = 0.02
+    max_failures: int = 3
+
+    def __post_init__(self):
+        self.check_types()
+        choice("prediction_type", self.prediction_type, ("v_prediction", "epsilon"))
+        choice("strategy", self.strategy, ("ddp", "fsdp", "fsdp-full", "hsdp"))
+        choice("precision", self.precision, ("fp32", "bf16"))
+        choice("lr_schedule", self.lr_schedule, ("cosine", "constant"))
+        positive(
+            self, "resolution", "global_batch_size", "units_per_step", "max_steps", "num_training_workers",
+            "checkpoint_every", "checkpoints_kept",
+        )  # fmt: skip
+        share(self, "caption_dropout", "validation_share", "ema_decay", "adam_beta2")
+        for name in ("warmup_steps", "ema_start", "validate_every", "max_failures", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 0.")
+        if not is_number(self.weight_decay) or self.weight_decay < 0:
+            raise ValueError(f"weight_decay={self.weight_decay!r} must be a number of at least 0.")
+        if not is_number(self.learning_rate) or self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate!r} must be more than 0.")
+        if self.min_snr_gamma is not None and not (is_number(self.min_snr_gamma) and self.min_snr_gamma > 0):
+            raise ValueError(f"min_snr_gamma={self.min_snr_gamma!r} must be more than 0, or None for no weighting.")
+        if self.run_name in ("", ".", "..") or set(self.run_name) & set("/\\ "):
+            raise ValueError(f"run_name={self.run_name!r} must be a plain folder name without slashes or spaces.")
+        self.check_batch()
+        if self.validate_every % self.checkpoint_every:
+            raise ValueError(
+                f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
+                "validation runs on checkpoints, beside the training (0: never)."
+            )
+        self.resolve(
+            storage=storage.resolve(self.storage),
+            latents_uri=storage.resolve(self.latents_uri or storage.join(self.storage, "latents")),
+            micro_batch_size=self.micro_batch_size or self.unit_rows,
+        )
+
+    def check_batch(self):
+        if self.global_batch_size % self.units_per_step:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} does not divide into units_per_step={self.units_per_step} "
+                "equal units: change one of the two."
+            )
+        if self.units_per_step % self.num_training_workers:
+            raise ValueError(
+                f"units_per_step={self.units_per_step} does not divide among num_training_workers="
+                f"{self.num_training_workers}: make it a multiple of the workers."
+            )
+        if self.micro_batch_size is not None:
+            positive(self, "micro_batch_size")
+            if self.unit_rows % self.micro_batch_size:
+                raise ValueError(
+                    f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows "
+                    "(global_batch_size / units_per_step): change one of the three."
+                )
+
+    @property
+    def unit_rows(self):
+        """Rows of a unit: what one worker gets at a time."""
+        return self.global_batch_size // self.units_per_step
+
+    @property
+    def run_uri(self):
+        return storage.join(self.storage, "runs", self.run_name)
+
+    def check_resume(self, earlier):
+        """`earlier`: the parameters that the run was started with. Raises ValueError naming what disagrees."""
+        now = json.loads(json.dumps(self.to_dict()))
+        for name, value in earlier.items():
+            if name not in MAY_CHANGE and name in now and now[name] != value:
+                raise ValueError(
+                    f"run_name={self.run_name!r} was started with {name}={value!r}, not {now[name]!r}: set it back to "
+                    "resume the run, or give another run_name."
+                )

@@ -1,0 +1,184 @@
+"""`LatentEncoder`: pictures and token ids -> VAE moments and caption embeddings. The actor of the encode stage.
+
+Nothing else touches the VAE and the text encoder while data is being prepared; the trainers hold only the U-Net.
+"""
+
+import functools
+import hashlib
+import pathlib
+import time
+
+import numpy as np
+import torch
+import transformers
+from diffusers import AutoencoderKL
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from . import images, schema
+
+TINY_SD = "tiny-sd"
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def model_path(model):
+    """The folder or hub id behind an `encoder_model` parameter; "tiny-sd" is the model in this package."""
+    return str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
+
+
+@functools.lru_cache(maxsize=2)
+def load_tokenizer(model):
+    """The tokenizer, loaded once a process; no code from the model's folder is ever run."""
+    return CLIPTokenizer.from_pretrained(model_path(model), subfolder="tokenizer")
+
+
+def tokenize(captions, tokenizer):
+    """B captions -> (B, L) int32 token ids, cut and padded to the tokenizer's `model_max_length` L."""
+    if len(captions) == 0:
+        return np.zeros((0, tokenizer.model_max_length), dtype=np.int32)
+    encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=tokenizer.model_max_length)
+    return np.array(encoded["input_ids"], dtype=np.int32)
+
+
+def load_vae(model, dtype=torch.float32):
+    return AutoencoderKL.from_pretrained(
+        model_path(model), subfolder="vae", torch_dtype=dtype, use_safetensors=True
+    ).eval().requires_grad_(False)
+
+
+def load_text_encoder(model, dtype=torch.float32):
+    transformers.logging.disable_progress_bar()  # one more bar that says nothing
+    return CLIPTextModel.from_pretrained(
+        model_path(model), subfolder="text_encoder", dtype=dtype, use_safetensors=True
+    ).eval().requires_grad_(False)
+
+
+class LatentEncoder:
+    """A Ray Data actor: a batch of pixels and token ids -> the same batch with latents and embeddings instead.
+
+    Args:
+        model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
+        resolutions: sizes in pixels; the batch holds `pixels_{resolution}` for each.
+        precision: "fp32", "fp16" or "bf16": what the networks compute in. Results are stored as fp16.
+        num_threads: threads of PyTorch on a CPU.
+    """
+
+    def __init__(self, model, resolutions, precision="fp32", num_threads=1):
+        # `torch.device == "cuda"` is always False: compare the type.
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        self.dtype = PRECISIONS[precision]
+        self.resolutions = resolutions
+        self.vae = load_vae(model, self.dtype).to(self.device)
+        self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
+
+    @torch.inference_mode()
+    def encode_images(self, pixels_BHWC):
+        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled."""
+        # np.array copies: Ray hands out read-only views of its object store
+        pixels = torch.from_numpy(np.array(pixels_BHWC)).to(self.device)
+        posterior = self.vae.encode(images.normalize(pixels).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
+        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16).cpu().numpy()
+
+    @torch.inference_mode()
+    def encode_captions(self, caption_ids_BL):
+        """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it."""
+        ids = torch.from_numpy(np.array(caption_ids_BL)).long().to(self.device)
+        return self.text_encoder(ids).last_hidden_state.to(torch.float16).cpu().numpy()
+
+    def __call__(self, batch):
+        """Rows that are rejected or too small for a resolution are not encoded: their latents are zeros."""
+        started = time.perf_counter()
+        kept = batch[schema.REASON] == ""
+        captions = batch.pop("caption_ids")
+        batch[schema.EMBEDDINGS] = scatter(self.encode_captions, captions, kept)
+        for resolution in self.resolutions:
+            fits = kept & batch[f"fits_{resolution}"]
+            pixels = batch.pop(f"pixels_{resolution}")
+            batch[schema.latents_column(resolution)] = scatter(self.encode_images, pixels, fits)
+        batch["encode_seconds"] = np.full(len(kept), (time.perf_counter() - started) / len(kept), dtype=np.float32)
+        return batch
+
+
+def arguments(config):
+    """The constructor's arguments, from a `PreprocessingConfig`."""
+    return config.encoder_model, config.resolutions, config.encoder_precision
+
+
+def scatter(encode, inputs, rows):
+    """`encode(inputs[rows])` at those rows, zeros elsewhere, so that the batch keeps its length."""
+    if rows.all():
+        return encode(inputs)
+    # One row at least, so that the result's shape is known when every row is rejected.
+    encoded = encode(inputs[rows]) if rows.any() else np.zeros_like(encode(inputs[:1]))
+    result = np.zeros((len(inputs), *encoded.shape[1:]), dtype=encoded.dtype)
+    result[rows] = encoded if rows.any() else 0
+    return result
+
+
+def describe(model, resolutions, precision):
+    """What the manifest says of an encoder model, from its configs and one empty caption (on this machine's CPU).
+
+    Returns a dict with `encoder`, `shapes`, `scaling_factor`, `empty_caption_embedding`. Raises ValueError naming a
+    resolution that the VAE cannot take, or a model that is not in diffusers layout.
+    """
+    try:
+        vae_config = AutoencoderKL.load_config(model_path(model), subfolder="vae")
+        tokenizer = load_tokenizer(model)
+        text_encoder = load_text_encoder(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"encoder_model={model!r} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): "
+            f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
+        ) from None
+    halvings = len(vae_config["block_out_channels"]) - 1
+    check_resolutions(resolutions, halvings)
+    with torch.inference_mode():
+        empty = text_encoder(torch.from_numpy(tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
+    channels = vae_config["latent_channels"]
+    shapes = {schema.latents_column(r): list(schema.latents_shape(r, channels, 2**halvings)) for r in resolutions}
+    return {
+        "encoder": {"model": model, "revision": revision(model, vae_config), "precision": precision},
+        "shapes": {**shapes, schema.EMBEDDINGS: list(empty.shape)},
+        "scaling_factor": vae_config["scaling_factor"],
+        "empty_caption_embedding": schema.encode_embedding(empty),
+    }
+
+
+def check_resolutions(resolutions, halvings=3):
+    for resolution in resolutions:
+        if resolution % 2**halvings:
+            raise ValueError(
+                f"resolutions={list(resolutions)}: the VAE halves a picture {halvings} times, and {resolution} is not "
+                f"a multiple of {2**halvings}; use {max(1, round(resolution / 2**halvings)) * 2**halvings} instead."
+            )
+
+
+def revision(model, vae_config):
+    """The hub's commit, or a hash of the weights' sizes and headers for a folder."""
+    folder = pathlib.Path(model_path(model))
+    if not folder.is_dir():
+        return vae_config.get("_commit_hash") or AutoencoderKL.load_config(model, subfolder="vae", return_commit_hash=True)[1]
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("vae/*"), *folder.glob("text_encoder/*"), *folder.glob("tokenizer/*")]):
+        if path.is_file():
+            digest.update(path.name.encode() + hash_file(path))
+    return digest.hexdigest()[:16]
+
+
+def hash_file(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+
+@torch.inference_mode()
+def decode(model, latents_BCHW):
+    """Unscaled latents -> (B, H, W, 3) uint8 pictures, by the model's VAE."""
+    pixels = load_vae(model).decode(latents_BCHW).sample
+    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def reconstruct(model, moments_B2CHW):
+    """Stored moments -> (B, H, W, 3) uint8 pictures, decoded from the posterior's mean."""
+    return decode(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))

@@ -1,0 +1,237 @@
+"""What the preprocessing pipeline maps: `transform` on CPU tasks and `write_latents` at the end; checks and the report."""
+
+import json
+import time
+import uuid
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from . import encoder, images, schema, segments, sources, storage
+
+
+def transform(rows, *, config):
+    """An Arrow table of raw rows -> arrays for the encoder; every row stays, bad ones with a `reason`.
+
+    Adds, for B rows: `pixels_{resolution}` (B, R, R, 3) uint8, `fits_{resolution}` (B,) bool - False where the
+    picture is smaller than R, which is not enlarged -, `caption_ids` (B, L) int32, and `reason`, empty for good rows.
+    """
+    started = time.perf_counter()
+    results = [
+        transform_row(data, caption, row_id, config)
+        for data, caption, row_id in zip(
+            binary_column(rows[config.image_column]),
+            text_column(rows[config.caption_column]),
+            rows[config.id_column].to_pylist(),
+            strict=True,
+        )
+    ]
+    captions = [caption for _, caption, _ in results]
+    batch = {
+        schema.ID: id_column(rows[config.id_column]),
+        schema.CAPTION: np.array(captions, dtype=object),
+        schema.REASON: np.array([reason for _, _, reason in results], dtype=object),
+        schema.SOURCE: np.array([relative(path, config) for path in rows["path"].to_pylist()], dtype=object),
+        "caption_ids": encoder.tokenize(captions, encoder.load_tokenizer(config.encoder_model)),
+    }
+    for resolution in config.resolutions:
+        fits = np.array([resolution in pixels for pixels, _, _ in results], dtype=bool)
+        batch[f"fits_{resolution}"] = fits
+        batch[f"pixels_{resolution}"] = np.zeros((len(results), resolution, resolution, 3), dtype=np.uint8)
+        for row in np.flatnonzero(fits):
+            batch[f"pixels_{resolution}"][row] = results[row][0][resolution]
+    batch["transform_seconds"] = np.full(len(results), (time.perf_counter() - started) / len(results), dtype=np.float32)
+    return batch
+
+
+def transform_row(data, caption, row_id, config):
+    """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one."""
+    if row_id is None:
+        return {}, caption or "", "no id"
+    if caption is None:
+        return {}, "", "no caption"
+    if not caption.strip():
+        return {}, "", "empty caption"
+    try:
+        image = images.center_square(images.decode(data))
+    except images.BadImage as bad:
+        return {}, caption, str(bad)
+    # One decode for all sizes; a size that the picture does not reach is left out rather than blown up.
+    pixels = {r: images.to_pixels(images.resize(image, r)) for r in config.resolutions if image.width >= r}
+    return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
+
+
+def relative(path, config):
+    """An input file's path below `input_uri`."""
+    folder = storage.open_filesystem(config.input_uri or config.raw_uri)[1]
+    inside = path[path.index(folder) + len(folder) :].lstrip("/") if folder in path else ""
+    return inside or storage.name(path)
+
+
+def binary_column(column):
+    """Bytes or None a row, from a binary column or the {"bytes", "path"} structs that Hugging Face writes."""
+    if pa.types.is_struct(column.type):
+        column = pc.struct_field(column, "bytes")
+    return column.to_pylist()
+
+
+def text_column(column):
+    """Captions as text; bytes that are no UTF-8 count as missing."""
+    values = []
+    for value in column.to_pylist():
+        if isinstance(value, bytes):
+            try:
+                value = value.decode()
+            except UnicodeDecodeError:
+                value = None
+        values.append(value)
+    return values
+
+
+def id_column(column):
+    """Ids as an array; a missing id becomes 0 or "", its row is rejected."""
+    if pa.types.is_integer(column.type):
+        return pc.fill_null(column, 0).to_numpy()
+    return np.array(["" if value is None else str(value) for value in column.to_pylist()], dtype=object)
+
+
+def id_type(column_type):
+    """How ids are stored: whole numbers as int64, all else as text."""
+    return pa.int64() if pa.types.is_integer(column_type) else pa.string()
+
+
+def write_latents(batch, *, latents_uri, segment, shapes, ids):
+    """Write one encoded batch as one Parquet file of latents, and its rejects as another; return one report row.
+
+    File names are new on every try, so a retried task can never leave a half-written file under a committed name.
+    """
+    started = time.perf_counter()
+    name = f"{segment.index:06d}-{uuid.uuid4().hex[:12]}.parquet"
+    good = batch[schema.REASON] == ""
+    report = {"files": [], "rejects": [], "written": int(good.sum()), "rejected": {}, "bytes": 0}
+    if good.any():
+        columns = [pa.array(batch[schema.ID][good], type=ids), pa.array(batch[schema.CAPTION][good], type=pa.string())]
+        for column in shapes:
+            fits = batch.get(f"fits_{column.removeprefix('image_latents_')}")
+            columns.append(schema.to_binary(batch[column][good], None if fits is None or fits[good].all() else fits[good]))
+        table = pa.Table.from_arrays(columns, schema=schema.latents_schema(ids, shapes))
+        report["bytes"] = write_parquet(table, storage.join(latents_uri, "data", name))
+        rows = table.num_rows
+        full, rest = divmod(rows, schema.ROWS_PER_ROW_GROUP)
+        report["files"] = [{"name": name, "row_groups": [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)}]
+    if not good.all():
+        reasons = batch[schema.REASON][~good]
+        report["rejected"] = {str(r): int(n) for r, n in zip(*np.unique(reasons.astype(str), return_counts=True), strict=True)}
+        columns = [pa.array(batch[schema.ID][~good], type=ids), pa.array(reasons), pa.array(batch[schema.SOURCE][~good])]
+        table = pa.Table.from_arrays(columns, schema=schema.rejects_schema(ids))
+        write_parquet(table, storage.join(latents_uri, "rejects", name))
+        report["rejects"] = [name]
+    report["stages"] = {
+        "transform": float(batch["transform_seconds"].sum()),
+        "encode": float(batch["encode_seconds"].sum()),
+        "write": time.perf_counter() - started,
+    }
+    return {"report": [json.dumps(report)]}
+
+
+def write_parquet(table, uri):
+    """One Parquet file in the layout that trains fastest (see the module `ingest`); returns its bytes."""
+    filesystem, path = storage.open_filesystem(uri)
+    if storage.is_local(uri):
+        filesystem.create_dir(path.rsplit("/", 1)[0])
+    pq.write_table(
+        table, path, filesystem=filesystem, row_group_size=schema.ROWS_PER_ROW_GROUP, compression="none",
+        use_dictionary=False, write_statistics=False,
+    )  # fmt: skip
+    return filesystem.get_file_info(path).size
+
+
+def prepare(config, rows_per_segment=segments.ROWS_PER_SEGMENT):
+    """Check a preprocessing job and plan it, before any worker starts; draws nothing and encodes one empty caption.
+
+    Returns the `segments.Job`. Raises FileNotFoundError or ValueError with what to change.
+    """
+    paths = sources.list_parquet(config.input_uri or config.raw_uri)
+    columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
+    filters = {"row_filter": name for name in sources.filter_columns(config.row_filter)}
+    found = sources.check_columns(paths[0], columns)
+    for parameter, column in filters.items():
+        sources.check_columns(paths[0], {parameter: column})
+    sources.check_filter(config.row_filter, found)
+    check_types(found, config)
+    description = encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision)
+    parameters = {name: getattr(config, name) for name in (*columns, "row_filter", "limit", "resolutions", "input_format")}
+    parameters["input_uri"] = config.input_uri or config.raw_uri
+    return segments.Job(
+        config.latents_uri, parameters, description, segments.plan_segments(paths, config.limit, rows_per_segment),
+        id_type(found.field(config.id_column).type),
+    )  # fmt: skip
+
+
+def check_types(found, config):
+    """Raises ValueError for a column that cannot be what it is said to be."""
+    image = found.field(config.image_column).type
+    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+        raise ValueError(
+            f"image_column={config.image_column!r} holds {image}, not the bytes of encoded pictures: name the column "
+            "that does; pictures behind paths or URLs must be downloaded into the Parquet first."
+        )
+    caption = found.field(config.caption_column).type
+    if not (pa.types.is_string(caption) or pa.types.is_large_string(caption) or pa.types.is_binary(caption)):
+        raise ValueError(f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does.")
+
+
+def stage_rates(manifest, config):
+    """Images a second of each stage, all its workers together: a frame for `figures.stage_throughput`."""
+    rows = manifest.total("read") - manifest.total("filtered")
+    workers = {"transform": config.num_transform_workers, "encode": config.num_encoders, "write": 1}
+    rates = [
+        (stage, rows / max(seconds, 1e-9) * workers[stage], workers[stage])
+        for stage, seconds in manifest.report["stage_seconds"].items()
+    ]
+    return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
+
+
+def preview(config, num_rows):
+    """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built."""
+    columns = [config.id_column, config.caption_column, config.image_column]
+    rows = sources.first_rows(config.input_uri or config.raw_uri, columns, 4 * num_rows)
+    found = []
+    for row in rows:
+        data = row[config.image_column]
+        data = data["bytes"] if isinstance(data, dict) else data
+        if transform_row(data, row[config.caption_column], row[config.id_column], config)[2] == "":
+            found.append((row[config.id_column], images.decode(data), row[config.caption_column]))
+    return found[:num_rows]
+
+
+def summary(manifest):
+    """What a job did with its rows, as a frame: read = written + rejected (by reason) + filtered."""
+    rows = [("read", "", manifest.total("read")), ("written", "", manifest.total("written"))]
+    rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
+    rows += [("filtered", "", manifest.total("filtered"))]
+    return pd.DataFrame(rows, columns=["what", "reason", "rows"])
+
+
+def read_rejects(latents_uri):
+    """All rejected rows as a frame with columns id, reason, source."""
+    files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")
+    tables = []
+    for uri in files:
+        filesystem, path = storage.open_filesystem(uri)
+        tables.append(pq.read_table(path, filesystem=filesystem))
+    columns = [schema.ID, schema.REASON, schema.SOURCE]
+    return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
+
+
+def first_latents(latents_uri, num_rows):
+    """The first rows of a finished job as an Arrow table: what the trainer reads."""
+    name, row_groups = schema.Manifest.read(latents_uri).files[0]
+    filesystem, path = storage.open_filesystem(storage.join(latents_uri, "data", name))
+    with pq.ParquetFile(path, filesystem=filesystem) as file:
+        return file.read_row_groups(range(min(len(row_groups), -(-num_rows // row_groups[0])))).slice(0, num_rows)

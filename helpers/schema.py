@@ -1,0 +1,148 @@
+"""What latents look like on disk: column names, shapes, dtypes and the manifest. The one place that knows them.
+
+A latents folder holds `data/*.parquet` (one row a sample), `rejects/*.parquet` (one row a rejected input row) and
+`manifest.json`. Tensors are stored as the plain bytes of fp16 arrays in `fixed_size_binary` columns: no copy and no
+conversion when they are read.
+"""
+
+import base64
+import dataclasses
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import storage
+
+SCHEMA_VERSION = 1
+ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
+REASON, SOURCE = "reason", "source"
+DTYPE = np.float16
+ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
+MANIFEST = "manifest.json"
+
+
+def latents_column(resolution):
+    return f"image_latents_{resolution}"
+
+
+def latents_shape(resolution, latent_channels=4, downsampling=8):
+    """(2, C, H/8, W/8): the VAE posterior's mean and standard deviation, unscaled."""
+    return (2, latent_channels, resolution // downsampling, resolution // downsampling)
+
+
+def latents_schema(id_type, shapes):
+    """Arrow schema of `data/*.parquet`: `shapes` maps each tensor column to the shape of one row."""
+    tensors = [pa.field(column, pa.binary(int(np.prod(shape)) * DTYPE().itemsize)) for column, shape in shapes.items()]
+    return pa.schema([pa.field(ID, id_type), pa.field(CAPTION, pa.string()), *tensors])
+
+
+def rejects_schema(id_type):
+    """Arrow schema of `rejects/*.parquet`: which row, why, and the file that it came from."""
+    return pa.schema([pa.field(ID, id_type), pa.field(REASON, pa.string()), pa.field(SOURCE, pa.string())])
+
+
+def to_binary(array_BX, valid_B=None):
+    """An fp16 array of B rows as a `fixed_size_binary` Arrow array; rows where `valid_B` is False become null."""
+    array_BX = np.ascontiguousarray(array_BX, dtype=DTYPE).reshape(len(array_BX), -1)
+    validity = None if valid_B is None else pa.array(valid_B, type=pa.bool_()).buffers()[1]
+    kind = pa.binary(array_BX.shape[1] * array_BX.itemsize)
+    return pa.FixedSizeBinaryArray.from_buffers(kind, len(array_BX), [validity, pa.py_buffer(array_BX)])
+
+
+def from_binary(column, shape):
+    """`(array_BX, valid_B)`: a `fixed_size_binary` column as an fp16 array of shape (B, *shape), without a copy.
+
+    Rows that are null hold arbitrary numbers and have `valid_B` False.
+    """
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    width = column.type.byte_width
+    values = np.frombuffer(column.buffers()[1], dtype=DTYPE, count=len(column) * width // 2, offset=column.offset * width)
+    return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
+
+
+def held_out(ids, share):
+    """Boolean mask of the rows that validation owns: those whose id hashes below `share`.
+
+    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
+    """
+    threshold = share * 2**32
+    return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a latents folder holds, complete: `manifest.json` is written last.
+
+    `segments` are the committed pieces of the job, in order: each has its `files` ({"name", "row_groups": rows of each
+    row group}) and counts; planning an epoch needs nothing else. read = written + sum(rejected) + filtered.
+    """
+
+    encoder: dict  # model, revision, precision
+    resolutions: list
+    shapes: dict  # tensor column -> shape of one row
+    scaling_factor: float
+    id_type: str
+    empty_caption_embedding: str  # base64 of fp16, the shape of `caption_embeddings`
+    job: dict  # the parameters that decide what is written
+    segments: list
+    report: dict = dataclasses.field(default_factory=dict)  # seconds and rows by stage
+    schema_version: int = SCHEMA_VERSION
+
+    def total(self, count):
+        """Sum over the segments of "read", "written" or "filtered"."""
+        return sum(segment[count] for segment in self.segments)
+
+    @property
+    def rejected(self):
+        """Reason -> rows."""
+        reasons = {}
+        for segment in self.segments:
+            for reason, rows in segment["rejected"].items():
+                reasons[reason] = reasons.get(reason, 0) + rows
+        return dict(sorted(reasons.items(), key=lambda item: -item[1]))
+
+    @property
+    def files(self):
+        """[(name, rows of each row group)] in the order of the job."""
+        return [(file["name"], file["row_groups"]) for segment in self.segments for file in segment["files"]]
+
+    @property
+    def empty_caption(self):
+        """(tokens, width) fp16: what a dropped caption is replaced with."""
+        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=DTYPE)
+        return values.reshape(self.shapes[EMBEDDINGS])
+
+    @property
+    def text_width(self):
+        return self.shapes[EMBEDDINGS][-1]
+
+    def to_dict(self):
+        summary = {count: self.total(count) for count in ("read", "written", "filtered")}
+        return {**dataclasses.asdict(self), **summary, "rejected": self.rejected}
+
+    @classmethod
+    def from_dict(cls, values):
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"These latents have schema version {values.get('schema_version')!r}, this code reads "
+                f"{SCHEMA_VERSION}: encode the data again with Preprocessing.ipynb."
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in names})
+
+    @classmethod
+    def read(cls, latents_uri):
+        """The manifest of a finished job; `FileNotFoundError` says how to make one."""
+        try:
+            return cls.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST)))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
+                f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running Preprocessing.ipynb."
+            ) from None
+
+
+def encode_embedding(array):
+    return base64.b64encode(np.ascontiguousarray(array, dtype=DTYPE).tobytes()).decode()

@@ -1,0 +1,215 @@
+"""The commit protocol of a preprocessing job.
+
+The input is cut into segments of whole files. A segment is committed when its entry `segments/{index}.json` is there;
+before that it never happened, whatever files a killed job left. When all segments are committed their entries become
+`manifest.json`, which is written last. Running a job again does what is missing; running a finished one does nothing.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+import zlib
+
+from . import schema, sources, storage
+
+ROWS_PER_SEGMENT = 200_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive input files that are committed together. `limit`: rows to take of them at most, None for all."""
+
+    index: int
+    paths: list
+    rows: int
+    limit: int | None = None
+
+
+def plan_segments(paths, limit=None, rows_per_segment=ROWS_PER_SEGMENT):
+    """Cut files into segments of about `rows_per_segment` rows, up to `limit` rows in all.
+
+    A pure function of the files' footers. Raises ValueError when there is no row at all.
+    """
+    segments, batch, rows, left = [], [], 0, limit
+    for start in range(0, len(paths), 256):  # footers are read a group at a time: a limit stops early
+        group = paths[start : start + 256]
+        for path, num_rows in zip(group, sources.count_rows(group), strict=True):
+            taken = num_rows if left is None else min(num_rows, left)
+            if taken == 0:
+                continue
+            batch.append(path)
+            rows += taken
+            left = None if left is None else left - taken
+            if rows >= rows_per_segment or left == 0:
+                segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+                batch, rows = [], 0
+        if left == 0:
+            break
+    if batch:
+        segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+    if not segments:
+        raise ValueError(f"The input holds no rows ({len(paths)} Parquet files, the first is {paths[0]}): give other data.")
+    return segments
+
+
+class Job:
+    """One preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
+
+    Args:
+        latents_uri: where the latents go.
+        parameters: what decides the output, for the check that a rerun is the same job.
+        description: the encoder's part of the manifest (`encoder.describe`).
+        segments: from `plan_segments`.
+        id_type: Arrow type of the ids.
+    """
+
+    def __init__(self, latents_uri, parameters, description, segments, id_type):
+        self.latents_uri = latents_uri
+        self.description = description
+        self.segments = segments
+        self.id_type = id_type
+        files = json.dumps([dataclasses.asdict(segment) for segment in segments])
+        self.parameters = {**parameters, "encoder": description["encoder"], "input_crc32": zlib.crc32(files.encode())}
+        self.check_same()
+
+    def uri(self, *parts):
+        return storage.join(self.latents_uri, *parts)
+
+    def check_same(self):
+        """Raises ValueError naming a parameter in which the data that is already there differs."""
+        earlier_uri = self.uri(schema.MANIFEST) if self.finished else self.uri("segments", "job.json")
+        if not storage.exists(earlier_uri):
+            return
+        earlier = storage.read_json(earlier_uri)
+        earlier = earlier["job"] if self.finished else earlier
+        now = json.loads(json.dumps(self.parameters))
+        for name, value in now.items():
+            if earlier.get(name) != value:
+                what = "the files of the input" if name == "input_crc32" else f"{name}={earlier.get(name)!r}, not {value!r}"
+                raise ValueError(
+                    f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): "
+                    "give another latents_uri, or delete that folder."
+                )
+
+    @property
+    def finished(self):
+        return storage.exists(self.uri(schema.MANIFEST))
+
+    def committed(self):
+        """Entries of the committed segments by index."""
+        if self.finished:
+            return {entry["index"]: entry for entry in schema.Manifest.read(self.latents_uri).segments}
+        entries = [uri for uri in storage.list_files(self.uri("segments"), ".json") if storage.name(uri) != "job.json"]
+        return {entry["index"]: entry for entry in map(storage.read_json, entries)}
+
+    def pending(self):
+        """The segments that are still to be done."""
+        done = self.committed()
+        return [segment for segment in self.segments if segment.index not in done]
+
+    def run(self, pipeline, progress=None):
+        """Do what is missing, a segment at a time, and return the manifest.
+
+        `pipeline(segment)` returns the Ray dataset whose rows are the write stage's reports; taking them runs it.
+        `progress(rows, of_rows)` is called as files are written. Whatever interrupts a segment, its files go.
+        """
+        pending = self.pending()
+        if not pending and self.finished:
+            manifest = schema.Manifest.read(self.latents_uri)
+            print(f"Nothing to do: all {manifest.total('read'):,} rows are encoded at {self.latents_uri}")
+            return manifest
+        storage.write_json(self.uri("segments", "job.json"), self.parameters)
+        self.delete_uncommitted()
+        total = sum(segment.rows for segment in self.segments)
+        done = sum(entry["read"] for entry in self.committed().values())
+        for segment in pending:
+            try:
+                entry = self.collect(pipeline(segment), segment, lambda rows: progress and progress(done + rows, total))
+                storage.write_json(self.uri("segments", f"{segment.index:06d}.json"), entry)
+            except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+                # Cancelled tasks end a moment later; what one still writes after this is never read, and goes at the
+                # next run.
+                while self.delete_uncommitted():
+                    time.sleep(0.5)
+                raise
+            done += entry["read"]
+        return self.finish()
+
+    def write_arguments(self, segment):
+        """What the write stage needs to know of the job and the segment."""
+        return {
+            "latents_uri": self.latents_uri, "segment": segment, "shapes": self.description["shapes"], "ids": self.id_type,
+        }  # fmt: skip
+
+    def collect(self, reports, segment, progress):
+        """Run one segment's pipeline and sum up what its write tasks report into the segment's entry."""
+        started = time.time()
+        entry = {
+            "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
+            "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
+            "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0},
+        }  # fmt: skip
+        first, handled = None, 0
+        # Closed, not left to the garbage collector: an interrupt must stop the tasks before their files are deleted.
+        with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
+            for report in (json.loads(text) for batch in batches for text in batch["report"].to_pylist()):
+                handled += report["written"] + sum(report["rejected"].values())
+                add_report(entry, report)
+                first = first or (time.time(), handled)
+                progress(handled)
+        entry["filtered"] = entry["read"] - entry["written"] - sum(entry["rejected"].values())
+        if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
+            raise RuntimeError(
+                f"Segment {segment.index}: {entry['read']} rows read, {entry['written']} written and "
+                f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
+            )
+        # Without the start of actors: from the first file written to the last.
+        entry["seconds"] = time.time() - started
+        if first is not None:
+            entry["steady"] = {"seconds": time.time() - first[0], "rows": handled - first[1]}
+        return entry
+
+    def delete_uncommitted(self):
+        """Remove the files of segments that were not committed; returns how many."""
+        kept = {name for entry in self.committed().values() for name in [f["name"] for f in entry["files"]] + entry["rejects"]}
+        found = storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
+        left = [uri for uri in found if storage.name(uri) not in kept]
+        for uri in left:
+            storage.delete(uri)
+        return len(left)
+
+    def finish(self):
+        """Write the manifest, which makes the job finished, and remove the entries that it replaces."""
+        entries = [entry for _, entry in sorted(self.committed().items())]
+        self.delete_uncommitted()
+        manifest = schema.Manifest(
+            **self.description,
+            resolutions=list(self.parameters["resolutions"]),
+            id_type=str(self.id_type),
+            job=json.loads(json.dumps(self.parameters)),
+            segments=entries,
+            report=report(entries),
+        )
+        storage.write_json(self.uri(schema.MANIFEST), manifest.to_dict())
+        storage.delete(self.uri("segments"))
+        return manifest
+
+
+def add_report(entry, report):
+    """Add one write task's accounts to a segment's."""
+    entry["files"] += report["files"]
+    entry["rejects"] += report["rejects"]
+    entry["written"] += report["written"]
+    entry["bytes"] += report["bytes"]
+    for reason, rows in report["rejected"].items():
+        entry["rejected"][reason] = entry["rejected"].get(reason, 0) + rows
+    for stage, seconds in report["stages"].items():
+        entry["stages"][stage] += seconds
+
+
+def report(entries):
+    """Seconds spent by stage, summed over its workers, and from start to end; bytes written."""
+    stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
+    seconds = sum(entry["seconds"] for entry in entries)
+    return {"stage_seconds": stages, "seconds": seconds, "bytes": sum(entry["bytes"] for entry in entries)}

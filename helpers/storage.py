@@ -1,0 +1,115 @@
+"""Files on a local folder or an object store, by one path or URI: everything goes through `pyarrow.fs`."""
+
+import json
+import os
+import pathlib
+import uuid
+
+from pyarrow import fs
+
+
+def resolve(uri):
+    """An absolute local path, or the URI as it is, without a trailing slash.
+
+    Relative paths are resolved here, on the driver: Ray workers run in folders of their own.
+    """
+    uri = str(uri)
+    if "://" in uri:
+        return uri.rstrip("/")
+    return os.path.abspath(os.path.expanduser(uri))
+
+
+def open_filesystem(uri):
+    """`(filesystem, path)` of a local path or URI (`s3://`, `gs://`, ...; credentials from the environment)."""
+    return fs.FileSystem.from_uri(resolve(uri))
+
+
+def is_local(uri):
+    return isinstance(open_filesystem(uri)[0], fs.LocalFileSystem)
+
+
+def join(uri, *parts):
+    return "/".join([resolve(uri), *parts])
+
+
+def name(uri):
+    """The last part of a path or URI."""
+    return str(uri).rstrip("/").rsplit("/", 1)[-1]
+
+
+def exists(uri):
+    filesystem, path = open_filesystem(uri)
+    return filesystem.get_file_info(path).type != fs.FileType.NotFound
+
+
+def is_file(uri):
+    filesystem, path = open_filesystem(uri)
+    return filesystem.get_file_info(path).type == fs.FileType.File
+
+
+def list_files(uri, suffix="", recursive=False):
+    """Sorted paths or URIs of the files under `uri` that end in `suffix`; none if the folder does not exist."""
+    filesystem, path = open_filesystem(uri)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
+    inside = sorted(info.path[len(path):].lstrip("/") for info in found if info.type == fs.FileType.File)
+    return [join(uri, relative) for relative in inside if relative.endswith(suffix)]
+
+
+def size_bytes(uri):
+    """Bytes of all files under `uri`."""
+    filesystem, path = open_filesystem(uri)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return sum(info.size for info in found if info.type == fs.FileType.File)
+
+
+def read_text(uri):
+    """The text of a file; `FileNotFoundError` if it is not there."""
+    filesystem, path = open_filesystem(uri)
+    with filesystem.open_input_stream(path) as stream:
+        return stream.read().decode()
+
+
+def write_text(uri, text):
+    """Write a file so that a reader sees the whole text or the file before it, never a part.
+
+    Object stores make an object visible when its upload ends; on a file system a rename does that.
+    """
+    filesystem, path = open_filesystem(uri)
+    local = isinstance(filesystem, fs.LocalFileSystem)
+    if local:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    target = f"{path}.{uuid.uuid4().hex}.part" if local else path
+    try:
+        with filesystem.open_output_stream(target) as stream:
+            stream.write(text.encode())
+        if local:
+            os.replace(target, path)
+    except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+        if local:
+            pathlib.Path(target).unlink(missing_ok=True)
+        raise
+
+
+def read_json(uri):
+    return json.loads(read_text(uri))
+
+
+def write_json(uri, value):
+    write_text(uri, json.dumps(value, indent=1))
+
+
+def delete(uri):
+    """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+    filesystem, path = open_filesystem(uri)
+    kind = filesystem.get_file_info(path).type
+    if kind == fs.FileType.File:
+        filesystem.delete_file(path)
+    elif kind == fs.FileType.Directory:
+        filesystem.delete_dir(path)
+
+
+def copy_folder(source, target):
+    """Copy all files of a folder to another path or URI."""
+    (from_filesystem, from_path), (to_filesystem, to_path) = open_filesystem(source), open_filesystem(target)
+    to_filesystem.create_dir(to_path)
+    fs.copy_files(from_path, to_path, source_filesystem=from_filesystem, destination_filesystem=to_filesystem)

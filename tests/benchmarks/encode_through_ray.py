@@ -1,0 +1,71 @@
+"""Images a second: the encoder in a bare loop on prepared batches, against the whole Ray pipeline around it.
+
+    python -m tests.benchmarks.encode_through_ray [--rows 12000] [--rounds 3]
+
+Bare: one thread encodes batches that are already decoded and in memory. Ray: Parquet is read, pictures are decoded and
+resized, encoded by one actor with one thread, and latents are written; its rate runs from the first file written to the
+last, so that starting the workers is left out. The two alternate; the ratio of their medians is printed. Wants an
+otherwise idle machine with two cores or more.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from helpers import captioned_shapes, encoder, preprocess, session, sources
+from helpers.config import PreprocessingConfig
+from tests.pipelines import encode
+
+
+def bare(config, rows):
+    """Images a second of `LatentEncoder` alone."""
+    paths = sources.list_parquet(config.raw_uri)
+    table = pq.read_table(paths[0]).slice(0, 1024)
+    prepared = preprocess.transform(table.append_column("path", [["x"] * len(table)]), config=config)
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
+    batches = [
+        {name: values[start : start + config.encoder_batch_size] for name, values in prepared.items()}
+        for start in range(0, len(table), config.encoder_batch_size)
+    ]
+    latent_encoder(dict(batches[0]))
+    started, done = time.perf_counter(), 0
+    while done < rows:
+        for batch in batches:
+            done += len(latent_encoder(dict(batch))["id"])
+    return done / (time.perf_counter() - started)
+
+
+def through_ray(config):
+    """Images a second of the pipeline of Preprocessing.ipynb."""
+    manifest = encode(config)
+    steady = manifest.segments[0]["steady"]
+    busy = manifest.report["stage_seconds"]["encode"] / manifest.total("read")
+    print(f"    in the actor: {1 / busy:.0f} images/s while it encodes")
+    return steady["rows"] / steady["seconds"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=12_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    session.connect()
+    rates = {"bare": [], "ray": []}
+    with tempfile.TemporaryDirectory() as folder:
+        config = PreprocessingConfig(storage=folder)
+        captioned_shapes.write_parquet(config.raw_uri, arguments.rows)
+        for number in range(arguments.rounds):
+            rates["bare"].append(bare(config, arguments.rows // 2))
+            round_config = PreprocessingConfig(storage=folder, latents_uri=f"{folder}/latents-{number}")
+            rates["ray"].append(through_ray(round_config))
+            print(f"round {number + 1}: bare {rates['bare'][-1]:.0f}, through Ray {rates['ray'][-1]:.0f} images/s")
+    ratio = statistics.median(rates["ray"]) / statistics.median(rates["bare"])
+    print(f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, ratio {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Made-up latents that several test modules train on, validate or look at."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from helpers import schema
+
+SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small networks on one thread: several wait for each other wherever something else runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def build_manifest():
+    """A function that makes a finished job's manifest, as `Manifest.read` gives it; keyword arguments change fields."""
+
+    def build(row_groups=(64, 64), **changes):
+        rows = sum(row_groups)
+        segment = {
+            "index": 0, "files": [{"name": "0.parquet", "row_groups": list(row_groups)}], "rejects": [],
+            "read": rows, "written": rows, "rejected": {}, "filtered": 0,
+        }  # fmt: skip
+        values = {
+            "encoder": {"model": "made-up", "revision": "0", "precision": "fp32"},
+            "resolutions": [32, 64],
+            "shapes": {column: list(shape) for column, shape in SHAPES.items()},
+            "scaling_factor": 0.5,
+            "id_type": "int64",
+            "empty_caption_embedding": schema.encode_embedding(np.linspace(-1, 1, 6 * 128).reshape(6, 128)),
+            "job": {},
+            "segments": [segment],
+        }
+        return schema.Manifest.from_dict({"schema_version": schema.SCHEMA_VERSION, **values, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_latents():
+    """A function that makes a table of latents rows: the same for the same number of rows and seed."""
+
+    def build(num_rows, seed=0):
+        random = np.random.default_rng(seed)
+        columns = {
+            schema.ID: pa.array(range(num_rows)),
+            schema.CAPTION: pa.array([f"caption {i}" for i in range(num_rows)]),
+        }
+        for column, shape in SHAPES.items():
+            values = random.normal(size=(num_rows, *shape))
+            if column != schema.EMBEDDINGS:
+                values[:, 1] = 0.05 * np.abs(values[:, 1])  # standard deviations
+            columns[column] = schema.to_binary(values)
+        return pa.table(columns)
+
+    return build

@@ -1,0 +1,171 @@
+import json
+import pathlib
+import threading
+
+import pytest
+from pyarrow import fs
+
+from helpers import storage
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in pathlib.Path(folder).rglob("*") if path.is_file())
+
+
+def test_relative_paths_are_those_of_this_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert storage.resolve("a/../b/") == str(tmp_path / "b")
+    assert storage.resolve("~/c") == str(tmp_path / "home" / "c")
+    assert storage.resolve(tmp_path / "d") == str(tmp_path / "d")
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/folder", "gs://bucket/folder", "file:///tmp/folder"])
+def test_uris_stay_as_they_are(uri):
+    assert storage.resolve(uri + "/") == uri
+    assert storage.join(uri, "a", "b.json") == uri + "/a/b.json"
+    assert storage.name(uri + "/") == "folder"
+
+
+def test_local_paths_and_file_uris_are_local(tmp_path):
+    assert storage.is_local(tmp_path) and storage.is_local(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("folder", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b"])
+def test_any_folder_name_can_be_written_listed_read_and_deleted(tmp_path, folder):
+    uri = storage.join(tmp_path, folder, "deep", "file.json")
+    storage.write_json(uri, {"text": "grüße"})
+    assert storage.list_files(tmp_path / folder, recursive=True) == [uri]
+    assert storage.read_json(uri) == {"text": "grüße"} and storage.exists(uri) and storage.is_file(uri)
+    storage.delete(tmp_path / folder)
+    assert not storage.exists(tmp_path / folder)
+
+
+def test_file_uris_work_as_paths_do(tmp_path):
+    uri = f"file://{tmp_path}/data"
+    storage.write_text(uri + "/a.txt", "hello")
+    assert storage.list_files(uri) == [uri + "/a.txt"] and storage.read_text(tmp_path / "data" / "a.txt") == "hello"
+
+
+def test_a_file_that_is_written_again_is_replaced_and_nothing_else_is_left(tmp_path):
+    for text in ("first", "", "third"):
+        storage.write_text(tmp_path / "a.txt", text)
+        assert storage.read_text(tmp_path / "a.txt") == text
+    assert names(tmp_path) == ["a.txt"]
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt is, no Exception."""
+
+
+@pytest.mark.parametrize("stage", ["while writing", "before the rename"])
+@pytest.mark.parametrize("error", [OSError, Interrupted])
+def test_an_interrupted_writer_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch, stage, error):
+    storage.write_text(tmp_path / "a.txt", "old")
+
+    def interrupt(*_):
+        raise error
+
+    if stage == "before the rename":
+        monkeypatch.setattr(storage.os, "replace", interrupt)
+        text = "new"
+    else:
+
+        class Text(str):
+            encode = interrupt
+
+        text = Text("new")
+    with pytest.raises(error):
+        storage.write_text(tmp_path / "a.txt", text)
+    assert names(tmp_path) == ["a.txt"] and storage.read_text(tmp_path / "a.txt") == "old"
+
+
+def test_a_reader_never_sees_a_part_of_a_text(tmp_path):
+    texts, stop, seen = ["a" * 300_000, "b" * 300_000], threading.Event(), set()
+    storage.write_text(tmp_path / "a.txt", texts[0])
+
+    def read():
+        while not stop.is_set():
+            seen.add(storage.read_text(tmp_path / "a.txt"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(100):
+        storage.write_text(tmp_path / "a.txt", texts[number % 2])
+    stop.set()
+    reader.join()
+    assert seen and seen <= set(texts)
+
+
+def test_writers_at_the_same_time_do_not_mix(tmp_path):
+    texts = [str(number) * 100_000 for number in range(4)]
+    writers = [threading.Thread(target=storage.write_text, args=(tmp_path / "a.txt", text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert names(tmp_path) == ["a.txt"] and storage.read_text(tmp_path / "a.txt") in texts
+
+
+def test_listing_is_sorted_and_goes_as_deep_as_asked(tmp_path):
+    for name in ("b.json", "a.json", "c.txt", "sub/d.json"):
+        storage.write_text(tmp_path / name, "x")
+    here = str(tmp_path)
+    assert storage.list_files(here, ".json") == [f"{here}/a.json", f"{here}/b.json"]
+    assert storage.list_files(here + "/", ".json", recursive=True)[-1] == f"{here}/sub/d.json"
+    assert len(storage.list_files(here)) == 3
+    assert storage.list_files(tmp_path / "nowhere") == []
+    assert storage.size_bytes(here) == 4 and storage.size_bytes(tmp_path / "nowhere") == 0
+
+
+def test_what_is_a_file(tmp_path):
+    storage.write_text(tmp_path / "a.txt", "x")
+    assert storage.is_file(tmp_path / "a.txt")
+    assert not storage.is_file(tmp_path) and not storage.is_file(tmp_path / "b.txt")
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing.json"):
+        storage.read_json(tmp_path / "missing.json")
+
+
+def test_deleting_takes_files_folders_and_nothing(tmp_path):
+    for name in ("a.txt", "folder/b.txt", "folder/deep/c.txt", "kept.txt"):
+        storage.write_text(tmp_path / name, "x")
+    for name in ("a.txt", "folder", "folder", "never-was"):
+        storage.delete(tmp_path / name)
+    assert names(tmp_path) == ["kept.txt"] and not storage.exists(tmp_path / "folder")
+
+
+def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path):
+    for name in ("a.txt", "deep/b.txt"):
+        storage.write_text(tmp_path / "from" / name, name)
+    storage.copy_folder(tmp_path / "from", tmp_path / "new" / "to")
+    assert names(tmp_path / "new" / "to") == ["a.txt", "deep/b.txt"] == names(tmp_path / "from")
+    assert storage.read_text(tmp_path / "new" / "to" / "deep" / "b.txt") == "deep/b.txt"
+
+
+def test_json_is_readable_by_people_and_by_others(tmp_path):
+    storage.write_json(tmp_path / "a.json", {"b": [1, None]})
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == {"b": [1, None]} and "\n" in text
+
+
+def test_an_object_store_gets_the_whole_object_under_its_own_name(monkeypatch, tmp_path):
+    """A store has no rename: the object appears when its stream is closed."""
+    store = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    (tmp_path / "bucket").mkdir()
+    opened = []
+    original = storage.open_filesystem
+
+    def open_filesystem(uri):
+        if not str(uri).startswith("s3://"):
+            return original(uri)
+        opened.append(uri)
+        return store, str(uri).removeprefix("s3://")
+
+    monkeypatch.setattr(storage, "open_filesystem", open_filesystem)
+    storage.write_text("s3://bucket/a.txt", "hello")
+    assert not storage.is_local("s3://bucket") and opened
+    assert names(tmp_path) == ["bucket/a.txt"] and storage.read_text("s3://bucket/a.txt") == "hello"
+    assert storage.list_files("s3://bucket") == ["s3://bucket/a.txt"]

@@ -1,0 +1,192 @@
+"""Training on a real Ray: what a run writes, how it resumes, and that it learns."""
+
+import json
+import pathlib
+
+import numpy as np
+import pandas as pd
+import pytest
+import ray
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file
+
+from helpers import captioned_shapes, checkpoint, evaluate, parallel, session, storage, train
+from helpers.config import PreprocessingConfig, TrainingConfig
+from tests.pipelines import encode, fit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    session.connect("local", num_cpus=5)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32])
+    captioned_shapes.write_parquet(config.raw_uri, 400)
+    encode(config)
+    return config.storage
+
+
+def small(data, **changes):
+    return TrainingConfig(**{
+        "storage": data, "resolution": 32, "global_batch_size": 32, "units_per_step": 2, "max_steps": 40, "warmup_steps": 4,
+        "checkpoint_every": 10, "validate_every": 20, "validation_share": 0.05, "max_failures": 0, "run_name": "first", **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(data):
+    """A finished run: (config, Ray Train's result)."""
+    config = small(data)
+    return config, fit(config)
+
+
+def test_metrics_have_one_line_a_step_and_the_documented_columns(run):
+    config, _ = run
+    lines = [json.loads(line) for line in pathlib.Path(config.run_uri, "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    columns = {
+        "step", "attempt", "loss", "learning_rate", "grad_norm", "images_per_second", "data_wait_share", "samples_seen",
+        "samples_crc32",
+    }  # fmt: skip
+    assert all(set(line) >= columns for line in lines)
+    assert all(np.isfinite(line["loss"]) and 0 <= line["data_wait_share"] <= 1 for line in lines)
+    seen = [line["samples_seen"] for line in lines]
+    assert all(b - a <= config.global_batch_size for a, b in zip(seen, seen[1:], strict=False))
+
+
+def test_the_loss_falls(run):
+    losses = train.read_metrics(run[0].run_uri)["loss"]
+    assert losses.tail(10).mean() < 0.8 * losses.head(5).mean()
+
+
+def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
+    config, result = run
+    names = sorted(path.name for path in pathlib.Path(config.run_uri).glob("checkpoint-*"))
+    assert names == ["checkpoint-000000030", "checkpoint-000000040"]
+    with result.checkpoint.as_directory() as folder:
+        assert checkpoint.read_step(folder) == 40 == train.last_step(config)
+
+
+def test_validation_ran_beside_the_training_on_held_out_rows(run):
+    validation = evaluate.read_validation(run[0].run_uri)
+    assert validation["step"].tolist() == [20, 40]
+    assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
+
+
+def test_config_json_says_what_made_the_run(run):
+    config, _ = run
+    saved = storage.read_json(storage.join(config.run_uri, "config.json"))
+    assert TrainingConfig.from_dict(saved["parameters"]) == config
+    assert saved["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+def test_two_workers_train_on_the_same_batches_with_the_same_losses(run, data):
+    one = train.read_metrics(run[0].run_uri)
+    config = small(data, num_training_workers=2, run_name="two", validate_every=0)
+    fit(config)
+    two = train.read_metrics(config.run_uri)
+    pd.testing.assert_series_equal(one["samples_crc32"], two["samples_crc32"])
+    np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-5)
+    assert one["samples_crc32"].nunique() == len(one)
+
+
+def test_an_interrupted_run_resumes_inside_an_epoch_and_repeats_the_uninterrupted_one_bit_for_bit(run, data, monkeypatch):
+    """The run stops with an error after step 33; fit again under the same name."""
+    straight = train.read_metrics(run[0].run_uri)
+    config = small(data, run_name="interrupted", validate_every=0)
+    with pytest.raises(ray.train.TrainingFailedError, match="the step that fails"):
+        fit_with_a_failure_after(33, config)
+    assert train.last_step(config) == 30
+    fit(config)
+    every = train.read_metrics(config.run_uri, all_attempts=True)
+    resumed = train.read_metrics(config.run_uri)
+    assert every.groupby("step")["attempt"].max().loc[31:33].tolist() == [2, 2, 2]
+    for column in ("step", "loss", "grad_norm", "samples_crc32", "samples_seen"):
+        assert resumed[column].tolist() == straight[column].tolist(), column
+
+
+def fit_with_a_failure_after(step, config):
+    from functools import partial
+
+    from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from helpers import ingest
+
+    def failing(values):
+        write = train.MetricsLog.write
+
+        def write_and_fail(self, done, *arguments, **speed):
+            write(self, done, *arguments, **speed)
+            if done == step:
+                raise RuntimeError("the step that fails")
+
+        train.MetricsLog.write = write_and_fail
+        try:
+            train.train_loop_per_worker(values)
+        finally:
+            train.MetricsLog.write = write
+
+    train.open_run(config)
+    TorchTrainer(
+        failing, train_loop_config=config.to_dict(), scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs"), failure_config=FailureConfig(max_failures=0)),
+        datasets={"train": partial(train.remaining_steps, config)},
+        dataset_config=DataConfig(execution_options=ingest.execution_options()),
+    ).fit()  # fmt: skip
+
+
+def test_a_finished_run_stays_as_it_is_when_it_is_run_again(run):
+    config, _ = run
+    before = pathlib.Path(config.run_uri, "metrics.jsonl").read_text()
+    again = fit(config)
+    assert pathlib.Path(config.run_uri, "metrics.jsonl").read_text() == before
+    assert storage.name(again.checkpoint.path) == "checkpoint-000000040"
+
+
+def test_a_run_starts_from_the_weights_of_another(run, data):
+    config = small(data, run_name="second-phase", init_from="first", max_steps=3, learning_rate=1e-6, validate_every=0)
+    fit(config)
+    first, second = (train.read_metrics(c.run_uri)["loss"] for c in (run[0], config))
+    assert second.iloc[0] < 0.7 * first.iloc[0]
+
+
+def test_the_pipeline_is_opened_by_stock_diffusers_and_draws_the_same_picture(run):
+    config, result = run
+    uri = evaluate.export_checkpoint(config.to_dict(), result.checkpoint)
+    opened = StableDiffusionPipeline.from_pretrained(uri)
+    opened.set_progress_bar_config(disable=True)
+    prompt = captioned_shapes.held_out_prompts(1)[0]
+    mine = evaluate.sample(config.to_dict(), [prompt], result.checkpoint)[0]
+    theirs = evaluate.generate(opened, [prompt], resolution=32)[0]
+    np.testing.assert_array_equal(mine, theirs)
+    with result.checkpoint.as_directory() as folder:
+        averaged = checkpoint.load_weights(folder, parallel.build_unet("tiny"), "ema").state_dict()
+    exported = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"resolution": 64, "run_name": "new"}, r"resolution=64 is not in .*, which holds 32"),
+        ({"unet_config": "sd2-base", "run_name": "new"}, r"takes captions 1024 wide, and .* holds captions 128 wide"),
+        ({"unet_config": "huge", "run_name": "new"}, r"unet_config='huge' is unknown: choose 'tiny', 'small', 'sd2-base'"),
+        ({"global_batch_size": 4096, "run_name": "new"}, r"global_batch_size=4096 is more than the 400 rows"),
+        ({"learning_rate": 1.0}, r"run_name='first' was started with learning_rate=0.003, not 1.0"),
+        ({"init_from": "nobody", "run_name": "new"}, r"init_from='nobody' is neither a run with a checkpoint"),
+    ],
+)
+def test_wrong_parameters_are_one_sentence_before_any_worker_starts(run, data, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        train.open_run(small(data, **change))
+
+
+def test_training_without_latents_names_the_command_that_makes_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match="papermill Preprocessing.ipynb"):
+        train.open_run(small(str(tmp_path)))
