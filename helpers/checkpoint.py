@@ -13,15 +13,24 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 PROGRESS = "progress.json"
 
 
+def alone():
+    """Whether there is no other rank to agree with.
+
+    A group of one could take part in collectives with itself; but gloo's threads then start OpenMP teams of their own,
+    libgomp finds more threads than cores and stops spinning, and every later step takes twice as long.
+    """
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def save(folder, *, model, optimizer, ema, step):
     """Write model, EMA, optimizer and step to a local folder; on several ranks each writes its own files there."""
     weights, moments = get_state_dict(model, optimizer)
     with expected_single_process():
         dcp.save(
             {"model": weights, "optimizer": moments, "ema": ema.state_dict()}, checkpoint_id=folder,
-            no_dist=not dist.is_initialized(),
+            no_dist=alone(),
         )  # fmt: skip
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if alone() or dist.get_rank() == 0:
         pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step}))
 
 
@@ -30,7 +39,7 @@ def load(folder, *, model, optimizer, ema):
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
     with expected_single_process():
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.load(state, checkpoint_id=folder, no_dist=alone())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     step = read_step(folder)
     ema.load_state_dict(state["ema"], step)

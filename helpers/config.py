@@ -109,6 +109,7 @@ class PreprocessingConfig(Parameters):
         self.resolve(
             storage=storage.resolve(self.storage),
             resolutions=tuple(sorted(set(self.resolutions))),
+            encoder_model=storage.resolve_folder(self.encoder_model),
             input_uri=storage.resolve(self.input_uri) if self.input_uri else "",
             latents_uri=storage.resolve(self.latents_uri or storage.join(self.storage, "latents")),
         )
@@ -199,6 +200,7 @@ class TrainingConfig(Parameters):
             storage=storage.resolve(self.storage),
             latents_uri=storage.resolve(self.latents_uri or storage.join(self.storage, "latents")),
             micro_batch_size=self.micro_batch_size or self.unit_rows,
+            unet_config=storage.resolve_folder(self.unet_config),
         )
 
     def check_batch(self):

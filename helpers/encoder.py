@@ -3,40 +3,22 @@
 Nothing else touches the VAE and the text encoder while data is being prepared; the trainers hold only the U-Net.
 """
 
-import functools
 import hashlib
 import pathlib
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import transformers
 from diffusers import AutoencoderKL
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextModel
 
 from . import images, schema
+from .tokens import load_tokenizer, model_path, tokenize
 
-TINY_SD = "tiny-sd"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def model_path(model):
-    """The folder or hub id behind an `encoder_model` parameter; "tiny-sd" is the model in this package."""
-    return str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
-
-
-@functools.lru_cache(maxsize=2)
-def load_tokenizer(model):
-    """The tokenizer, loaded once a process; no code from the model's folder is ever run."""
-    return CLIPTokenizer.from_pretrained(model_path(model), subfolder="tokenizer")
-
-
-def tokenize(captions, tokenizer):
-    """B captions -> (B, L) int32 token ids, cut and padded to the tokenizer's `model_max_length` L."""
-    if len(captions) == 0:
-        return np.zeros((0, tokenizer.model_max_length), dtype=np.int32)
-    encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=tokenizer.model_max_length)
-    return np.array(encoded["input_ids"], dtype=np.int32)
 
 
 def load_vae(model, dtype=torch.float32):
@@ -53,7 +35,7 @@ def load_text_encoder(model, dtype=torch.float32):
 
 
 class LatentEncoder:
-    """A Ray Data actor: a batch of pixels and token ids -> the same batch with latents and embeddings instead.
+    """A Ray Data actor: pixels and token ids -> latents and caption embeddings (`batch_format="pyarrow"`).
 
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
@@ -86,18 +68,24 @@ class LatentEncoder:
         ids = torch.from_numpy(np.array(caption_ids_BL)).long().to(self.device)
         return self.text_encoder(ids).last_hidden_state.to(torch.float16).cpu().numpy()
 
-    def __call__(self, batch):
-        """Rows that are rejected or too small for a resolution are not encoded: their latents are zeros."""
+    def __call__(self, rows):
+        """An Arrow table of transformed rows -> the same rows with latents and embeddings in place of pixels and tokens.
+
+        Rejected rows, and pictures too small for a resolution, are not encoded: they become null there.
+        """
         started = time.perf_counter()
-        kept = batch[schema.REASON] == ""
-        captions = batch.pop("caption_ids")
-        batch[schema.EMBEDDINGS] = scatter(self.encode_captions, captions, kept)
+        columns = {name: rows[name] for name in (schema.ID, schema.CAPTION, schema.REASON, schema.SOURCE, "transform_seconds")}
+        kept = pc.equal(rows[schema.REASON], "").to_numpy()
+        ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
+        columns[schema.EMBEDDINGS] = schema.to_binary(scatter(self.encode_captions, ids, kept), kept)
         for resolution in self.resolutions:
-            fits = kept & batch[f"fits_{resolution}"]
-            pixels = batch.pop(f"pixels_{resolution}")
-            batch[schema.latents_column(resolution)] = scatter(self.encode_images, pixels, fits)
-        batch["encode_seconds"] = np.full(len(kept), (time.perf_counter() - started) / len(kept), dtype=np.float32)
-        return batch
+            pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
+            latents = scatter(self.encode_images, pixels, kept & fits)
+            columns[schema.latents_column(resolution)] = schema.to_binary(latents, kept & fits)
+        seconds = (time.perf_counter() - started) / len(rows)
+        columns["encode_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(rows))
+        columns["encoded_at"] = pa.repeat(time.time(), len(rows))
+        return pa.table(columns)
 
 
 def arguments(config):

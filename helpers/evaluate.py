@@ -15,7 +15,7 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: E402
 
 transformers.logging.set_verbosity(_verbosity)
 
-from . import captioned_shapes, checkpoint, encoder, ingest, parallel, schema, storage  # noqa: E402
+from . import captioned_shapes, checkpoint, encoder, ingest, parallel, schema, storage, tokens  # noqa: E402
 from .config import TrainingConfig  # noqa: E402
 from .learner import validation_loss  # noqa: E402
 
@@ -30,7 +30,7 @@ def build_pipeline(unet, encoder_model, prediction_type="v_prediction"):
     )  # fmt: skip
     pipeline = StableDiffusionPipeline(
         vae=encoder.load_vae(encoder_model), text_encoder=encoder.load_text_encoder(encoder_model),
-        tokenizer=encoder.load_tokenizer(encoder_model), unet=unet.eval(), scheduler=scheduler,
+        tokenizer=tokens.load_tokenizer(encoder_model), unet=unet.eval(), scheduler=scheduler,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)

@@ -1,5 +1,6 @@
 """What the preprocessing pipeline maps: `transform` on CPU tasks and `write_latents` at the end; checks and the report."""
 
+import collections
 import json
 import time
 import uuid
@@ -10,41 +11,42 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from . import encoder, images, schema, segments, sources, storage
+from . import images, schema, segments, sources, storage, tokens
 
 
 def transform(rows, *, config):
-    """An Arrow table of raw rows -> arrays for the encoder; every row stays, bad ones with a `reason`.
+    """An Arrow table of raw rows -> a table for the encoder; every row stays, bad ones with a `reason`.
 
-    Adds, for B rows: `pixels_{resolution}` (B, R, R, 3) uint8, `fits_{resolution}` (B,) bool - False where the
-    picture is smaller than R, which is not enlarged -, `caption_ids` (B, L) int32, and `reason`, empty for good rows.
+    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids) and, for each
+    resolution R, `pixels_R` (R x R x 3 bytes; null where the picture is smaller than that, it is not enlarged).
+    Arrays travel as plain bytes: between the stages nothing is parsed or converted.
     """
     started = time.perf_counter()
+    ids = rows[config.id_column]
     results = [
         transform_row(data, caption, row_id, config)
         for data, caption, row_id in zip(
-            binary_column(rows[config.image_column]),
-            text_column(rows[config.caption_column]),
-            rows[config.id_column].to_pylist(),
-            strict=True,
+            binary_column(rows[config.image_column]), text_column(rows[config.caption_column]), ids.to_pylist(), strict=True
         )
     ]
     captions = [caption for _, caption, _ in results]
-    batch = {
-        schema.ID: id_column(rows[config.id_column]),
-        schema.CAPTION: np.array(captions, dtype=object),
-        schema.REASON: np.array([reason for _, _, reason in results], dtype=object),
-        schema.SOURCE: np.array([relative(path, config) for path in rows["path"].to_pylist()], dtype=object),
-        "caption_ids": encoder.tokenize(captions, encoder.load_tokenizer(config.encoder_model)),
+    caption_ids = tokens.tokenize(captions, tokens.load_tokenizer(config.encoder_model))
+    columns = {
+        schema.ID: ids.cast(id_type(ids.type)),
+        schema.CAPTION: pa.array(captions, pa.string()),
+        schema.REASON: pa.array([reason for _, _, reason in results], pa.string()),
+        schema.SOURCE: relative_paths(rows["path"], config),
+        "caption_ids": schema.to_binary(caption_ids, dtype=np.int32),
     }
     for resolution in config.resolutions:
         fits = np.array([resolution in pixels for pixels, _, _ in results], dtype=bool)
-        batch[f"fits_{resolution}"] = fits
-        batch[f"pixels_{resolution}"] = np.zeros((len(results), resolution, resolution, 3), dtype=np.uint8)
+        pixels_BHWC = np.zeros((len(results), resolution, resolution, 3), dtype=np.uint8)
         for row in np.flatnonzero(fits):
-            batch[f"pixels_{resolution}"][row] = results[row][0][resolution]
-    batch["transform_seconds"] = np.full(len(results), (time.perf_counter() - started) / len(results), dtype=np.float32)
-    return batch
+            pixels_BHWC[row] = results[row][0][resolution]
+        columns[f"pixels_{resolution}"] = schema.to_binary(pixels_BHWC, fits, np.uint8)
+    seconds = (time.perf_counter() - started) / len(results)
+    columns["transform_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(results))
+    return pa.table(columns)
 
 
 def transform_row(data, caption, row_id, config):
@@ -64,11 +66,11 @@ def transform_row(data, caption, row_id, config):
     return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
 
 
-def relative(path, config):
-    """An input file's path below `input_uri`."""
-    folder = storage.open_filesystem(config.input_uri or config.raw_uri)[1]
-    inside = path[path.index(folder) + len(folder) :].lstrip("/") if folder in path else ""
-    return inside or storage.name(path)
+def relative_paths(paths, config):
+    """Input files' paths below `input_uri`."""
+    folder = storage.open_filesystem(config.input_uri or config.raw_uri)[1].rstrip("/")
+    short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
+    return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
 
 def binary_column(column):
@@ -91,50 +93,38 @@ def text_column(column):
     return values
 
 
-def id_column(column):
-    """Ids as an array; a missing id becomes 0 or "", its row is rejected."""
-    if pa.types.is_integer(column.type):
-        return pc.fill_null(column, 0).to_numpy()
-    return np.array(["" if value is None else str(value) for value in column.to_pylist()], dtype=object)
-
-
 def id_type(column_type):
     """How ids are stored: whole numbers as int64, all else as text."""
     return pa.int64() if pa.types.is_integer(column_type) else pa.string()
 
 
-def write_latents(batch, *, latents_uri, segment, shapes, ids):
-    """Write one encoded batch as one Parquet file of latents, and its rejects as another; return one report row.
+def write_latents(rows, *, latents_uri, segment, shapes, ids):
+    """Write a table of encoded rows as one Parquet file of latents and one of rejects; return one row of accounts.
 
     File names are new on every try, so a retried task can never leave a half-written file under a committed name.
     """
     started = time.perf_counter()
     name = f"{segment.index:06d}-{uuid.uuid4().hex[:12]}.parquet"
-    good = batch[schema.REASON] == ""
-    report = {"files": [], "rejects": [], "written": int(good.sum()), "rejected": {}, "bytes": 0}
-    if good.any():
-        columns = [pa.array(batch[schema.ID][good], type=ids), pa.array(batch[schema.CAPTION][good], type=pa.string())]
-        for column in shapes:
-            fits = batch.get(f"fits_{column.removeprefix('image_latents_')}")
-            columns.append(schema.to_binary(batch[column][good], None if fits is None or fits[good].all() else fits[good]))
-        table = pa.Table.from_arrays(columns, schema=schema.latents_schema(ids, shapes))
-        report["bytes"] = write_parquet(table, storage.join(latents_uri, "data", name))
-        rows = table.num_rows
-        full, rest = divmod(rows, schema.ROWS_PER_ROW_GROUP)
+    is_good = pc.equal(rows[schema.REASON], "")
+    good, bad = rows.filter(is_good), rows.filter(pc.invert(is_good))
+    report = {"files": [], "rejects": [], "written": len(good), "rejected": {}, "bytes": 0}
+    if len(good):
+        layout = schema.latents_schema(ids, shapes)
+        report["bytes"] = write_parquet(good.select(layout.names).cast(layout), storage.join(latents_uri, "data", name))
+        full, rest = divmod(len(good), schema.ROWS_PER_ROW_GROUP)
         report["files"] = [{"name": name, "row_groups": [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)}]
-    if not good.all():
-        reasons = batch[schema.REASON][~good]
-        report["rejected"] = {str(r): int(n) for r, n in zip(*np.unique(reasons.astype(str), return_counts=True), strict=True)}
-        columns = [pa.array(batch[schema.ID][~good], type=ids), pa.array(reasons), pa.array(batch[schema.SOURCE][~good])]
-        table = pa.Table.from_arrays(columns, schema=schema.rejects_schema(ids))
-        write_parquet(table, storage.join(latents_uri, "rejects", name))
+    if len(bad):
+        report["rejected"] = dict(collections.Counter(bad[schema.REASON].to_pylist()))
+        layout = schema.rejects_schema(ids)
+        write_parquet(bad.select(layout.names).cast(layout), storage.join(latents_uri, "rejects", name))
         report["rejects"] = [name]
+    report["encoded"] = [pc.min(rows["encoded_at"]).as_py(), pc.max(rows["encoded_at"]).as_py()]
     report["stages"] = {
-        "transform": float(batch["transform_seconds"].sum()),
-        "encode": float(batch["encode_seconds"].sum()),
+        "transform": pc.sum(rows["transform_seconds"]).as_py(),
+        "encode": pc.sum(rows["encode_seconds"]).as_py(),
         "write": time.perf_counter() - started,
     }
-    return {"report": [json.dumps(report)]}
+    return pa.table({"report": [json.dumps(report)]})
 
 
 def write_parquet(table, uri):
@@ -162,6 +152,8 @@ def prepare(config, rows_per_segment=segments.ROWS_PER_SEGMENT):
         sources.check_columns(paths[0], {parameter: column})
     sources.check_filter(config.row_filter, found)
     check_types(found, config)
+    from . import encoder  # here: the tasks that import this module for `transform` and `write_latents` need no PyTorch
+
     description = encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision)
     parameters = {name: getattr(config, name) for name in (*columns, "row_filter", "limit", "resolutions", "input_format")}
     parameters["input_uri"] = config.input_uri or config.raw_uri

@@ -43,22 +43,23 @@ def rejects_schema(id_type):
     return pa.schema([pa.field(ID, id_type), pa.field(REASON, pa.string()), pa.field(SOURCE, pa.string())])
 
 
-def to_binary(array_BX, valid_B=None):
-    """An fp16 array of B rows as a `fixed_size_binary` Arrow array; rows where `valid_B` is False become null."""
-    array_BX = np.ascontiguousarray(array_BX, dtype=DTYPE).reshape(len(array_BX), -1)
-    validity = None if valid_B is None else pa.array(valid_B, type=pa.bool_()).buffers()[1]
-    kind = pa.binary(array_BX.shape[1] * array_BX.itemsize)
-    return pa.FixedSizeBinaryArray.from_buffers(kind, len(array_BX), [validity, pa.py_buffer(array_BX)])
+def to_binary(array_BX, valid_B=None, dtype=DTYPE):
+    """B rows of an array as a `fixed_size_binary` Arrow array of `dtype`; rows where `valid_B` is False become null."""
+    array_BX = np.ascontiguousarray(array_BX, dtype=dtype)
+    kind = pa.binary(int(np.prod(array_BX.shape[1:])) * array_BX.itemsize)
+    validity = None if valid_B is None or np.all(valid_B) else pa.array(valid_B, type=pa.bool_()).buffers()[1]
+    return pa.FixedSizeBinaryArray.from_buffers(kind, len(array_BX), [validity, pa.py_buffer(array_BX.reshape(-1))])
 
 
-def from_binary(column, shape):
-    """`(array_BX, valid_B)`: a `fixed_size_binary` column as an fp16 array of shape (B, *shape), without a copy.
+def from_binary(column, shape, dtype=DTYPE):
+    """`(array_BX, valid_B)`: a `fixed_size_binary` column as an array of shape (B, *shape), without a copy.
 
     Rows that are null hold arbitrary numbers and have `valid_B` False.
     """
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     width = column.type.byte_width
-    values = np.frombuffer(column.buffers()[1], dtype=DTYPE, count=len(column) * width // 2, offset=column.offset * width)
+    start = column.offset * width
+    values = np.frombuffer(column.buffers()[1], dtype=dtype, count=len(column) * width // np.dtype(dtype).itemsize, offset=start)
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
 
 

@@ -148,15 +148,14 @@ class Job:
         entry = {
             "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
             "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
-            "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0},
+            "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
         }  # fmt: skip
-        first, handled = None, 0
+        handled = 0
         # Closed, not left to the garbage collector: an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
             for report in (json.loads(text) for batch in batches for text in batch["report"].to_pylist()):
                 handled += report["written"] + sum(report["rejected"].values())
                 add_report(entry, report)
-                first = first or (time.time(), handled)
                 progress(handled)
         entry["filtered"] = entry["read"] - entry["written"] - sum(entry["rejected"].values())
         if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
@@ -164,10 +163,7 @@ class Job:
                 f"Segment {segment.index}: {entry['read']} rows read, {entry['written']} written and "
                 f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
             )
-        # Without the start of actors: from the first file written to the last.
         entry["seconds"] = time.time() - started
-        if first is not None:
-            entry["steady"] = {"seconds": time.time() - first[0], "rows": handled - first[1]}
         return entry
 
     def delete_uncommitted(self):
@@ -202,6 +198,8 @@ def add_report(entry, report):
     entry["rejects"] += report["rejects"]
     entry["written"] += report["written"]
     entry["bytes"] += report["bytes"]
+    first, last = entry["encoded"] or report["encoded"]
+    entry["encoded"] = [min(first, report["encoded"][0]), max(last, report["encoded"][1])]
     for reason, rows in report["rejected"].items():
         entry["rejected"][reason] = entry["rejected"].get(reason, 0) + rows
     for stage, seconds in report["stages"].items():
@@ -209,7 +207,12 @@ def add_report(entry, report):
 
 
 def report(entries):
-    """Seconds spent by stage, summed over its workers, and from start to end; bytes written."""
+    """Bytes written, and seconds: by stage, summed over its workers; from start to end; between the encoders' first
+    batch and their last, which leaves out the start of the workers."""
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
-    seconds = sum(entry["seconds"] for entry in entries)
-    return {"stage_seconds": stages, "seconds": seconds, "bytes": sum(entry["bytes"] for entry in entries)}
+    return {
+        "bytes": sum(entry["bytes"] for entry in entries),
+        "stage_seconds": stages,
+        "seconds": sum(entry["seconds"] for entry in entries),
+        "encoding_seconds": sum(entry["encoded"][1] - entry["encoded"][0] for entry in entries if entry["encoded"]),
+    }

@@ -5,6 +5,8 @@ import html
 import logging
 import os
 import pathlib
+import signal
+import threading
 import time
 import uuid
 
@@ -34,6 +36,9 @@ def connect(ray_address="local", num_cpus=None):
             **options, log_to_driver=False, logging_level="ERROR",
             runtime_env={"py_modules": [str(pathlib.Path(__file__).parent)]},
         )  # fmt: skip
+    # A Jupyter kernel that is shut down gets SIGTERM while Ray is still tidying up, and Ray's handler prints a stack.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()

@@ -19,6 +19,11 @@ def resolve(uri):
     return os.path.abspath(os.path.expanduser(uri))
 
 
+def resolve_folder(name):
+    """The absolute path of a local file or folder; a name that is none (a preset, a hub id) stays as it is."""
+    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
+
+
 def open_filesystem(uri):
     """`(filesystem, path)` of a local path or URI (`s3://`, `gs://`, ...; credentials from the environment)."""
     return fs.FileSystem.from_uri(resolve(uri))

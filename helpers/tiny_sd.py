@@ -170,7 +170,7 @@ def reconstruction_scores(vae: AutoencoderKL, num: int = 500, seed: int = 0) -> 
             pixels = F.avg_pool2d(pixels.float(), 2)
         back = torch.cat([reconstruct(vae, part) for part in pixels.split(50)])
         mse = F.mse_loss(back.float() / 255, pixels.float() / 255).item()
-        scores[f"psnr_{name}_{side}"] = -10 * np.log10(mse)
+        scores[f"psnr_{name}_{side}"] = float(-10 * np.log10(mse))
         scores[f"detector_{name}_{side}"] = captioned_shapes.agreement(list(back.permute(0, 2, 3, 1).numpy()), captions)["all"]
     return scores
 
@@ -465,7 +465,7 @@ def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
     if output.exists() and any(output.iterdir()) and not (output / "model_index.json").exists():
         raise ValueError(f"{output} holds something other than a model; choose an empty or a new folder for --output")
     wall, cpu = time.monotonic(), time.process_time()
-    vae_steps, text_steps = (max(2, round(steps * effort)) for steps in (3200, 800))
+    vae_steps, text_steps = (max(2, round(steps * effort)) for steps in (4000, 800))
     tokenizer = build_tokenizer()
     text_encoder = train_text_encoder(tokenizer, text_steps, seed)
     vae = train_vae(vae_steps, seed)

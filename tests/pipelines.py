@@ -3,8 +3,15 @@
 import functools
 
 from ray.data import ActorPoolStrategy, TaskPoolStrategy
-from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train import ValidationConfig, ValidationTaskConfig
+from ray.train import (
+    CheckpointConfig,
+    DataConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    ValidationTaskConfig,
+)
 from ray.train.torch import TorchTrainer
 
 from helpers import encoder, evaluate, ingest, preprocess, sources, storage, train
@@ -21,11 +28,12 @@ def build_pipeline(job, config):
                 compute=TaskPoolStrategy(size=config.num_transform_workers),
             )
             .map_batches(
-                encoder.LatentEncoder, fn_constructor_args=encoder.arguments(config),
+                encoder.LatentEncoder, fn_constructor_args=encoder.arguments(config), batch_format="pyarrow",
                 batch_size=config.encoder_batch_size, compute=ActorPoolStrategy(size=config.num_encoders), num_cpus=0.5,
             )
             .map_batches(
-                preprocess.write_latents, fn_kwargs=job.write_arguments(segment), batch_size=1024, num_cpus=0.25
+                preprocess.write_latents, fn_kwargs=job.write_arguments(segment), batch_format="pyarrow",
+                batch_size=1024, num_cpus=0.25,
             )
         )  # fmt: skip
 

@@ -109,6 +109,38 @@ def worker(rank, world, folder, config, manifest, rows):
     dist.destroy_process_group()
 
 
+def sharded_worker(rank, world, folder, strategies, manifest, rows):
+    """A rank that trains under each strategy from scratch, and again from the checkpoint of the strategy before."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    manifest = schema.Manifest.from_dict(manifest)
+    result = {}
+    for number, strategy in enumerate(strategies):
+        config = recipe(num_training_workers=world, strategy=strategy, micro_batch_size=2)
+        state = Learner(config, manifest)
+        metrics = train(state, manifest, rows, 0, 3, rank, world)
+        checkpoint.save(f"{folder}/{strategy}", **parts(state), step=3)
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in state.model.parameters()]
+        before = Learner(config, manifest)
+        step = checkpoint.load(f"{folder}/{strategies[number - 1] if number else strategy}", **parts(before))
+        metrics += train(before, manifest, rows, step, STEPS, rank, world)
+        result[strategy] = {"metrics": metrics, "numbers": sum(p.numel() for p in local)}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(result, file)
+    dist.destroy_process_group()
+
+
+def test_sharded_strategies_train_as_one_process_does_and_continue_each_others_checkpoints(one, tmp_path, manifest, rows):
+    strategies = ["ddp", "fsdp", "fsdp-full", "hsdp"]
+    torch.multiprocessing.spawn(sharded_worker, (2, str(tmp_path), strategies, manifest.to_dict(), rows), nprocs=2)
+    result = json.loads((tmp_path / "0.json").read_text())
+    total = sum(parameter.numel() for parameter in parallel.build_unet("tiny").parameters())
+    for strategy in strategies:
+        assert np.allclose(losses(result[strategy]["metrics"]), losses(one[0]), rtol=1e-5, atol=0), strategy
+        held = result[strategy]["numbers"]
+        assert held == total if strategy == "ddp" else abs(held - total / 2) < 0.02 * total, (strategy, held)
+
+
 @pytest.fixture(scope="module")
 def one(manifest, rows):
     """One process without a process group: the reference."""

@@ -343,7 +343,9 @@ def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
 @pytest.fixture(scope="module")
 def cluster():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True  # as `session.connect` does: a limit takes the first rows
     yield
     ray.shutdown()
 

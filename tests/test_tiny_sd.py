@@ -36,7 +36,7 @@ def text_encoder():
 
 @pytest.fixture(scope="module")
 def reconstruction(vae):
-    return tiny_sd.reconstruction_scores(vae, num=300)
+    return tiny_sd.reconstruction_scores(vae, num=200)
 
 
 def test_the_folder_holds_at_most_4_mb_in_fp16():
