@@ -17,6 +17,7 @@ DOCUMENTED_PARAMETERS = set(
     caption_column id_column limit resolutions latents_uri num_transform_workers num_encoders gpus_per_encoder
     encoder_accelerator_type encoder_batch_size unet_config resolution num_training_workers use_gpu
     training_accelerator_type global_batch_size micro_batch_size units_per_step max_steps learning_rate warmup_steps
+    lr_schedule adam_beta2
     min_snr_gamma seed strategy compile_unet precision prediction_type caption_dropout ema_start ema_decay
     checkpoint_every checkpoints_kept validate_every validation_share max_failures sections run_name
     init_from""".split()  # noqa: SIM905
