@@ -94,8 +94,8 @@ def text_column(column):
 
 
 def id_type(column_type):
-    """How ids are stored: whole numbers as int64, all else as text."""
-    return pa.int64() if pa.types.is_integer(column_type) else pa.string()
+    """How ids are stored: whole numbers as int64, all else as text (uint64 too, half of which int64 cannot hold)."""
+    return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
 
 
 def write_latents(rows, *, latents_uri, segment, shapes, ids):
