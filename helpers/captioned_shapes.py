@@ -21,7 +21,7 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import permutations, product
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def is_held_out(caption: str) -> bool:
     return zlib.crc32(caption.encode()) % 10 == 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
     """Every caption with `num_objects` (1 or 2) objects, in a fixed order. `split` as in `scene`."""
     if num_objects == 1:
@@ -376,7 +376,8 @@ def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_
     """Writes rows 0 to num_rows - 1 of the training split to `folder` (local) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
-    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. With a `spoilt_share`, evenly spread rows are damaged as rows of a
+    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. With a `spoilt_share`,
+    evenly spread rows are damaged as rows of a
     real download are, see `spoil`. Each file appears whole or not at all. A second call with the
     same arguments writes nothing; with others it replaces the files. ValueError if `folder` holds Parquet
     files of another origin, or for counts that are not positive. Returns `folder`.

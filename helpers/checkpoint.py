@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-PROGRESS = "progress.json"
+from .runs import PROGRESS, step_of
 
 
 def alone():
@@ -23,15 +23,24 @@ def alone():
 
 
 def save(folder, *, model, optimizer, ema, step):
-    """Write model, EMA, optimizer and step to a local folder; on several ranks each writes its own files there."""
+    """Write model, EMA, optimizer and step to a local folder; on several ranks each writes its own files there.
+
+    Rank 0 adds `progress.json`: the step, and every rank's files with their sizes, by which a copy of the folder that
+    lacks something is told from a complete one (`runs.damage`).
+    """
     weights, moments = get_state_dict(model, optimizer)
     with expected_single_process():
         dcp.save(
             {"model": weights, "optimizer": moments, "ema": ema.state_dict()}, checkpoint_id=folder,
             no_dist=alone(),
         )  # fmt: skip
+    files = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+    if not alone():
+        parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(files, parts)
+        files = {name: size for part in parts or [] for name, size in part.items()}
     if alone() or dist.get_rank() == 0:
-        pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step}))
+        pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
 
 
 def load(folder, *, model, optimizer, ema):
@@ -41,14 +50,9 @@ def load(folder, *, model, optimizer, ema):
     with expected_single_process():
         dcp.load(state, checkpoint_id=folder, no_dist=alone())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    step = read_step(folder)
+    step = step_of(folder)
     ema.load_state_dict(state["ema"], step)
     return step
-
-
-def read_step(folder):
-    """The number of steps done at a checkpoint in a local folder."""
-    return json.loads(pathlib.Path(folder, PROGRESS).read_text())["step"]
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class PreprocessingConfig(Parameters):
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {
     "storage", "latents_uri", "num_training_workers", "use_gpu", "training_accelerator_type", "micro_batch_size",
-    "strategy", "compile_unet", "checkpoint_every", "checkpoints_kept", "validate_every", "max_failures",
+    "strategy", "compile_unet", "checkpoint_every", "checkpoints_kept", "validate_every", "max_failures", "hang_timeout",
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ MAY_CHANGE = {
 class TrainingConfig(Parameters):
     """Latents -> a trained U-Net. `train_loop_config` is `to_dict()` of this."""
 
-    latents_uri: str = ""
+    latents_uri: str | dict = ""
     run_name: str = "run"
     init_from: str | None = None
     # the model and its objective
@@ -154,7 +154,7 @@ class TrainingConfig(Parameters):
     weight_decay: float = 0.01
     seed: int = 0
     # the machines
-    num_training_workers: int = 1
+    num_training_workers: int | tuple = 1
     use_gpu: bool = False
     training_accelerator_type: str | None = None
     strategy: str = "ddp"
@@ -166,6 +166,7 @@ class TrainingConfig(Parameters):
     validate_every: int = 500
     validation_share: float = 0.02
     max_failures: int = 3
+    hang_timeout: float = 600
 
     def __post_init__(self):
         self.check_types()
@@ -174,8 +175,8 @@ class TrainingConfig(Parameters):
         choice("precision", self.precision, ("fp32", "bf16"))
         choice("lr_schedule", self.lr_schedule, ("cosine", "constant"))
         positive(
-            self, "resolution", "global_batch_size", "units_per_step", "max_steps", "num_training_workers",
-            "checkpoint_every", "checkpoints_kept",
+            self, "resolution", "global_batch_size", "units_per_step", "max_steps", "checkpoint_every",
+            "checkpoints_kept",
         )  # fmt: skip
         share(self, "caption_dropout", "validation_share", "ema_decay", "adam_beta2")
         for name in ("warmup_steps", "ema_start", "validate_every", "max_failures", "seed"):
@@ -190,6 +191,9 @@ class TrainingConfig(Parameters):
             raise ValueError(f"min_snr_gamma={self.min_snr_gamma!r} must be more than 0, or None for no weighting.")
         if self.run_name in ("", ".", "..") or set(self.run_name) & set("/\\ "):
             raise ValueError(f"run_name={self.run_name!r} must be a plain folder name without slashes or spaces.")
+        if not is_number(self.hang_timeout) or self.hang_timeout <= 0:
+            raise ValueError(f"hang_timeout={self.hang_timeout!r} must be a number of seconds of more than 0.")
+        self.check_workers()
         self.check_batch()
         if self.validate_every % self.checkpoint_every:
             raise ValueError(
@@ -198,10 +202,54 @@ class TrainingConfig(Parameters):
             )
         self.resolve(
             storage=storage.resolve(self.storage),
-            latents_uri=storage.resolve(self.latents_uri or storage.join(self.storage, "latents")),
-            micro_batch_size=self.micro_batch_size or self.unit_rows,
+            latents_uri=self.resolve_latents(),
             unet_config=storage.resolve_folder(self.unet_config),
         )
+
+    def check_workers(self):
+        """A number of workers, or a pair (least, most); papermill gives a pair as a list."""
+        found = self.num_training_workers
+        pair = list(found) if isinstance(found, (list, tuple)) else [found, found]
+        if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair) or pair[0] > pair[1]:
+            raise ValueError(
+                f"num_training_workers={found!r} must be a whole number of at least 1, or a pair (least, most) of them."
+            )
+        if isinstance(found, (list, tuple)):
+            self.resolve(num_training_workers=tuple(pair))
+
+    @property
+    def fewest_workers(self):
+        return self.num_training_workers[0] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+
+    @property
+    def most_workers(self):
+        return self.num_training_workers[1] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+
+    def resolve_latents(self):
+        """`latents_uri` with every path made absolute; of a mixture, a mapping to proportions that add up to 1."""
+        if not isinstance(self.latents_uri, dict):
+            if not isinstance(self.latents_uri, (str, os.PathLike)):
+                raise ValueError(f"latents_uri={self.latents_uri!r} must be a folder, a URI, or a mapping of several to shares.")
+            return storage.resolve(self.latents_uri or storage.join(self.storage, "latents"))
+        shares = {storage.resolve(uri): share for uri, share in self.latents_uri.items()}
+        if not shares:
+            raise ValueError("latents_uri={} names no data set: give at least one folder and its proportion.")
+        if len(shares) < len(self.latents_uri):
+            raise ValueError(f"latents_uri={self.latents_uri!r} names the same folder twice: give each once.")
+        for uri, share in shares.items():
+            if not is_number(share) or share <= 0:
+                raise ValueError(f"latents_uri: the proportion {share!r} of {uri} must be a number of more than 0.")
+        total = sum(shares.values())
+        for uri, share in shares.items():
+            if share / total < 1e-3:
+                raise ValueError(f"latents_uri: the proportion {share!r} of {uri} is less than a thousandth: leave it out.")
+        # Not divided again when a resolved mapping comes back from `config.json`: rounding would change it.
+        return shares if abs(total - 1) < 1e-9 else {uri: share / total for uri, share in shares.items()}
+
+    @property
+    def proportions(self):
+        """{URI of a latents folder: its share of every batch}, also where there is only one."""
+        return self.latents_uri if isinstance(self.latents_uri, dict) else {self.latents_uri: 1.0}
 
     def check_batch(self):
         if self.global_batch_size % self.units_per_step:
@@ -209,11 +257,13 @@ class TrainingConfig(Parameters):
                 f"global_batch_size={self.global_batch_size} does not divide into units_per_step={self.units_per_step} "
                 "equal units: change one of the two."
             )
-        if self.units_per_step % self.num_training_workers:
-            raise ValueError(
-                f"units_per_step={self.units_per_step} does not divide among num_training_workers="
-                f"{self.num_training_workers}: make it a multiple of the workers."
-            )
+        for workers in range(self.fewest_workers, self.most_workers + 1):
+            if self.units_per_step % workers:
+                among = "" if self.fewest_workers == self.most_workers else f", which may come down to {workers}"
+                raise ValueError(
+                    f"units_per_step={self.units_per_step} does not divide among num_training_workers="
+                    f"{self.num_training_workers}{among}: make it a multiple of every count of workers."
+                )
         if self.micro_batch_size is not None:
             positive(self, "micro_batch_size")
             if self.unit_rows % self.micro_batch_size:

@@ -42,15 +42,16 @@ class LatentEncoder:
         resolutions: sizes in pixels; the batch holds `pixels_{resolution}` for each.
         precision: "fp32", "fp16" or "bf16": what the networks compute in. Results are stored as fp16.
         num_threads: threads of PyTorch on a CPU.
+        batch_size: rows that go through the networks at a time; None: all that a call brings.
     """
 
-    def __init__(self, model, resolutions, precision="fp32", num_threads=1):
+    def __init__(self, model, resolutions, precision="fp32", num_threads=1, batch_size=None):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads)
         self.dtype = PRECISIONS[precision]
-        self.resolutions = resolutions
+        self.resolutions, self.batch_size = resolutions, batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 
@@ -74,13 +75,14 @@ class LatentEncoder:
         Rejected rows, and pictures too small for a resolution, are not encoded: they become null there.
         """
         started = time.perf_counter()
-        columns = {name: rows[name] for name in (schema.ID, schema.CAPTION, schema.REASON, schema.SOURCE, "transform_seconds")}
+        # What is not encoded passes through.
+        columns = {name: rows[name] for name in rows.column_names if name != "caption_ids" and not name.startswith("pixels_")}
         kept = pc.equal(rows[schema.REASON], "").to_numpy()
         ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
-        columns[schema.EMBEDDINGS] = schema.to_binary(scatter(self.encode_captions, ids, kept), kept)
+        columns[schema.EMBEDDINGS] = schema.to_binary(scatter(self.encode_captions, ids, kept, self.batch_size), kept)
         for resolution in self.resolutions:
             pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
-            latents = scatter(self.encode_images, pixels, kept & fits)
+            latents = scatter(self.encode_images, pixels, kept & fits, self.batch_size)
             columns[schema.latents_column(resolution)] = schema.to_binary(latents, kept & fits)
         seconds = (time.perf_counter() - started) / len(rows)
         columns["encode_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(rows))
@@ -93,14 +95,21 @@ def arguments(config):
     return config.encoder_model, config.resolutions, config.encoder_precision
 
 
-def scatter(encode, inputs, rows):
-    """`encode(inputs[rows])` at those rows, zeros elsewhere, so that the batch keeps its length."""
-    if rows.all():
-        return encode(inputs)
+def scatter(encode, inputs, rows, batch_size=None):
+    """`encode(inputs[rows])` at those rows, zeros elsewhere, so that the batch keeps its length; some rows at a time."""
     # One row at least, so that the result's shape is known when every row is rejected.
-    encoded = encode(inputs[rows]) if rows.any() else np.zeros_like(encode(inputs[:1]))
-    result = np.zeros((len(inputs), *encoded.shape[1:]), dtype=encoded.dtype)
-    result[rows] = encoded if rows.any() else 0
+    places = np.flatnonzero(rows) if rows.any() else np.array([0])
+    size = batch_size or len(places)
+    result = None
+    for start in range(0, len(places), size):
+        some = places[start : start + size]
+        # No copy where the rows are all there, one after another.
+        encoded = encode(inputs[some[0] : some[-1] + 1] if some[-1] - some[0] + 1 == len(some) else inputs[some])
+        if len(encoded) == len(inputs):
+            return encoded if rows.any() else np.zeros_like(encoded)
+        if result is None:
+            result = np.zeros((len(inputs), *encoded.shape[1:]), dtype=encoded.dtype)
+        result[some] = encoded if rows.any() else 0
     return result
 
 

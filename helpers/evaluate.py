@@ -15,11 +15,16 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: E402
 
 transformers.logging.set_verbosity(_verbosity)
 
-from . import captioned_shapes, checkpoint, encoder, ingest, parallel, schema, storage, tokens  # noqa: E402
+from . import captioned_shapes, checkpoint, encoder, ingest, parallel, runs, schema, storage, tokens  # noqa: E402
 from .config import TrainingConfig  # noqa: E402
 from .learner import validation_loss  # noqa: E402
 
 NUM_VALIDATION_ROWS = 512
+
+
+def first_manifest(config):
+    """What is said of the encoder: the same in all data sets of a mixture."""
+    return schema.Manifest.read(next(iter(config.proportions)))
 
 
 def build_pipeline(unet, encoder_model, prediction_type="v_prediction"):
@@ -51,13 +56,13 @@ def generate(pipeline, prompts, *, resolution, seed=0, steps=20, guidance_scale=
     return pictures
 
 
-def held_out_prompts(manifest, config, num_prompts):
+def held_out_prompts(config, num_prompts):
     """`(prompts, detector)`: captions that training does not see, and what scores pictures of them.
 
     For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data:
     the captions of held-out rows, and None.
     """
-    rows = ingest.validation_rows(manifest, config, num_prompts)
+    rows = ingest.validation_rows(config, num_prompts)
     captions = [] if rows is None else rows[schema.CAPTION].to_pylist()
     try:
         for caption in captions:
@@ -73,7 +78,7 @@ def sample(config, prompts, found, *, seed=0):
     On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`.
     """
     config = TrainingConfig.from_dict(config)
-    manifest = schema.Manifest.read(config.latents_uri)
+    manifest = first_manifest(config)
     unet = parallel.build_unet(config.unet_config, seed=config.seed) if found is None else load_unet(config, found)
     pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +114,7 @@ def export_pipeline(pipeline, uri):
 def export_checkpoint(config, found, which="ema"):
     """Export a checkpoint to the run's `pipeline/`; returns where it is. `config`: the dict of a `TrainingConfig`."""
     config = TrainingConfig.from_dict(config)
-    manifest = schema.Manifest.read(config.latents_uri)
+    manifest = first_manifest(config)
     pipeline = build_pipeline(load_unet(config, found, which), manifest.encoder["model"], config.prediction_type)
     return export_pipeline(pipeline, storage.join(config.run_uri, "pipeline"))
 
@@ -120,13 +125,13 @@ def validate(found, config):
     Also writes it to `validation/{step}.json` of the run. `config`: the dict of a `TrainingConfig`.
     """
     config = TrainingConfig.from_dict(config)
-    manifest = schema.Manifest.read(config.latents_uri)
-    rows = ingest.validation_rows(manifest, config, NUM_VALIDATION_ROWS)
+    manifest = first_manifest(config)
+    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
     if rows is None:
         return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with found.as_directory() as folder:
-        step = checkpoint.read_step(folder)
+        step = runs.step_of(folder)
         unet = checkpoint.load_weights(folder, parallel.build_unet(config.unet_config)).to(device).eval()
     loss, unweighted = validation_loss(unet, manifest, rows, config)
     result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}

@@ -478,6 +478,36 @@ def losses(runs, *, validation=None, smooth=25, title=None, marks=()):
     return fig
 
 
+def interrupted(straight, attempts):
+    """The loss of a run that lost workers over that of one that did not, and the steps that were done twice.
+
+    `straight`: frame with step, loss. `attempts`: frame with step, attempt, loss, all attempts of the interrupted run.
+    """
+    straight = _last_attempt(straight, "straight", "loss")
+    attempts = _columns(attempts, "attempts", "step", "attempt", "loss")
+    fig = _figure(3.8)
+    ax = _plain(fig.subplots(), "both")
+    ax.plot(straight["step"], straight["loss"], color="0.75", lw=5, label="not interrupted")
+    groups = [(number, mine.sort_values("step")) for number, mine in attempts.groupby("attempt")]
+    for number, ((attempt, mine), color) in enumerate(zip(groups, CYCLE * len(groups), strict=False)):
+        # Later attempts are dashed, so that the one below is seen.
+        ax.plot(mine["step"], mine["loss"], color=color, lw=1.8, ls=(0, (4, 3)) if number else "-", label=f"attempt {attempt}")
+        if number:
+            first, last = mine["step"].iloc[0], groups[number - 1][1]["step"].iloc[-1]
+            if last >= first:
+                count = last - first + 1
+                ax.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, lw=0, label=f"{count} steps done again")
+            ax.axvline(last + 0.5, color=RED, ls=":", lw=1.5)
+            ax.annotate(
+                "a worker is killed", (last + 0.5, 1), (4, -4), xycoords=ax.get_xaxis_transform(),
+                textcoords="offset points", rotation=90, ha="left", va="top", fontsize=SMALL, color=RED,
+            )  # fmt: skip
+    ax.set(xlabel="step", ylabel="loss")
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return fig
+
+
 def throughput(metrics):
     """images/s over steps, and the share of time that training waits for data.
 

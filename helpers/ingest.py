@@ -1,14 +1,18 @@
 """The epoch plan: which rows make which step, on any number of workers, from any step on.
 
-A pure function of (the files' row groups, seed, epoch). All row groups of an epoch are permuted and laid end to end;
-that sequence is cut into chunks of `chunk_rows` rows, a chunk's rows are permuted, and it is cut into units of
-`unit_rows` rows. Unit number u belongs to step u // units_per_step and to worker u % num_workers, so every worker count
-that divides `units_per_step` trains on the same global batches, and a run can start at any step by starting at its
-first unit. What does not fill a whole step at the end of an epoch is left out of that epoch.
+A pure function of (the data sets' row groups, their proportions, seed, epoch). For each data set, all row groups are
+permuted and laid end to end. An epoch draws from these lines in the given proportions, by a fixed pattern, so that they
+hold in every window of it; what it draws is cut into chunks of `chunk_rows` rows, the rows of a data set in a chunk are
+permuted, and the chunk is cut into units of `unit_rows` rows. Unit number u belongs to step u // units_per_step and to
+worker u % num_workers, so every worker count that divides `units_per_step` trains on the same global batches, and a run
+can start at any step by starting at its first unit. What does not fill a whole step at the end of an epoch is left out
+of that epoch, and so is what another data set of the mixture has too little for.
 
-Ray Data reads a chunk as one task and hands its units out in order (`preserve_order`, `streaming_split(equal=True)`).
-That order rests on behaviour which Ray keeps but does not promise: each unit carries its number, and the training loop
-checks it. Nothing after the plan may drop a row, or the split would shift: unwanted rows are masked in the loss.
+Ray Data reads a chunk within one task and hands blocks out in order (`preserve_order`, `streaming_split(equal=True)`).
+A block is a unit, or, where units are small, the same worker's units of `block_steps` steps: a block costs some
+milliseconds, whatever it holds. That order rests on behaviour which Ray keeps but does not promise: each row carries
+its unit's number, and the training loop checks it. Nothing after the plan may drop a row, or the split would shift:
+unwanted rows are masked in the loss.
 """
 
 import dataclasses
@@ -22,7 +26,48 @@ import ray
 from . import schema, storage
 
 UNIT, KEEP = "unit", "keep"
+VALIDATION = "validation"  # of a run whose pictures are encoded on the way: a latents folder of the held-out rows
 CHUNK_BYTES = 64 * 2**20  # a few chunks are in memory at once, per reading task
+CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # enough to mix; more only makes the first batch late
+BLOCK_BYTES = 4 * 2**20  # units smaller than this travel together
+PATTERN = 10_000  # proportions hold to 1 in this many
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """One data set of a mixture.
+
+    Args:
+        uri: its folder, as `latents_uri`.
+        file_names: Parquet files, relative to its `data/` folder.
+        group_rows: rows of every row group, files laid end to end.
+        first_group: number of each file's first row group, and at the end the number of all.
+        proportion: its share of every batch; those of a mixture add up to 1.
+    """
+
+    uri: str
+    file_names: list
+    group_rows: np.ndarray
+    first_group: np.ndarray
+    proportion: float = 1.0
+
+    @classmethod
+    def of(cls, uri, files, proportion=1.0):
+        """`files`: [(name, rows of each of its row groups)], as in a manifest."""
+        return cls(
+            uri, [name for name, _ in files],
+            np.fromiter((rows for _, groups in files for rows in groups), dtype=np.int64),
+            np.cumsum([0, *(len(groups) for _, groups in files)]), proportion,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def num_rows(self):
+        return int(self.group_rows.sum())
+
+    def piece(self, group, first, num_rows):
+        """(file name, row group of that file, first row, number of rows)."""
+        file = np.searchsorted(self.first_group, group, side="right") - 1
+        return self.file_names[file], int(group - self.first_group[file]), int(first), int(num_rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,38 +75,68 @@ class Plan:
     """The order of samples of a whole run.
 
     Args:
-        file_names: Parquet files, relative to the `data/` folder.
-        row_groups: rows of each row group, all files in order (one array of integers for each file).
+        sources: the data sets that are mixed; usually one.
         unit_rows: rows of a unit.
         units_per_step: units of a global batch.
         chunk_units: units of a chunk; more mix better and take more memory.
         seed: of the shuffle.
+        block_steps: steps of which one slot's units travel as one block; more than 1 only if `chunk_units` is a
+            multiple of `block_steps * units_per_step`.
     """
 
-    file_names: list
-    row_groups: list
+    sources: list
     unit_rows: int
     units_per_step: int
     chunk_units: int
     seed: int
+    block_steps: int = 1
+
+    @property
+    def batch_rows(self):
+        return self.unit_rows * self.units_per_step
 
     @functools.cached_property
-    def group_rows(self):
-        """Rows of every row group, files laid end to end."""
-        return np.concatenate([np.asarray(rows, dtype=np.int64) for rows in self.row_groups])
+    def pattern(self):
+        """Which source each of `PATTERN` consecutive rows is drawn from: always the one that is furthest behind."""
+        if len(self.sources) == 1:
+            return np.zeros(PATTERN, dtype=np.int64)
+        shares = np.array([source.proportion for source in self.sources])
+        left, behind = np.round(shares * PATTERN), np.zeros(len(shares))
+        left[np.argmax(left)] += PATTERN - left.sum()
+        shares, chosen = left / PATTERN, np.empty(PATTERN, dtype=np.int64)
+        for position in range(PATTERN):
+            behind += shares
+            chosen[position] = np.argmax(np.where(left > 0, behind, -np.inf))
+            behind[chosen[position]] -= 1
+            left[chosen[position]] -= 1
+        return chosen
 
     @functools.cached_property
-    def first_group(self):
-        """Number of each file's first row group."""
-        return np.cumsum([0, *(len(rows) for rows in self.row_groups)])
+    def _drawn(self):
+        """(PATTERN + 1, sources): rows of each source among the first rows of the pattern."""
+        counts = np.zeros((PATTERN + 1, len(self.sources)), dtype=np.int64)
+        counts[np.arange(1, PATTERN + 1), self.pattern] = 1
+        return np.cumsum(counts, axis=0)
+
+    def drawn(self, rows):
+        """How many of an epoch's first `rows` rows each source gives."""
+        whole, rest = divmod(rows, PATTERN)
+        return whole * self._drawn[-1] + self._drawn[rest]
+
+    @functools.cached_property
+    def steps_per_epoch(self):
+        """Whole steps before the first source runs out."""
+        rows = np.array([source.num_rows for source in self.sources])
+        fewest, most = 0, int(rows.sum()) // self.batch_rows
+        while fewest < most:  # the last number of steps that no source is too small for
+            middle = (fewest + most + 1) // 2
+            fewest, most = (middle, most) if (self.drawn(middle * self.batch_rows) <= rows).all() else (fewest, middle - 1)
+        return fewest
 
     @property
     def num_rows(self):
-        return int(self.group_rows.sum())
-
-    @property
-    def steps_per_epoch(self):
-        return self.num_rows // (self.unit_rows * self.units_per_step)
+        """Rows of all sources."""
+        return sum(source.num_rows for source in self.sources)
 
     @property
     def units_per_epoch(self):
@@ -72,40 +147,78 @@ class Plan:
         return -(-self.units_per_epoch // self.chunk_units)
 
     def order(self, epoch):
-        """`(groups, ends)`: the epoch's row groups in order, and the row at which each of them ends."""
-        groups = np.random.default_rng([self.seed, epoch]).permutation(len(self.group_rows))
-        return groups, np.cumsum(self.group_rows[groups])
+        """For each source `(groups, ends)`: its row groups in this epoch's order, and the row at which each ends."""
+        orders = []
+        for number, source in enumerate(self.sources):
+            key = [self.seed, epoch, number] if number else [self.seed, epoch]
+            groups = np.random.default_rng(key).permutation(len(source.group_rows))
+            orders.append((groups, np.cumsum(source.group_rows[groups])))
+        return orders
 
     def chunk(self, epoch, index):
         """One chunk: `(pieces, permutation)`.
 
-        `pieces`: [(file name, row group of that file, first row, number of rows)] in order, `permutation`: the order of
-        their rows, laid end to end, as they are dealt out to units.
+        `pieces`: for each source [(file name, row group of that file, first row, number of rows)] in order;
+        `permutation`: the order in which their rows, laid end to end, are dealt out to units.
         """
         start = index * self.chunk_units * self.unit_rows
         stop = min(start + self.chunk_units * self.unit_rows, self.units_per_epoch * self.unit_rows)
-        groups, ends = _cached_order(self, epoch)
-        pieces = []
-        for position in range(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left") + 1):
-            group = groups[position]
-            begin = ends[position] - self.group_rows[group]
-            file = np.searchsorted(self.first_group, group, side="right") - 1
-            first, last = max(start, begin), min(stop, ends[position])
-            pieces.append((self.file_names[file], int(group - self.first_group[file]), int(first - begin), int(last - first)))
-        permutation = np.random.default_rng([self.seed, epoch, index]).permutation(stop - start)
+        random = np.random.default_rng([self.seed, epoch, index])
+        from_source = np.take(self.pattern, np.arange(start, stop), mode="wrap")
+        first, last = self.drawn(start), self.drawn(stop)
+        pieces, permutation, offset = [], np.empty(stop - start, dtype=np.int64), 0
+        for number, (source, (groups, ends)) in enumerate(zip(self.sources, _cached_order(self, epoch), strict=True)):
+            pieces.append(list(_pieces(source, groups, ends, first[number], last[number])))
+            count = int(last[number] - first[number])
+            permutation[from_source == number] = offset + random.permutation(count)
+            offset += count
         return pieces, permutation
 
-    def units_from(self, first_step, num_steps):
-        """[(epoch, chunk, first unit of it, last unit + 1)] that make the steps `first_step` to `num_steps`."""
-        spans = []
-        unit, last = first_step * self.units_per_step, num_steps * self.units_per_step
-        while unit < last:
-            epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
-            index, offset = divmod(unit_in_epoch, self.chunk_units)
-            stop = min(self.chunk_units, self.units_per_epoch - index * self.chunk_units, offset + last - unit)
-            spans.append((epoch, index, offset, stop))
-            unit += stop - offset
-        return spans
+    def span(self, chunk, first_step, num_steps):
+        """`(epoch, index, first unit of the chunk, last unit + 1)` of a run's chunk that the steps use."""
+        epoch, index = divmod(chunk, self.chunks_per_epoch)
+        start = epoch * self.units_per_epoch + index * self.chunk_units
+        units = min(self.chunk_units, self.units_per_epoch - index * self.chunk_units)
+        first = max(0, first_step * self.units_per_step - start)
+        # A block starts where it does whichever step a run starts at: the steps before are skipped by the worker.
+        first -= first % (self.block_steps * self.units_per_step) if self.block_steps > 1 else 0
+        return epoch, index, first, min(units, num_steps * self.units_per_step - start)
+
+    def chunks(self, first_step, num_steps):
+        """`range` of the run's chunks that make the steps `first_step` to `num_steps`."""
+
+        def chunk_of(step):
+            epoch, step = divmod(step, self.steps_per_epoch)
+            return epoch * self.chunks_per_epoch + step * self.units_per_step // self.chunk_units
+
+        if first_step >= num_steps:
+            return range(0)
+        last_epoch, last_unit = divmod(num_steps * self.units_per_step - 1, self.units_per_epoch)
+        return range(chunk_of(first_step), last_epoch * self.chunks_per_epoch + last_unit // self.chunk_units + 1)
+
+    def blocks(self, first, stop):
+        """`(units, rows)` of a chunk's units `first` to `stop` as they are dealt out, one block after another.
+
+        `units` (N,): the number in the chunk of each unit that travels; -1 fills up the last steps' blocks, which all
+        have the same number of rows. `rows` (N, unit_rows): where its rows stand in the chunk.
+        """
+        units = np.arange(first, stop)
+        if self.block_steps > 1:
+            steps = -(-len(units) // self.units_per_step)
+            padded = -(-steps // self.block_steps) * self.block_steps * self.units_per_step
+            units = np.concatenate([units, np.full(padded - len(units), -1)])
+            units = units.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
+        return units, np.maximum(units, 0)[:, None] * self.unit_rows + np.arange(self.unit_rows)
+
+
+def _pieces(source, groups, ends, start, stop):
+    """The rows `start` to `stop` of a source's row groups, laid end to end in an epoch's order."""
+    if start == stop:
+        return
+    for position in range(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left") + 1):
+        begin = ends[position] - source.group_rows[groups[position]]
+        first, last = max(start, begin), min(stop, ends[position])
+        yield source.piece(groups[position], first - begin, last - first)
 
 
 @functools.lru_cache(maxsize=2)
@@ -113,63 +226,109 @@ def _cached_order(plan, epoch):
     return plan.order(epoch)
 
 
-def plan_run(manifest, config):
-    """The plan of a training run over the latents of a manifest. Raises ValueError if they do not fill one step."""
-    row_bytes = sum(int(np.prod(shape)) for shape in manifest.shapes.values()) * schema.DTYPE().itemsize
-    chunk_units = max(1, CHUNK_BYTES // (row_bytes * config.unit_rows))
-    files = manifest.files
-    plan = Plan(
-        [name for name, _ in files], [rows for _, rows in files], config.unit_rows, config.units_per_step,
-        min(chunk_units, max(1, manifest.total("written") // config.unit_rows)), config.seed,
-    )  # fmt: skip
+def read_manifests(config):
+    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none."""
+    return {uri: schema.Manifest.read(uri) for uri in config.proportions}
+
+
+def check_mixture(manifests):
+    """Raises ValueError if data sets of different encoders are mixed."""
+    (first_uri, first), *others = manifests.items()
+    for uri, manifest in others:
+        for name in ("encoder", "shapes", "scaling_factor", "empty_caption_embedding", "id_type"):
+            mine, theirs = getattr(manifest, name), getattr(first, name)
+            if mine != theirs:
+                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
+                raise ValueError(
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way."
+                )
+
+
+def plan_run(manifests, config):
+    """The plan of a training run over the latents of its manifests (URI -> manifest).
+
+    Raises ValueError if they do not fill one step.
+    """
+    row_bytes = next(iter(manifests.values())).row_bytes
+    sources = [
+        Source.of(uri, manifest.files, config.proportions[uri]) for uri, manifest in manifests.items()
+    ]
+    chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // config.unit_rows)
+    # No more than the data holds, or one chunk would be all of it; and whole blocks where units travel together.
+    chunk_units = min(chunk_units, max(1, sum(source.num_rows for source in sources) // config.unit_rows))
+    chunk_steps = chunk_units // config.units_per_step
+    block_steps = min(max(1, BLOCK_BYTES // (row_bytes * config.unit_rows)), max(1, chunk_steps), 8)
+    if block_steps > 1:
+        chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
+    plan = Plan(sources, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps)
     if plan.steps_per_epoch < 1:
         raise ValueError(
-            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of {config.latents_uri}: "
-            "make it smaller, or encode more data."
+            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of {config.latents_uri} "
+            "can fill: make it smaller, or encode more data."
         )
     return plan
 
 
-def stream(plan, first_step, num_steps, *, latents_uri, resolution, validation_share):
-    """A Ray dataset with one block a unit, in the plan's order, from `first_step` to `num_steps`.
+def stream(plan, first_step, num_steps, *, resolution, validation_share):
+    """Latents in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
 
     Columns: id, caption, the latents of `resolution`, the embeddings, `keep` (False: masked out of the loss, because
     validation owns the row or it has no latents at this resolution) and `unit`, the unit's number in the run.
+    """
+    read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
+    return planned(plan, first_step, num_steps, read)
+
+
+def planned(plan, first_step, num_steps, read):
+    """What `read(pieces, source)` gives, a table of their rows and `keep`, dealt out in the plan's order.
+
     Reads nothing before `first_step` but the head of the chunk that the step begins in.
     """
-    spans = plan.units_from(first_step, num_steps)
-    read = functools.partial(
-        read_chunks, plan=ray.put(plan), spans=ray.put(spans), latents_uri=latents_uri, resolution=resolution,
-        validation_share=validation_share,
-    )  # fmt: skip
-    # Eight chunks a task: a task costs some ten milliseconds, whatever it reads.
-    num_tasks = max(1, min(len(spans), max(64, len(spans) // 8)))
+    chunks = plan.chunks(first_step, num_steps)
+    deal = functools.partial(
+        read_chunks, plan=ray.put(plan), first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
+    )
     return (
-        ray.data.range(len(spans), override_num_blocks=num_tasks)
-        .map_batches(read, batch_size=1)
-        .repartition(target_num_rows_per_block=plan.unit_rows)
+        ray.data.range(len(chunks), override_num_blocks=num_tasks(len(chunks)))
+        .map_batches(deal, batch_size=1)
+        .repartition(target_num_rows_per_block=plan.unit_rows * plan.block_steps)
     )
 
 
-def read_chunks(batch, *, plan, spans, latents_uri, resolution, validation_share):
-    """Read the chunk of each span and deal its rows to units; one Arrow table a span."""
-    plan, spans = ray.get(plan), ray.get(spans)
-    for index in batch["id"]:
-        epoch, chunk, first, stop = spans[index]
-        pieces, permutation = plan.chunk(epoch, chunk)
-        columns = [schema.ID, schema.CAPTION, schema.latents_column(resolution), schema.EMBEDDINGS]
-        rows = read_pieces(pieces, columns, latents_uri)
-        rows = rows.take(permutation[first * plan.unit_rows : stop * plan.unit_rows])
-        keep = rows[schema.latents_column(resolution)].is_valid().to_numpy()
-        keep &= ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
-        unit = epoch * plan.units_per_epoch + chunk * plan.chunk_units + np.arange(first, stop)
-        rows = rows.append_column(KEEP, pa.array(keep)).append_column(UNIT, pa.array(np.repeat(unit, plan.unit_rows)))
-        yield rows
+def num_tasks(num_chunks):
+    """Tasks that read so many chunks.
+
+    Eight chunks a task, because a task costs some ten milliseconds whatever it reads; and at most 20,000 tasks, because
+    Ray Data lists them all before the first one starts, at about a millisecond each.
+    """
+    return max(1, min(num_chunks, max(64, num_chunks // 8), 20_000))
 
 
-def read_pieces(pieces, columns, latents_uri):
+def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
+    """Read chunks by their number and deal their rows to units; one Arrow table a chunk, with a column `unit`."""
+    plan = ray.get(plan) if isinstance(plan, ray.ObjectRef) else plan
+    for number in batch["id"]:
+        epoch, index, first, stop = plan.span(first_chunk + int(number), first_step, num_steps)
+        pieces, permutation = plan.chunk(epoch, index)
+        units, positions = plan.blocks(first, stop)
+        rows = pa.concat_tables(read(mine, source) for mine, source in zip(pieces, plan.sources, strict=True) if mine)
+        rows = rows.combine_chunks().take(permutation[positions.reshape(-1)])
+        start = epoch * plan.units_per_epoch + index * plan.chunk_units
+        numbers = np.repeat(np.where(units < 0, -1, start + units), plan.unit_rows)
+        yield rows.append_column(UNIT, pa.array(numbers))
+
+
+def read_latents(pieces, source, *, resolution, validation_share):
+    """The rows of `pieces` of a latents folder, and `keep`."""
+    column = schema.latents_column(resolution)
+    rows = read_pieces(pieces, [schema.ID, schema.CAPTION, column, schema.EMBEDDINGS], storage.join(source.uri, "data"))
+    keep = rows[column].is_valid().to_numpy() & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
+    return rows.append_column(KEEP, pa.array(keep))
+
+
+def read_pieces(pieces, columns, folder_uri):
     """The rows of `pieces` (see `Plan.chunk`), laid end to end, as one Arrow table; each file is opened once."""
-    filesystem, folder = storage.open_filesystem(storage.join(latents_uri, "data"))
+    filesystem, folder = storage.open_filesystem(folder_uri)
     tables = [None] * len(pieces)
     for name in dict.fromkeys(piece[0] for piece in pieces):
         with pq.ParquetFile(f"{folder}/{name}", filesystem=filesystem) as file:
@@ -179,21 +338,38 @@ def read_pieces(pieces, columns, latents_uri):
     return pa.concat_tables(tables).combine_chunks()
 
 
-def validation_rows(manifest, config, num_rows):
-    """The first `num_rows` held-out rows that have latents, in the order of the files, as an Arrow table."""
+def validation_rows(config, num_rows):
+    """About the first `num_rows` held-out rows that have latents, in the order of the files, as an Arrow table.
+
+    Of a mixture, each data set gives its proportion. None if there are no such rows.
+    """
+    if config.validation_share == 0:
+        return None
+    parts = []
+    for uri, manifest in read_manifests(config).items():
+        wanted = max(1, round(num_rows * config.proportions[uri]))
+        if manifest.online:  # its validation rows are encoded once, before the run
+            uri = storage.join(uri, VALIDATION)
+            manifest = schema.Manifest.read(uri)
+        parts.append(_validation_rows(manifest, uri, config, wanted))
+    found = pa.concat_tables([table for part in parts for table in part]) if any(parts) else None
+    return found if found is not None and found.num_rows else None
+
+
+def _validation_rows(manifest, uri, config, missing):
     columns = [schema.ID, schema.CAPTION, schema.latents_column(config.resolution), schema.EMBEDDINGS]
-    found, missing = [], num_rows
+    found, folder = [], storage.join(uri, "data")
     for name, row_groups in manifest.files:
         for group in range(len(row_groups)):
-            ids = read_pieces([(name, group, 0, row_groups[group])], [schema.ID], config.latents_uri)
+            ids = read_pieces([(name, group, 0, row_groups[group])], [schema.ID], folder)
             mine = schema.held_out(ids[schema.ID].to_pylist(), config.validation_share)
             if mine.any():
-                rows = read_pieces([(name, group, 0, row_groups[group])], columns, config.latents_uri).filter(pa.array(mine))
+                rows = read_pieces([(name, group, 0, row_groups[group])], columns, folder).filter(pa.array(mine))
                 found.append(rows.filter(rows[columns[2]].is_valid())[:missing])
                 missing -= found[-1].num_rows
             if missing <= 0:
-                return pa.concat_tables(found)
-    return pa.concat_tables(found) if found else None
+                return found
+    return found
 
 
 def execution_options():

@@ -32,7 +32,7 @@ class Unit:
         column = schema.latents_column(resolution)
         moments, valid = schema.from_binary(table[column], manifest.shapes[column])
         text, _ = schema.from_binary(table[schema.EMBEDDINGS], manifest.shapes[schema.EMBEDDINGS])
-        keep = table["keep"].to_numpy() if "keep" in table.column_names else valid
+        keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         # Copies: Arrow's buffers are read-only, and a GPU wants pinned memory of its own anyway.
         return cls(
             torch.from_numpy(moments.copy()), torch.from_numpy(text.copy()), torch.from_numpy(keep.copy()),
@@ -96,7 +96,7 @@ class Learner:
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         kept = self.sum_over_workers(torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)))).clamp(min=1)
-        micros = [micro for unit in units for micro in unit.split(self.config.micro_batch_size)]
+        micros = [micro for unit in units for micro in unit.split(self.config.micro_batch_size or self.config.unit_rows)]
         total = torch.zeros((), device=self.device)
         for number, micro in enumerate(micros):
             with parallel.synchronise_gradients(self.model, last=number == len(micros) - 1):

@@ -57,24 +57,24 @@ def build_unet(name, *, seed=0, device="cpu"):
     return unet.to(device)
 
 
-def check_latents(manifest, config):
+def check_latents(manifest, config, latents_uri):
     """Raises ValueError if the U-Net cannot train on these latents, before a worker starts."""
     unet = load_unet_config(config.unet_config)
     if config.resolution not in manifest.resolutions:
         raise ValueError(
-            f"resolution={config.resolution} is not in {config.latents_uri}, which holds "
+            f"resolution={config.resolution} is not in {latents_uri}, which holds "
             f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
         )
     if unet["cross_attention_dim"] != manifest.text_width:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes captions {unet['cross_attention_dim']} wide, and "
-            f"{config.latents_uri} holds captions {manifest.text_width} wide (encoder_model="
+            f"{latents_uri} holds captions {manifest.text_width} wide (encoder_model="
             f"{manifest.encoder['model']!r}): choose a U-Net and an encoder that belong together."
         )
     channels = manifest.shapes[f"image_latents_{config.resolution}"][1]
     if unet["in_channels"] != channels:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {config.latents_uri} "
+            f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
             f"holds {channels} (encoder_model={manifest.encoder['model']!r}): choose ones that belong together."
         )
     size = manifest.shapes[f"image_latents_{config.resolution}"][-1]

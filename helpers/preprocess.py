@@ -1,6 +1,8 @@
 """What the preprocessing pipeline maps: `transform` on CPU tasks and `write_latents` at the end; checks and the report."""
 
 import collections
+import functools
+import itertools
 import json
 import time
 import uuid
@@ -14,21 +16,23 @@ import pyarrow.parquet as pq
 from . import images, schema, segments, sources, storage, tokens
 
 
-def transform(rows, *, config):
+def transform(rows, *, config, augment=None):
     """An Arrow table of raw rows -> a table for the encoder; every row stays, bad ones with a `reason`.
 
     Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids) and, for each
     resolution R, `pixels_R` (R x R x 3 bytes; null where the picture is smaller than that, it is not enlarged).
-    Arrays travel as plain bytes: between the stages nothing is parsed or converted.
+    Arrays travel as plain bytes: between the stages nothing is parsed or converted. `augment`: for each row a function
+    from the decoded picture to a square one; None: the largest centre square.
     """
     started = time.perf_counter()
     ids = rows[config.id_column]
     results = [
-        transform_row(data, caption, row_id, config)
-        for data, caption, row_id in zip(
-            binary_column(rows[config.image_column]), text_column(rows[config.caption_column]), ids.to_pylist(), strict=True
+        transform_row(data, caption, row_id, config, cut)
+        for data, caption, row_id, cut in zip(
+            binary_column(rows[config.image_column]), text_column(rows[config.caption_column]), ids.to_pylist(),
+            augment or itertools.repeat(images.center_square, len(rows)), strict=True,
         )
-    ]
+    ]  # fmt: skip
     captions = [caption for _, caption, _ in results]
     caption_ids = tokens.tokenize(captions, tokens.load_tokenizer(config.encoder_model))
     columns = {
@@ -49,7 +53,7 @@ def transform(rows, *, config):
     return pa.table(columns)
 
 
-def transform_row(data, caption, row_id, config):
+def transform_row(data, caption, row_id, config, cut=images.center_square):
     """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one."""
     if row_id is None:
         return {}, caption or "", "no id"
@@ -58,11 +62,12 @@ def transform_row(data, caption, row_id, config):
     if not caption.strip():
         return {}, "", "empty caption"
     try:
-        image = images.center_square(images.decode(data))
+        picture = images.decode(data)
     except images.BadImage as bad:
         return {}, caption, str(bad)
     # One decode for all sizes; a size that the picture does not reach is left out rather than blown up.
-    pixels = {r: images.to_pixels(images.resize(image, r)) for r in config.resolutions if image.width >= r}
+    square = cut(picture)
+    pixels = {r: images.to_pixels(images.resize(square, r)) for r in config.resolutions if min(picture.size) >= r}
     return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
 
 
@@ -144,23 +149,36 @@ def prepare(config, rows_per_segment=segments.ROWS_PER_SEGMENT):
 
     Returns the `segments.Job`. Raises FileNotFoundError or ValueError with what to change.
     """
+    job = check(config)
+    return segments.Job(
+        config.latents_uri, job["parameters"], job["description"],
+        functools.partial(segments.plan_segments, job["paths"], config.limit, rows_per_segment), job["listing"], job["id_type"],
+    )  # fmt: skip
+
+
+def check(config):
+    """Check raw data and encoder before any worker starts; what a job is made of, as a dict.
+
+    Raises FileNotFoundError or ValueError with what to change.
+    """
     paths = sources.list_parquet(config.input_uri or config.raw_uri)
     columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
-    filters = {"row_filter": name for name in sources.filter_columns(config.row_filter)}
     found = sources.check_columns(paths[0], columns)
-    for parameter, column in filters.items():
-        sources.check_columns(paths[0], {parameter: column})
+    for column in sources.filter_columns(config.row_filter):
+        sources.check_columns(paths[0], {"row_filter": column})
     sources.check_filter(config.row_filter, found)
     check_types(found, config)
     from . import encoder  # here: the tasks that import this module for `transform` and `write_latents` need no PyTorch
 
-    description = encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision)
     parameters = {name: getattr(config, name) for name in (*columns, "row_filter", "limit", "resolutions", "input_format")}
     parameters["input_uri"] = config.input_uri or config.raw_uri
-    return segments.Job(
-        config.latents_uri, parameters, description, segments.plan_segments(paths, config.limit, rows_per_segment),
-        id_type(found.field(config.id_column).type),
-    )  # fmt: skip
+    return {
+        "paths": paths,
+        "listing": storage.sizes(parameters["input_uri"]),
+        "parameters": parameters,
+        "description": encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision),
+        "id_type": id_type(found.field(config.id_column).type),
+    }
 
 
 def check_types(found, config):
@@ -212,9 +230,8 @@ def summary(manifest):
 
 def read_rejects(latents_uri):
     """All rejected rows as a frame with columns id, reason, source."""
-    files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")
     tables = []
-    for uri in files:
+    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet"):
         filesystem, path = storage.open_filesystem(uri)
         tables.append(pq.read_table(path, filesystem=filesystem))
     columns = [schema.ID, schema.REASON, schema.SOURCE]

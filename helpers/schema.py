@@ -68,6 +68,8 @@ def held_out(ids, share):
 
     It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
     """
+    if share == 0:
+        return np.zeros(len(ids), dtype=bool)
     threshold = share * 2**32
     return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
 
@@ -114,6 +116,17 @@ class Manifest:
         """(tokens, width) fp16: what a dropped caption is replaced with."""
         values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=DTYPE)
         return values.reshape(self.shapes[EMBEDDINGS])
+
+    @property
+    def online(self):
+        """The preprocessing parameters of data that is encoded on the way to the trainers; None for stored latents."""
+        return self.job.get("online")
+
+    @property
+    def row_bytes(self):
+        """Bytes of a row on its way to the trainers, where they are most: latents and text, or pixels."""
+        latents = sum(int(np.prod(shape)) for shape in self.shapes.values()) * DTYPE().itemsize
+        return max(latents, self.job.get("raw_row_bytes", 0))
 
     @property
     def text_width(self):

@@ -14,6 +14,7 @@ import zlib
 from . import schema, sources, storage
 
 ROWS_PER_SEGMENT = 200_000
+JOB, PLAN = "job.json", "plan.json"  # beside the segments' entries, while a job is not finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,25 +61,34 @@ class Job:
         latents_uri: where the latents go.
         parameters: what decides the output, for the check that a rerun is the same job.
         description: the encoder's part of the manifest (`encoder.describe`).
-        segments: from `plan_segments`.
+        plan: function without arguments that gives the segments (`plan_segments`); it reads the footers of the whole
+            input, so it is called once in the life of a job, and a rerun reads what it gave from `segments/plan.json`.
+        listing: {path: bytes} of the input, by which a rerun knows it again.
         id_type: Arrow type of the ids.
     """
 
-    def __init__(self, latents_uri, parameters, description, segments, id_type):
+    def __init__(self, latents_uri, parameters, description, plan, listing, id_type):
         self.latents_uri = latents_uri
         self.description = description
-        self.segments = segments
         self.id_type = id_type
-        files = json.dumps([dataclasses.asdict(segment) for segment in segments])
+        files = json.dumps(sorted(listing.items()))
         self.parameters = {**parameters, "encoder": description["encoder"], "input_crc32": zlib.crc32(files.encode())}
         self.check_same()
+        if self.finished:
+            limited = parameters.get("limit") is not None
+            entries = [entry for _, entry in sorted(self.committed().items())]
+            self.segments = [Segment(e["index"], e["sources"], e["read"], e["read"] if limited else None) for e in entries]
+        elif storage.exists(self.uri("segments", PLAN)):
+            self.segments = [Segment(**segment) for segment in storage.read_json(self.uri("segments", PLAN))]
+        else:
+            self.segments = plan()
 
     def uri(self, *parts):
         return storage.join(self.latents_uri, *parts)
 
     def check_same(self):
         """Raises ValueError naming a parameter in which the data that is already there differs."""
-        earlier_uri = self.uri(schema.MANIFEST) if self.finished else self.uri("segments", "job.json")
+        earlier_uri = self.uri(schema.MANIFEST) if self.finished else self.uri("segments", JOB)
         if not storage.exists(earlier_uri):
             return
         earlier = storage.read_json(earlier_uri)
@@ -100,7 +110,7 @@ class Job:
         """Entries of the committed segments by index."""
         if self.finished:
             return {entry["index"]: entry for entry in schema.Manifest.read(self.latents_uri).segments}
-        entries = [uri for uri in storage.list_files(self.uri("segments"), ".json") if storage.name(uri) != "job.json"]
+        entries = [uri for uri in storage.list_files(self.uri("segments"), ".json") if storage.name(uri) not in (JOB, PLAN)]
         return {entry["index"]: entry for entry in map(storage.read_json, entries)}
 
     def pending(self):
@@ -119,7 +129,8 @@ class Job:
             manifest = schema.Manifest.read(self.latents_uri)
             print(f"Nothing to do: all {manifest.total('read'):,} rows are encoded at {self.latents_uri}")
             return manifest
-        storage.write_json(self.uri("segments", "job.json"), self.parameters)
+        storage.write_json(self.uri("segments", JOB), self.parameters)
+        storage.write_json(self.uri("segments", PLAN), [dataclasses.asdict(segment) for segment in self.segments])
         self.delete_uncommitted()
         total = sum(segment.rows for segment in self.segments)
         done = sum(entry["read"] for entry in self.committed().values())

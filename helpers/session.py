@@ -60,6 +60,52 @@ def stderr_closed():
         os.close(nowhere)
 
 
+@contextlib.contextmanager
+def interruptible():
+    """Around `trainer.fit()`: an interrupt ends the run, and then the cell, with KeyboardInterrupt.
+
+    Ray Train's own handler ends the run too, but then the whole process, by SystemExit; and it stays in place after the
+    run, where it asks a controller that is gone.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if main and before is not None:  # None: not set by Python, so not Python's to set again
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def meanwhile(action, every):
+    """While the block runs, call `action()` every so many seconds in a thread, until it returns True.
+
+    What it raises is raised when the block ends.
+    """
+    stop, errors = threading.Event(), []
+
+    def watch():
+        while not stop.wait(every):
+            try:
+                if action():
+                    return
+            except Exception as error:  # raised below, where someone sees it
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def check_shared(uri):
     """Raises ValueError unless every node of the cluster sees what this process writes to `uri`."""
     others = [node for node in ray.nodes() if node["Alive"]]
@@ -76,13 +122,29 @@ def check_shared(uri):
             for node in others
         }
         for address, result in found.items():
-            if not ray.get(result):
+            try:
+                sees = ray.get(result)
+            except ray.exceptions.TaskUnschedulableError:
+                continue  # a node that left since it was listed
+            if not sees:
                 raise ValueError(
                     f"storage={uri!r} is not shared: the node {address} does not see what is written there. "
                     "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
                 )
     finally:
         storage.delete(token)
+
+
+def kill(node_id, pid):
+    """SIGKILL a process on a node of the cluster."""
+
+    def send():
+        os.kill(pid, signal.SIGKILL)
+
+    if node_id == ray.get_runtime_context().get_node_id():
+        return send()
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ray.get(ray.remote(num_cpus=0, scheduling_strategy=where)(send).remote())
 
 
 def call(function, use_gpu, *arguments):

@@ -60,11 +60,26 @@ def list_files(uri, suffix="", recursive=False):
     return [join(uri, relative) for relative in inside if relative.endswith(suffix)]
 
 
+def list_folders(uri):
+    """Sorted paths or URIs of the folders directly under `uri`; none if it does not exist."""
+    filesystem, path = open_filesystem(uri)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return [join(uri, info.base_name) for info in sorted(found, key=lambda i: i.path) if info.type == fs.FileType.Directory]
+
+
+def sizes(uri):
+    """{path below `uri`: bytes} of all files under it; of a file {"": bytes}."""
+    filesystem, path = open_filesystem(uri)
+    info = filesystem.get_file_info(path)
+    if info.type == fs.FileType.File:
+        return {"": info.size}
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return {info.path[len(path):].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
+
+
 def size_bytes(uri):
     """Bytes of all files under `uri`."""
-    filesystem, path = open_filesystem(uri)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    return sum(info.size for info in found if info.type == fs.FileType.File)
+    return sum(sizes(uri).values())
 
 
 def read_text(uri):

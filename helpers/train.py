@@ -1,4 +1,4 @@
-"""The Ray Train side: the worker loop, what a run writes, resume. The only module that knows Ray Train."""
+"""The Ray Train side: the worker loop, checkpoints, failures, resume. The only module that knows Ray Train."""
 
 import contextlib
 import importlib.metadata
@@ -7,11 +7,12 @@ import os
 import platform
 import subprocess
 import tempfile
-import threading
 import time
 import zlib
 
-import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import ray.train
 import ray.train.torch
 import torch
@@ -19,90 +20,121 @@ import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from . import checkpoint, ingest, parallel, schema, session, storage
+from . import checkpoint, ingest, parallel, runs, schema, session, storage
 from .config import TrainingConfig
 from .learner import Learner, Unit
+from .watchdog import Watchdog
 
 
 def train_loop_per_worker(config):
     """What every training worker runs: restore, then one step after another until `max_steps`."""
     config = TrainingConfig.from_dict(config)
-    manifest = schema.Manifest.read(config.latents_uri)
-    use_all_cores(ray.train.get_context().get_local_world_size())
+    manifest = next(iter(ingest.read_manifests(config).values()))
+    use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
     learner = Learner(config, manifest, ray.train.torch.get_device())
     step = restore(learner)
-    log = MetricsLog(config.run_uri) if ray.train.get_context().get_world_rank() == 0 else None
+    log = runs.MetricsLog(config.run_uri) if ray.train.get_context().get_world_rank() == 0 else None
+    note_workers(config, log)
+    rejects, preemption = Rejects(config), PreemptionNotice()
 
-    for units, data_seconds, started in steps(config, manifest, step):
-        metrics = learner.step(step, units)
-        step += 1
-        ids = gather_ids(units)
-        if log:
+    with Watchdog(config.hang_timeout, on_hang=note_hang(config)) as watchdog:
+        for units, data_seconds, started in steps(config, manifest, step, rejects):
+            metrics = learner.step(step, units)
+            step += 1
+            ids, num_kept = gather_ids(units)
             seconds = time.perf_counter() - started
-            log.write(
-                step, metrics, ids,
-                images_per_second=config.global_batch_size / seconds, data_wait_share=data_seconds / seconds,
-            )  # fmt: skip
-        if step % config.checkpoint_every == 0 or step == config.max_steps:
-            save(learner, step, log)
+            if log:
+                log.write(
+                    step, metrics, ids, num_kept,
+                    images_per_second=config.global_batch_size / seconds, data_wait_share=data_seconds / seconds,
+                )  # fmt: skip
+            watchdog.beat()
+            if step % config.checkpoint_every == 0 or step == config.max_steps or preemption.arrived(seconds):
+                rejects.write(step)
+                save(learner, step, log)
+                watchdog.beat()
 
 
-def steps(config, manifest, first_step):
+def steps(config, manifest, first_step, rejects):
     """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    batches = iter(
+    blocks = iter(
         ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     )
+    waiting = {}  # unit number -> its rows: a block may hold the units of several steps
     for step in range(first_step, config.max_steps):
         started = time.perf_counter()
+        wanted = [step * config.units_per_step + slot for slot in range(rank, config.units_per_step, world)]
+        if wanted[0] not in waiting:
+            for _ in wanted:
+                block = next(blocks, None)
+                if block is not None:
+                    waiting.update(cut(block, config.unit_rows))
+        if not waiting.keys() >= set(wanted):
+            raise RuntimeError(f"Worker {rank} got units {sorted(waiting)} in place of {wanted}.")
         units = []
-        for slot in range(rank, config.units_per_step, world):
-            table = next(batches, None)
-            expected = step * config.units_per_step + slot
-            found = None if table is None else (table[ingest.UNIT][0].as_py(), table[ingest.UNIT][-1].as_py(), len(table))
-            if found != (expected, expected, config.unit_rows):
-                raise RuntimeError(f"Worker {rank} got (first unit, last unit, rows) {found} in place of unit {expected}.")
-            units.append(Unit.from_arrow(table, manifest, config.resolution, slot * config.unit_rows))
+        for number in wanted:
+            rows = waiting.pop(number)
+            rejects.add(rows)
+            first_position = number % config.units_per_step * config.unit_rows
+            units.append(Unit.from_arrow(rows, manifest, config.resolution, first_position))
+        waiting = {number: rows for number, rows in waiting.items() if number > wanted[0]}  # none from before a resume
         yield units, time.perf_counter() - started, started
 
 
-def remaining_steps(config):
+def cut(block, unit_rows):
+    """{unit number: its rows} of a block. Raises RuntimeError if its rows are not whole units."""
+    numbers = block[ingest.UNIT].to_numpy().reshape(-1, unit_rows)
+    if (numbers != numbers[:, :1]).any():
+        raise RuntimeError(f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}.")
+    return {
+        int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0
+    }
+
+
+def remaining_steps(config, stream=ingest.stream):
     """The training data from the run's last checkpoint on, for Ray Train's `datasets`.
 
     Ray Train calls it anew for each group of workers, so a group that replaces a failed one starts where its
-    checkpoint does.
+    checkpoint does. `stream`: where latents come from; another than `ingest.stream` encodes them on the way.
     """
-    manifest = schema.Manifest.read(config.latents_uri)
-    plan = ingest.plan_run(manifest, config)
-    return ingest.stream(
-        plan, last_step(config), config.max_steps, latents_uri=config.latents_uri, resolution=config.resolution,
-        validation_share=config.validation_share,
-    )  # fmt: skip
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    return stream(
+        plan, last_step(config), config.max_steps, resolution=config.resolution, validation_share=config.validation_share
+    )
+
+
+def open_checkpoint(run_uri):
+    """A run's newest complete checkpoint as Ray Train's `Checkpoint`, or None."""
+    uri = runs.last_complete(run_uri)
+    if uri is None:
+        return None
+    filesystem, path = storage.open_filesystem(uri)
+    return ray.train.Checkpoint(path, filesystem)
 
 
 def last_checkpoint(config):
-    """The run's last registered checkpoint, or None."""
-    if not storage.exists(storage.join(config.run_uri, "checkpoint_manager_snapshot.json")):
+    """`open_checkpoint` of the run itself."""
+    return open_checkpoint(config.run_uri)
+
+
+def first_checkpoint(config):
+    """`open_checkpoint` of the run that `init_from` names; None if it names no run with one under this storage."""
+    if config.init_from is None or "/" in config.init_from:
         return None
-    return ray.train.Result.from_path(config.run_uri).checkpoint
+    return open_checkpoint(storage.join(config.storage, "runs", config.init_from))
 
 
 def last_step(config):
-    """Steps done at the run's last checkpoint; 0 without one."""
-    found = last_checkpoint(config)
-    return 0 if found is None else int(storage.read_json(f"{checkpoint_uri(found)}/{checkpoint.PROGRESS}")["step"])
-
-
-def checkpoint_uri(found):
-    """A path or URI of a Ray Train checkpoint (Ray gives a filesystem and a path in it)."""
-    kind = found.filesystem.type_name
-    return found.path if kind == "local" else f"{kind}://{found.path}"
+    """Steps done at the run's newest complete checkpoint; 0 without one."""
+    uri = runs.last_complete(config.run_uri)
+    return 0 if uri is None else runs.step_of(uri)
 
 
 def restore(learner):
-    """Load the checkpoint that Ray Train hands to this worker group; returns the steps done."""
-    found = ray.train.get_checkpoint()
+    """Load the run's newest complete checkpoint into a worker; returns the steps done."""
+    found = last_checkpoint(learner.config)
     if found is None:
         initialise(learner)
         return 0
@@ -115,9 +147,9 @@ def initialise(learner):
     config = learner.config
     if config.init_from is None:
         return
-    run_uri = storage.join(config.storage, "runs", config.init_from)
-    if storage.exists(run_uri):
-        with ray.train.Result.from_path(run_uri).checkpoint.as_directory() as folder:
+    found = first_checkpoint(config)
+    if found is not None:
+        with found.as_directory() as folder:
             checkpoint.load_weights(folder, learner.unet, "ema")
             averaged = learner.ema.copy()
             checkpoint.load_weights(folder, learner.unet, "model")
@@ -132,16 +164,12 @@ def initialise(learner):
 
 def check_init_from(config):
     """Raises ValueError if `init_from` names neither a run with a checkpoint nor a U-Net's folder."""
-    if config.init_from is None:
+    if config.init_from is None or first_checkpoint(config) or storage.exists(f"{config.init_from}/config.json"):
         return
-    run_uri = storage.join(config.storage, "runs", config.init_from)
-    if storage.exists(storage.join(run_uri, "checkpoint_manager_snapshot.json")):
-        return
-    if not storage.exists(f"{config.init_from}/config.json"):
-        raise ValueError(
-            f"init_from={config.init_from!r} is neither a run with a checkpoint under {storage.join(config.storage, 'runs')} "
-            "nor a folder with a U-Net in diffusers layout: give one of these, or None."
-        )
+    raise ValueError(
+        f"init_from={config.init_from!r} is neither a run with a checkpoint under {storage.join(config.storage, 'runs')} "
+        "nor a folder with a U-Net in diffusers layout: give one of these, or None."
+    )
 
 
 def save(learner, step, log):
@@ -153,110 +181,166 @@ def save(learner, step, log):
         ray.train.report(
             {"step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=f"checkpoint-{step:09d}",
+            checkpoint_dir_name=runs.checkpoint_name(step, log.attempt) if log else None,  # rank 0's counts
             validation=bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps),
         )
     if log:
         log.flush()
 
 
-def gather_ids(units):
-    """The ids of the unmasked rows of the whole global batch, on rank 0; None elsewhere."""
-    mine = [i for unit in units for i, keep in zip(unit.ids, unit.keep_U.tolist(), strict=True) if keep]
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts)
-    return [i for part in parts for i in part] if parts else None
+class Rejects:
+    """Rows that could not be encoded on the way to this worker, for `rejects/` of the run.
 
-
-def samples_crc32(ids):
-    """CRC-32 of the ids as text, sorted, joined by newlines: the same for the same set of samples."""
-    return zlib.crc32("\n".join(sorted(map(str, ids))).encode())
-
-
-class MetricsLog:
-    """`metrics.jsonl` of a run, one line a step, written by rank 0.
-
-    Locally lines are appended as they come; an object store cannot append, so there the lines between two checkpoints
-    make one object, `metrics-{attempt}-{step}.jsonl`. Steps that are redone after a failure appear again with a higher
-    `attempt`: readers take the last (`read_metrics`).
+    A file is written before the checkpoint that covers its steps, under a name that a redone step writes again.
     """
+
+    def __init__(self, config):
+        self.run_uri, self.found = config.run_uri, []
+
+    def add(self, rows):
+        if schema.REASON in rows.column_names:
+            bad = rows.filter(pc.not_equal(rows[schema.REASON], ""))
+            if len(bad):
+                self.found.append(bad.select([schema.ID, schema.REASON, schema.SOURCE]))
+
+    def write(self, step):
+        if self.found:
+            filesystem, path = storage.open_filesystem(storage.join(self.run_uri, "rejects"))
+            filesystem.create_dir(path)
+            rank = ray.train.get_context().get_world_rank()
+            pq.write_table(pa.concat_tables(self.found), f"{path}/{step:09d}-{rank:05d}.parquet", filesystem=filesystem)
+            self.found = []
+
+
+class PreemptionNotice:
+    """Asks Ray Train, every few seconds, whether a node is about to be taken away: then a checkpoint is due.
+
+    All workers must ask at the same steps, so how many steps that are is agreed on after the first one.
+    """
+
+    def __init__(self, every_seconds=2.0):
+        self.every_seconds = every_seconds
+        self.every_steps = None
+        self.step = 0
+        self.answered = None  # the notice that a checkpoint was saved for
+
+    def arrived(self, step_seconds):
+        """Call once a step, on every worker; True at the first step that sees a new notice."""
+        self.step += 1
+        if self.every_steps is None or self.step == 10:  # the first step is slow, and not typical
+            self.every_steps = max(1, round(self.every_seconds / slowest_worker(step_seconds)))
+        if self.step % self.every_steps:
+            return False
+        info = ray.train.get_preemption_info()
+        if info is None or info.preempted_node_ids == self.answered:
+            return False
+        self.answered = info.preempted_node_ids
+        return True
+
+
+def slowest_worker(seconds):
+    """The largest of a number of seconds over all workers."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return seconds
+    value = torch.tensor(seconds, device=ray.train.torch.get_device())
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def note_workers(config, log):
+    """Rank 0 writes `workers.json`: where the workers of this attempt run."""
+    mine = {"rank": ray.train.get_context().get_world_rank(), "node_id": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+    parts = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size() if log else None
+        dist.gather_object(mine, parts)
+    if log:
+        storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": parts})
+
+
+@contextlib.contextmanager
+def accident(config, rank, at_step):
+    """While the block (`trainer.fit()`) runs: kill a worker, really, as soon as the run has reached a step.
+
+    SIGKILL, by a task on the worker's own node. What a lesson or a drill needs; nothing else does.
+    """
+    reader = runs.MetricsReader(config.run_uri)
+    reader.read()  # what is there already does not count: a finished run that is run again loses nobody
+
+    def strike():
+        if any(line["step"] >= at_step for line in reader.read()):
+            worker = storage.read_json(storage.join(config.run_uri, "workers.json"))["workers"][rank]
+            session.kill(worker["node_id"], worker["pid"])
+            return True
+
+    with session.meanwhile(strike, every=0.05):
+        yield
+
+
+def note_hang(config):
+    """What a worker that hangs does before it ends itself."""
+    rank = ray.train.get_context().get_world_rank()
+    return lambda seconds: runs.write_failure(
+        config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
+    )
+
+
+class RecordFailures(ray.train.UserCallback):
+    """Ray Train's callback that notes in the run's folder why workers were lost; `follow` shows it."""
 
     def __init__(self, run_uri):
         self.run_uri = run_uri
-        earlier = read_metrics(run_uri)
-        self.attempt = 1 if earlier.empty else int(earlier["attempt"].max()) + 1
-        self.samples_seen = None
-        self.seen = {} if earlier.empty else dict(zip(earlier["step"], earlier["samples_seen"], strict=True))
-        self.lines = []
-        self.file = None
-        if storage.is_local(run_uri):
-            path = storage.join(run_uri, "metrics.jsonl")
-            torn = os.path.exists(path) and not storage.read_text(path).endswith("\n") and os.path.getsize(path) > 0
-            self.file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the worker lives)
-            if torn:  # a killed worker's last line
-                self.file.write("\n")
 
-    def write(self, step, metrics, ids, **speed):
-        if self.samples_seen is None:
-            self.samples_seen = int(self.seen.get(step - 1, 0))
-        self.samples_seen += len(ids)
-        line = {
-            "step": step, "attempt": self.attempt, **metrics, **speed,
-            "samples_seen": self.samples_seen, "samples_crc32": samples_crc32(ids),
-        }  # fmt: skip
-        self.lines.append(json.dumps(line))
-        if self.file:
-            self.file.write(self.lines.pop() + "\n")
-
-    def flush(self):
-        if self.lines:
-            last = json.loads(self.lines[-1])["step"]
-            storage.write_text(
-                storage.join(self.run_uri, f"metrics-{self.attempt:04d}-{last:09d}.jsonl"), "\n".join(self.lines) + "\n"
-            )
-            self.lines = []
+    def after_exception(self, run_context, worker_exceptions):
+        texts = [f"worker {rank}: {in_short(str(error))}" for rank, error in sorted(worker_exceptions.items())]
+        runs.write_failure(self.run_uri, "; ".join(texts))
 
 
-def read_metrics(run_uri, all_attempts=False):
-    """A run's metrics as a frame, one row a step: of steps that were done more than once, the last attempt."""
-    rows = []
-    for uri in storage.list_files(run_uri, ".jsonl"):
-        for line in storage.read_text(uri).splitlines():
-            if line.endswith("}"):  # a killed worker's last line may be cut
-                rows.append(json.loads(line))
-    if not rows:
-        return pd.DataFrame(columns=["step", "attempt", "loss", "samples_seen"])
-    frame = pd.DataFrame(rows).sort_values(["step", "attempt"], kind="stable").reset_index(drop=True)
-    return frame if all_attempts else frame.drop_duplicates("step", keep="last").reset_index(drop=True)
+def in_short(text):
+    """What an error says, in a sentence: below a stack the last line, else the one that tells what became of the worker."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
+    telling = [line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))]
+    line = lines[-1] if "Traceback" in text else (telling or lines)[0]
+    return line.split(". ")[0][:200]
+
+
+def gather_ids(units):
+    """`(ids, rows kept)` of the whole global batch, on rank 0; (None, None) elsewhere."""
+    ids, kept = [i for unit in units for i in unit.ids], sum(int(unit.keep_U.sum()) for unit in units)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ids, kept
+    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((ids, kept), parts)
+    return ([i for part, _ in parts for i in part], sum(kept for _, kept in parts)) if parts else (None, None)
 
 
 @contextlib.contextmanager
 def follow(config, every=1.0):
-    """Show how far a run is, from its `metrics.jsonl`, while the block (`trainer.fit()`) runs."""
-    progress, stop = session.Progress(f"run {config.run_name}", "steps"), threading.Event()
+    """Show how far a run is, and what was lost on the way, while the block (`trainer.fit()`) runs.
+
+    An interrupt ends the run and raises KeyboardInterrupt.
+    """
+    progress = session.Progress(f"run {config.run_name}", "steps")
+    reader, recent = runs.MetricsReader(config.run_uri), []
+    shown = len(runs.read_failures(config.run_uri))
 
     def show():
-        metrics = read_metrics(config.run_uri)
-        if len(metrics):
-            last = metrics.iloc[-1]
-            progress(
-                int(last["step"]), config.max_steps,
-                f"- loss {metrics['loss'].tail(50).mean():.3f}, {metrics['images_per_second'].tail(20).median():.0f} images/s",
-            )  # fmt: skip
+        nonlocal shown
+        recent.extend(reader.read())
+        del recent[:-50]
+        failures = runs.read_failures(config.run_uri)
+        for failure in failures[shown:]:
+            print(f"lost: {failure}")
+        shown = len(failures)
+        if recent:
+            loss = sum(line["loss"] for line in recent) / len(recent)
+            speed = sorted(line["images_per_second"] for line in recent)[len(recent) // 2]
+            progress(recent[-1]["step"], config.max_steps, f"- loss {loss:.3f}, {speed:.0f} images/s")
 
-    def watch():
-        while not stop.wait(every):
-            show()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
     try:
-        yield
+        with session.interruptible(), session.meanwhile(show, every):
+            yield
     finally:
-        stop.set()
-        thread.join()
         show()
 
 
@@ -264,22 +348,28 @@ def open_run(config):
     """Check a run before anything starts, and write its `config.json`; returns the manifest of its latents.
 
     Raises FileNotFoundError without latents, ValueError for latents that do not fit the U-Net, and for a run of this
-    name that was started with other parameters.
+    name that was started with other parameters. Damaged checkpoints are set aside, and said.
     """
-    manifest = schema.Manifest.read(config.latents_uri)
-    parallel.check_latents(manifest, config)
-    ingest.plan_run(manifest, config)
+    manifests = ingest.read_manifests(config)
+    ingest.check_mixture(manifests)
+    for uri, manifest in manifests.items():
+        parallel.check_latents(manifest, config, uri)
+    ingest.plan_run(manifests, config)
     check_init_from(config)
     uri = storage.join(config.run_uri, "config.json")
-    data = {name: manifest.to_dict()[name] for name in ("encoder", "written", "scaling_factor")}
-    if storage.exists(uri) and len(read_metrics(config.run_uri)):  # not where a first try failed before its first step
+    data = [describe_data(manifest, share) for manifest, share in zip(manifests.values(), config.proportions.values(), strict=True)]
+    if storage.exists(uri) and runs.metrics_files(config.run_uri):  # not where a first try failed before its first step
         earlier = storage.read_json(uri)
         config.check_resume(earlier["parameters"])
         if earlier["data"] != data:
             raise ValueError(
-                f"run_name={config.run_name!r} was started on other latents than {config.latents_uri} holds now: "
+                f"run_name={config.run_name!r} was started on other latents than {', '.join(manifests)} holds now: "
                 "give another run_name."
             )
+    for sentence in runs.repair(config.run_uri):
+        print(sentence)
+    # A worker that is stopped cannot end itself: Ray Train asks after it, and waits for an answer as long as this.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout)
     packages = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
     storage.write_json(uri, {
         "parameters": config.to_dict(),
@@ -287,7 +377,15 @@ def open_run(config):
         "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}},
         "git_revision": git_revision(),
     })  # fmt: skip
-    return manifest
+    return next(iter(manifests.values()))
+
+
+def describe_data(manifest, proportion):
+    """What a run depends on in a data set: its encoder, its files in order and their row groups, its share."""
+    return {
+        "encoder": manifest.encoder, "scaling_factor": manifest.scaling_factor, "written": manifest.total("written"),
+        "files_crc32": zlib.crc32(json.dumps(manifest.files).encode()), "proportion": proportion,
+    }  # fmt: skip
 
 
 def git_revision():
@@ -299,7 +397,10 @@ def git_revision():
     return found.stdout.strip()
 
 
-def use_all_cores(workers_here):
-    """Share this machine's cores among its workers: Ray sets one thread a logical CPU."""
+def use_cores(workers_here, online=False):
+    """Share this machine's cores among its workers: Ray sets one thread a logical CPU.
+
+    Where pictures are encoded on the way, one is left to that: threads that wait for each other lose more than they gain.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // workers_here))
+    torch.set_num_threads(max(1, (cores - online) // workers_here))

@@ -14,22 +14,23 @@ from ray.train import (
 )
 from ray.train.torch import TorchTrainer
 
-from helpers import encoder, evaluate, ingest, preprocess, sources, storage, train
+from helpers import encoder, evaluate, ingest, learner, online, preprocess, runs, session, sources, storage, train
 
 
-def build_pipeline(job, config):
-    """`pipeline(segment)` of Preprocessing.ipynb."""
+def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder, on=None):
+    """`pipeline(segment)` of Preprocessing.ipynb; `on`: an accelerator type that encoders are placed on."""
 
     def pipeline(segment):
         return (
             sources.read_rows(segment, config)
             .map_batches(
-                functools.partial(preprocess.transform, config=config), batch_format="pyarrow", batch_size=256,
+                functools.partial(transform, config=config), batch_format="pyarrow", batch_size=256,
                 compute=TaskPoolStrategy(size=config.num_transform_workers),
             )
             .map_batches(
-                encoder.LatentEncoder, fn_constructor_args=encoder.arguments(config), batch_format="pyarrow",
+                latent_encoder, fn_constructor_args=encoder.arguments(config), batch_format="pyarrow",
                 batch_size=config.encoder_batch_size, compute=ActorPoolStrategy(size=config.num_encoders), num_cpus=0.5,
+                **({"accelerator_type": on} if on else {}),
             )
             .map_batches(
                 preprocess.write_latents, fn_kwargs=job.write_arguments(segment), batch_format="pyarrow",
@@ -40,26 +41,72 @@ def build_pipeline(job, config):
     return pipeline
 
 
-def encode(config, progress=None):
-    """Run a whole preprocessing job; returns its manifest."""
+def encode(config, progress=None, **changes):
+    """Run a whole preprocessing job, or with other parts (see `build_pipeline`); returns its manifest."""
     job = preprocess.prepare(config)
-    return job.run(build_pipeline(job, config), progress)
+    return job.run(build_pipeline(job, config, **changes), progress)
 
 
-def fit(config, validate=True):
-    """Run the training of Training.ipynb; returns Ray Train's result."""
+def bare(config, num_steps):
+    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process."""
+    manifests = ingest.read_manifests(config)
+    plan = ingest.plan_run(manifests, config)
+    chunks = plan.chunks(0, num_steps)
+    read = functools.partial(ingest.read_latents, resolution=config.resolution, validation_share=config.validation_share)
+    tables = ingest.read_chunks(
+        {"id": range(len(chunks))}, plan=plan, first_chunk=chunks.start, first_step=0, num_steps=num_steps, read=read
+    )
+    units = {}
+    for table in tables:
+        units.update(train.cut(table, config.unit_rows))
+    manifest = next(iter(manifests.values()))
+    alone, found = learner.Learner(config, manifest), []
+    for step in range(num_steps):
+        batch = [
+            learner.Unit.from_arrow(units[step * config.units_per_step + slot], manifest, config.resolution, slot * config.unit_rows)
+            for slot in range(config.units_per_step)
+        ]
+        found.append((alone.step(step, batch)["loss"], runs.samples_crc32([i for unit in batch for i in unit.ids])))
+    return found
+
+
+def online_stream(
+    plan, first_step, num_steps, *, resolution, validation_share, config, seed=0, random_crop=1.0, horizontal_flip=False,
+    num_encoders=1, latent_encoder=None, on=None,
+):  # fmt: skip
+    """`stream` of Online_Preprocessing_and_Training.ipynb; `latent_encoder()`: another class and its keyword arguments."""
+    transform = functools.partial(
+        online.transform, config=config, plan_epoch=plan.units_per_epoch, seed=seed, random_crop=random_crop,
+        horizontal_flip=horizontal_flip,
+    )  # fmt: skip
+    kind, options = latent_encoder() if latent_encoder else (encoder.LatentEncoder, {})
+    return (
+        online.raw_rows(plan, first_step, num_steps, config=config, validation_share=validation_share)
+        .map_batches(transform, batch_size=None, batch_format="pyarrow", compute=TaskPoolStrategy(size=1))
+        .map_batches(
+            kind, fn_constructor_args=encoder.arguments(config), batch_size=None, batch_format="pyarrow", num_cpus=0.5,
+            fn_constructor_kwargs={"batch_size": config.encoder_batch_size, **options},
+            compute=ActorPoolStrategy(size=num_encoders), **({"accelerator_type": on} if on else {}),
+        )
+    )  # fmt: skip
+
+
+def fit(config, validate=True, loop=train.train_loop_per_worker, scaling=None, stream=ingest.stream):
+    """Run the training of Training.ipynb, or with other parts; returns Ray Train's result."""
     train.open_run(config)
     validation = ValidationConfig(evaluate.validate, ValidationTaskConfig(fn_kwargs={"config": config.to_dict()}))
-    return TorchTrainer(
-        train.train_loop_per_worker,
+    trainer = TorchTrainer(
+        loop,
         train_loop_config=config.to_dict(),
-        scaling_config=ScalingConfig(num_workers=config.num_training_workers),
+        scaling_config=ScalingConfig(num_workers=config.num_training_workers, **(scaling or {})),
         run_config=RunConfig(
             name=config.run_name, storage_path=storage.join(config.storage, "runs"),
-            failure_config=FailureConfig(max_failures=config.max_failures),
+            failure_config=FailureConfig(max_failures=config.max_failures), callbacks=[train.RecordFailures(config.run_uri)],
             checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoints_kept),
         ),
-        datasets={"train": functools.partial(train.remaining_steps, config)},
+        datasets={"train": functools.partial(train.remaining_steps, config, stream)},
         dataset_config=DataConfig(execution_options=ingest.execution_options()),
         validation_config=validation if validate and config.validate_every else None,
-    ).fit()  # fmt: skip
+    )  # fmt: skip
+    with session.interruptible():
+        return trainer.fit()

@@ -196,7 +196,7 @@ def test_spoilt_rows_are_as_many_as_asked_for_and_of_every_kind(tmp_path):
 
 def test_hashes_are_unique_and_not_negative():
     hashes = [shapes._hash(seed, index) for seed in range(3) for index in range(20000)]
-    assert len(set(hashes)) == len(hashes) and 0 <= min(hashes) and 2**62 < max(hashes) < 2**63
+    assert len(set(hashes)) == len(hashes) and min(hashes) >= 0 and 2**62 < max(hashes) < 2**63
 
 
 def test_writing_twice_writes_nothing(tmp_path):

@@ -82,18 +82,37 @@ BAD_TRAINING = [
     ({"run_name": None}, "run_name=None must be a text."),
     ({"use_gpu": "no"}, "use_gpu='no' must be True or False."),
     ({"compile_unet": 1}, "compile_unet=1 must be True or False."),
-    ({"latents_uri": {"a": 1}}, "latents_uri={'a': 1} must be a text."),
+    ({"latents_uri": 3}, "latents_uri=3 must be a folder, a URI, or a mapping of several to shares."),
+    ({"latents_uri": {}}, "latents_uri={} names no data set: give at least one folder and its proportion."),
+    ({"latents_uri": {"/a": -1, "/b": 2}}, "latents_uri: the proportion -1 of /a must be a number of more than 0."),
+    ({"latents_uri": {"/a": 0, "/b": 2}}, "latents_uri: the proportion 0 of /a must be a number of more than 0."),
+    ({"latents_uri": {"/a": "half", "/b": 2}}, "latents_uri: the proportion 'half' of /a must be a number of more than 0."),
+    ({"latents_uri": {"/a": 1, "/b": 1e-9}}, "latents_uri: the proportion 1e-09 of /b is less than a thousandth: leave it out."),
+    ({"latents_uri": {"/a": 1, "/a/": 1}}, "latents_uri={'/a': 1, '/a/': 1} names the same folder twice: give each once."),
+    ({"hang_timeout": 0}, "hang_timeout=0 must be a number of seconds of more than 0."),
+    *[
+        (
+            {"num_training_workers": workers},
+            f"num_training_workers={workers!r} must be a whole number of at least 1, or a pair (least, most) of them.",
+        )
+        for workers in (0, "2", (2, 1), (0, 2), (1, 2, 3), (1, 2.5), [])
+    ],
+    (
+        {"num_training_workers": (2, 4), "units_per_step": 4},
+        "units_per_step=4 does not divide among num_training_workers=(2, 4), which may come down to 3: make it a "
+        "multiple of every count of workers.",
+    ),
     (
         {"global_batch_size": 64, "units_per_step": 3},
         "global_batch_size=64 does not divide into units_per_step=3 equal units: change one of the two.",
     ),
     (
         {"units_per_step": 4, "num_training_workers": 3},
-        "units_per_step=4 does not divide among num_training_workers=3: make it a multiple of the workers.",
+        "units_per_step=4 does not divide among num_training_workers=3: make it a multiple of every count of workers.",
     ),
     (
         {"num_training_workers": 2},
-        "units_per_step=1 does not divide among num_training_workers=2: make it a multiple of the workers.",
+        "units_per_step=1 does not divide among num_training_workers=2: make it a multiple of every count of workers.",
     ),
     (
         {"global_batch_size": 64, "units_per_step": 2, "micro_batch_size": 24},
@@ -195,7 +214,7 @@ def test_resolutions_are_sorted_and_each_taken_once():
 
 def test_a_unit_is_the_batch_over_the_units_and_the_micro_batch_a_whole_unit_by_default():
     config = TrainingConfig(global_batch_size=4096, units_per_step=64, num_training_workers=32)
-    assert config.unit_rows == config.micro_batch_size == 64
+    assert config.unit_rows == 64 and config.micro_batch_size is None
 
 
 # ---- resuming
@@ -232,7 +251,7 @@ FREE = {
     "checkpoint_every": 500,
     "checkpoints_kept": 5,
     "validate_every": 0,
-    "max_failures": 0,
+    "max_failures": 0, "hang_timeout": 30,
 }
 
 

@@ -23,6 +23,9 @@ RUN = pd.DataFrame({"step": range(1, 101), "loss": np.linspace(1, 0.1, 100)})
 METRICS = RUN.assign(images_per_second=600.0, data_wait_share=0.02)
 SCORES = {"before": {"color": 0.1, "shape": 0.3, "all": 0.0}, "after": {"color": 1.0, "shape": 0.9, "all": 0.88}}
 ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+ATTEMPTS = pd.concat([
+    pd.DataFrame({"step": range(1, 46), "attempt": 1, "loss": 1.0}), pd.DataFrame({"step": range(26, 101), "attempt": 2, "loss": 0.5}),
+])  # fmt: skip
 EVERY = {
     "architecture": lambda: figures.architecture(),
     "pictures": lambda: figures.pictures([PICTURE] * 7, [CAPTION] * 7),
@@ -32,6 +35,7 @@ EVERY = {
     "noise_schedule": lambda: figures.noise_schedule(ALPHAS),
     "noised_strip": lambda: figures.noised_strip([PICTURE] * 3, [0, 500, 999]),
     "blocks": lambda: figures.blocks(BLOCKS),
+    "interrupted": lambda: figures.interrupted(RUN, ATTEMPTS),
     "losses": lambda: figures.losses({"training": RUN}),
     "throughput": lambda: figures.throughput(METRICS),
     "before_after": lambda: figures.before_after([PICTURE] * 3, [PICTURE] * 3, [CAPTION] * 3),
@@ -259,6 +263,13 @@ def test_of_a_step_that_was_redone_the_last_row_counts():
     redone = pd.DataFrame({"step": [1, 2, 3, 2, 3], "loss": [3.0, 9.0, 9.0, 2.0, 1.0]})
     curve = line(figures.losses({"a": redone}, smooth=1).axes[0], "a")
     assert curve.get_xdata().tolist() == [1, 2, 3] and curve.get_ydata().tolist() == [3, 2, 1]
+
+
+def test_an_interrupted_run_shows_its_attempts_and_the_steps_that_were_done_again():
+    ax = figures.interrupted(RUN, ATTEMPTS).axes[0]
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["not interrupted", "attempt 1", "attempt 2", "20 steps done again"]
+    assert line(ax, "attempt 2").get_xdata().tolist() == list(range(26, 101))
 
 
 def test_marks_stand_at_their_steps():

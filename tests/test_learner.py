@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import checkpoint, learner, parallel, schema
+from helpers import checkpoint, learner, parallel, runs, schema
 from helpers.config import TrainingConfig
 from helpers.learner import Learner, Unit
 
@@ -317,7 +317,7 @@ def test_a_restored_run_goes_on_bit_by_bit(tmp_path, manifest, rows, ema_start):
     straight += train(state, manifest, rows, 3, STEPS)  # saving changed nothing, as `one` shows
 
     restored = Learner(recipe(ema_start=ema_start, micro_batch_size=4), manifest)
-    assert checkpoint.load(tmp_path / "c", **parts(restored)) == checkpoint.read_step(tmp_path / "c") == 3
+    assert checkpoint.load(tmp_path / "c", **parts(restored)) == runs.step_of(tmp_path / "c") == 3
     assert train(restored, manifest, rows, 3, STEPS) == straight[3:]
     assert all(torch.equal(weights(state)[name], value) for name, value in weights(restored).items())
     averages = state.ema.state_dict(), restored.ema.state_dict()

@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before():
 def message(manifest, **values):
     config = TrainingConfig(latents_uri="/data/latents", **values)
     with pytest.raises(ValueError) as error:
-        parallel.check_latents(manifest, config)
+        parallel.check_latents(manifest, config, "/data/latents")
     text = str(error.value)
     assert text.endswith(".") and "\n" not in text and "/data/latents" in text or "resolution=" in text
     return text
@@ -116,7 +116,7 @@ def message(manifest, **values):
 
 def test_latents_that_fit_pass(build_manifest):
     for resolution in (32, 64):
-        parallel.check_latents(build_manifest(), TrainingConfig(resolution=resolution))
+        parallel.check_latents(build_manifest(), TrainingConfig(resolution=resolution), "/data")
 
 
 def test_a_resolution_that_was_not_encoded_is_named_with_those_that_were(build_manifest):

@@ -123,6 +123,15 @@ def test_the_same_input_gives_the_same_latents_in_the_same_order(finished, tmp_p
         assert pq.read_table(f"{config.latents_uri}/data/{name}") == pq.read_table(f"{tmp_path}/data/{other}")
 
 
+def test_an_input_that_has_changed_is_refused(tmp_path):
+    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(20)])
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
+    encode(config)
+    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(30)])
+    with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
+        encode(config)
+
+
 def test_other_parameters_into_the_same_folder_are_refused(finished):
     config, _ = finished
     with pytest.raises(ValueError, match=r"holds data that was made with other parameters \(resolutions=\[32, 64\], not \[64\]\)"):
@@ -183,7 +192,7 @@ def test_filtered_rows_are_counted_and_limit_bounds_what_is_read(tmp_path):
     assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (70, 50, 20)
 
 
-def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing(tmp_path):
+def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing(tmp_path, monkeypatch):
     write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(120)], rows_per_file=40)
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
     job = preprocess.prepare(config, rows_per_segment=40)
@@ -203,6 +212,7 @@ def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing
     assert sum(pq.read_metadata(path).num_rows for path in first) == 80
 
     pathlib.Path(config.latents_uri, "data", "000002-left-by-a-killed-job.parquet").write_bytes(b"half")
+    monkeypatch.setattr(sources, "count_rows", lambda paths: pytest.fail("the input's footers are read again"))
     again = preprocess.prepare(config, rows_per_segment=40)
     assert [segment.index for segment in again.pending()] == [2]
     again.run(build_pipeline(again, config))
@@ -237,6 +247,7 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_half_written_data(tmp_path)
         ({"image_column": "caption"}, ValueError, r"image_column='caption' holds string, not the bytes of encoded pictures"),
         ({"caption_column": "width"}, ValueError, r"caption_column='width' holds double, not text"),
         ({"row_filter": "punsafe < 0.5"}, ValueError, r"row_filter='punsafe' is not a column"),
+        ({"row_filter": "punsafe < 0.5 and width > 8"}, ValueError, r"row_filter='punsafe' is not a column"),
         ({"resolutions": [60]}, ValueError, r"resolutions=\[60\]: the VAE halves a picture 3 times, and 60 is not a multiple of 8"),
         ({"encoder_model": "/no/such/model"}, ValueError, r"encoder_model='/no/such/model' holds no model in diffusers layout"),
     ],

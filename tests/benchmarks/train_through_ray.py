@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 
-from helpers import captioned_shapes, learner, preprocess, session, train
+from helpers import captioned_shapes, learner, preprocess, runs, session, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from tests.pipelines import encode, fit
 
@@ -21,7 +21,7 @@ WARM_UP = 20
 
 def bare(config, manifest):
     """Images a second of the median step of `Learner` alone, on one batch."""
-    train.use_all_cores(1)
+    train.use_cores(1)
     table = preprocess.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
     batch = learner.Unit.from_arrow(table, manifest, config.resolution, 0)
     alone = learner.Learner(config, manifest)
@@ -36,7 +36,7 @@ def bare(config, manifest):
 def through_ray(config):
     """Images a second of the median step under Ray Train, fed by Ray Data."""
     fit(config)
-    metrics = train.read_metrics(config.run_uri).iloc[WARM_UP:]
+    metrics = runs.read_metrics(config.run_uri).iloc[WARM_UP:]
     print(f"    waiting for data: {metrics['data_wait_share'].median():.2%} of the step")
     return metrics["images_per_second"].median()
 

@@ -1,0 +1,182 @@
+"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw Parquet files.
+
+Offline and online differ in where latents come from, nowhere else. The plan, the transform, the encoder and the training
+loop are those of `ingest`, `preprocess`, `encoder` and `train`; what is here makes the plan's source of raw files, and
+draws each epoch's augmentation from (seed, epoch, id), so that a run stays exact and resumable.
+"""
+
+import dataclasses
+import functools
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import ImageOps
+
+from . import encoder, images, ingest, preprocess, schema, sources, storage
+
+NUM_VALIDATION_ROWS = 512
+
+
+def prepare(config, training):
+    """Check the raw data of a run and describe it as a manifest; `training.latents_uri` is where that is kept.
+
+    `config`: `PreprocessingConfig`, `training`: `TrainingConfig`. Nothing is encoded but one empty caption and, once, the
+    rows that are held out for validation. Raises FileNotFoundError or ValueError with what to change.
+    """
+    job = preprocess.check(config)
+    files = list(list_row_groups(job["paths"], config))
+    rows = sum(sum(groups) for _, groups in files)
+    if rows == 0:
+        raise ValueError(f"The input holds no rows ({len(job['paths'])} Parquet files): give other data.")
+    raw_bytes = sum(job["listing"].values()) / rows
+    parameters = {**job["parameters"], "online": config.to_dict(), "raw_row_bytes": round(raw_bytes + pixel_bytes(config))}
+    segment = {
+        "index": 0, "files": [{"name": name, "row_groups": groups} for name, groups in files], "rejects": [],
+        "read": rows, "written": rows, "rejected": {}, "filtered": 0,
+    }  # fmt: skip
+    manifest = schema.Manifest(
+        **job["description"], resolutions=list(config.resolutions), id_type=str(job["id_type"]), job=parameters,
+        segments=[segment],
+    )  # fmt: skip
+    uri = training.latents_uri
+    earlier = storage.join(uri, schema.MANIFEST)
+    if not storage.exists(earlier) or not same_data(schema.Manifest.read(uri), manifest):
+        storage.delete(storage.join(uri, ingest.VALIDATION))
+        storage.write_json(earlier, manifest.to_dict())
+    if training.validation_share and not storage.exists(storage.join(uri, ingest.VALIDATION, schema.MANIFEST)):
+        write_validation(manifest, config, training)
+    return manifest
+
+
+def same_data(one, other):
+    """Whether two manifests describe the same rows and encoder; how many workers prepare them does not matter."""
+    ours, theirs = (
+        {**dataclasses.asdict(manifest), "job": {k: v for k, v in manifest.job.items() if k != "online"}} for manifest in (one, other)
+    )
+    return ours == theirs
+
+
+def pixel_bytes(config):
+    """Bytes of a row's pictures between the transform and the encoder."""
+    return sum(3 * resolution**2 for resolution in config.resolutions)
+
+
+def base_folder(config):
+    """The folder that the paths in the manifest start from."""
+    uri = config.input_uri or config.raw_uri
+    return uri.rsplit("/", 1)[0] if storage.is_file(uri) else storage.resolve(uri)
+
+
+def list_row_groups(paths, config):
+    """(path below the input's folder, rows of each row group) of the files, up to `limit` rows in all."""
+    left, base = config.limit, base_folder(config)
+    for path in paths:
+        with sources.open_parquet(path) as file:
+            groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        if left is not None:
+            ends = np.minimum(np.cumsum([0, *groups]), left)
+            groups = [int(rows) for rows in np.diff(ends) if rows > 0]
+            left -= sum(groups)
+        yield path[len(base) + 1 :], groups
+        if left == 0:
+            return
+
+
+def raw_rows(plan, first_step, num_steps, *, config, validation_share):
+    """Raw rows in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
+
+    Columns: those of the raw data that are used, `path`, `keep` (False: validation owns the row, or `row_filter` leaves it
+    out), `unit`, and `epoch`, for the augmentation.
+    """
+    read = functools.partial(read_raw, config=config, validation_share=validation_share)
+    return ingest.planned(plan, first_step, num_steps, read)
+
+
+def read_raw(pieces, source, *, config, validation_share):
+    """The raw rows of `pieces`, the file that each came from, and `keep`."""
+    columns = [config.id_column, config.caption_column, config.image_column]
+    columns += [name for name in sources.filter_columns(config.row_filter) if name not in columns]
+    rows = ingest.read_pieces(pieces, columns, base_folder(config))
+    keep = ~schema.held_out(rows[config.id_column].to_pylist(), validation_share)
+    expression = sources.parse_filter(config.row_filter)
+    if expression is not None:
+        numbered = rows.append_column("row number", pa.array(range(len(rows))))
+        wanted = numbered.filter(expression.to_pyarrow())["row number"].to_numpy()
+        keep &= np.isin(np.arange(len(rows)), wanted)
+    paths = np.repeat([f"{base_folder(config)}/{name}" for name, *_ in pieces], [count for *_, count in pieces])
+    return rows.append_column("path", pa.array(paths.tolist())).append_column(ingest.KEEP, pa.array(keep))
+
+
+def transform(rows, *, config, plan_epoch, seed=0, random_crop=1.0, horizontal_flip=False):
+    """`preprocess.transform` with an augmentation that changes every epoch, and is the same for the same row of it.
+
+    Args:
+        rows: Arrow table of raw rows with `unit`.
+        plan_epoch: units of an epoch (`Plan.units_per_epoch`).
+        seed: of the run.
+        random_crop: least side of the square that is cut out, as a share of the largest; 1: the centre square.
+        horizontal_flip: whether every second picture is mirrored.
+    """
+    epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // plan_epoch
+    ids = rows[config.id_column].to_pylist()
+    options = {"seed": seed, "random_crop": random_crop, "horizontal_flip": horizontal_flip}
+    cuts = [functools.partial(cut, row_id=row_id, epoch=epoch, **options) for row_id, epoch in zip(ids, epochs, strict=True)]
+    done = preprocess.transform(rows, config=config, augment=cuts)
+    return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, rows[ingest.KEEP])
+
+
+def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=False):
+    """The square of a picture that an epoch is trained on: a function of (seed, epoch, id) alone.
+
+    `random_crop`, `horizontal_flip`: see `transform`.
+    """
+    random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
+    if random_crop == 1:
+        square = images.center_square(picture)
+    else:
+        side = max(1, round(min(picture.size) * random.uniform(random_crop, 1)))
+        left, top = (int(random.integers(0, extent - side + 1)) for extent in picture.size)
+        square = picture.crop((left, top, left + side, top + side))
+    return ImageOps.mirror(square) if horizontal_flip and random.random() < 0.5 else square
+
+
+def write_validation(manifest, config, training):
+    """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
+    columns = [config.id_column, config.caption_column, config.image_column]
+    found, missing = [], NUM_VALIDATION_ROWS
+    for name, groups in manifest.files:
+        for group, num_rows in enumerate(groups):
+            rows = ingest.read_pieces([(name, group, 0, num_rows)], columns, base_folder(config))
+            mine = schema.held_out(rows[config.id_column].to_pylist(), training.validation_share)
+            rows = rows.append_column("path", pa.array([f"{base_folder(config)}/{name}"] * num_rows)).filter(pa.array(mine))
+            found.append(rows[:missing])
+            missing -= found[-1].num_rows
+        if missing <= 0:
+            break
+    rows = pa.concat_tables(found)
+    latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
+    segment = {"index": 0, "files": [], "rejects": [], "read": len(rows), "written": 0, "rejected": {}, "filtered": 0}
+    if len(rows):
+        encoded = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)(
+            preprocess.transform(rows.combine_chunks(), config=config)
+        )
+        layout = schema.latents_schema(id_type_of(manifest), manifest.shapes)
+        good = encoded.filter(pc.equal(encoded[schema.REASON], "")).select(layout.names).cast(layout)
+        preprocess.write_parquet(good, storage.join(latents_uri, "data", "validation.parquet"))
+        full, rest = divmod(len(good), schema.ROWS_PER_ROW_GROUP)
+        groups = [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)
+        segment.update(files=[{"name": "validation.parquet", "row_groups": groups}], written=len(good))
+    small = dataclasses.replace(manifest, segments=[segment], job={})
+    storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
+
+
+def id_type_of(manifest):
+    """The Arrow type of the ids."""
+    return pa.int64() if manifest.id_type == "int64" else pa.string()
+
+
+def read_rejects(run_uri):
+    """The bad rows that a run met, each once: a frame with columns id, reason, source."""
+    return preprocess.read_rejects(run_uri).drop_duplicates().reset_index(drop=True)

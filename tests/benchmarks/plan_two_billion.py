@@ -1,0 +1,63 @@
+"""Planning an epoch of two billion samples in 200,000 files, from a made-up manifest: seconds and peak memory.
+
+    python -m tests.benchmarks.plan_two_billion [--files 200000] [--rows-per-file 10000]
+
+What a training run does before its first batch: read the manifest, plan, order the epoch, cut one chunk.
+"""
+
+import argparse
+import json
+import pathlib
+import resource
+import tempfile
+import time
+
+from helpers import ingest, schema
+from helpers.config import TrainingConfig
+
+
+def write_manifest(folder, num_files, rows_per_file):
+    """As `schema.Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
+    full, rest = divmod(rows_per_file, schema.ROWS_PER_ROW_GROUP)
+    groups = json.dumps([schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0))
+    head = {
+        "schema_version": schema.SCHEMA_VERSION, "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
+        "resolutions": [256], "shapes": {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]},
+        "scaling_factor": 0.18215, "id_type": "int64", "empty_caption_embedding": "", "job": {},
+    }  # fmt: skip
+    rows = num_files * rows_per_file
+    counts = {"index": 0, "rejects": [], "read": rows, "written": rows, "rejected": {}, "filtered": 0}
+    with open(pathlib.Path(folder, "manifest.json"), "w") as file:
+        file.write(json.dumps(head)[:-1] + ', "segments": [' + json.dumps(counts)[:-1] + ', "files": [')
+        for number in range(num_files):
+            file.write(("," if number else "") + f'{{"name": "{number:06d}-0123456789ab.parquet", "row_groups": {groups}}}')
+        file.write("]}]}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=200_000)
+    parser.add_argument("--rows-per-file", type=int, default=10_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_manifest(folder, arguments.files, arguments.rows_per_file)
+        size = pathlib.Path(folder, "manifest.json").stat().st_size
+        started = time.perf_counter()
+        config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
+        manifests = ingest.read_manifests(config)
+        seconds = {"read the manifest": time.perf_counter() - started}
+        plan = ingest.plan_run(manifests, config)
+        del manifests
+        seconds["plan"] = time.perf_counter() - started - sum(seconds.values())
+        pieces, _ = plan.chunk(0, plan.chunks_per_epoch - 1)
+        seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
+    print(f"{plan.num_rows:,} samples in {arguments.files:,} files, {len(plan.sources[0].group_rows):,} row groups; "
+          f"manifest of {size / 2**20:.0f} MiB; {plan.steps_per_epoch:,} steps, {plan.chunks_per_epoch:,} chunks")  # fmt: skip
+    for what, took in seconds.items():
+        print(f"{what:40}{took:8.1f} s")
+    print(f"{'all':40}{sum(seconds.values()):8.1f} s")
+    print(f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Raw pictures encoded on the way to the trainers: exact, resumable, and the same as a bare loop computes."""
+
+import functools
+import os
+import signal
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from PIL import Image
+from ray import cloudpickle
+
+from helpers import captioned_shapes, encoder, ingest, learner, online, runs, session, storage, train
+from helpers.config import PreprocessingConfig, TrainingConfig
+from tests.pipelines import fit, online_stream
+
+STEPS = 24
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    session.connect("local", num_cpus=6)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """Raw rows of which some are spoilt."""
+    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32], encoder_batch_size=8)
+    captioned_shapes.write_parquet(config.raw_uri, 300, spoilt_share=0.05, rows_per_file=120)
+    return config
+
+
+def run_of(raw, name, **changes):
+    return TrainingConfig(**{
+        "storage": raw.storage, "latents_uri": storage.join(raw.storage, "online"), "resolution": 32, "global_batch_size": 32,
+        "units_per_step": 2, "max_steps": STEPS, "warmup_steps": 4, "checkpoint_every": 8, "validate_every": 0,
+        "validation_share": 0.05, "max_failures": 1, "run_name": name, **changes,
+    })  # fmt: skip
+
+
+AUGMENT = {"random_crop": 0.8, "horizontal_flip": True}
+
+
+def fit_online(raw, config, **changes):
+    online.prepare(raw, config)
+    fit(config, stream=functools.partial(online_stream, config=raw, seed=config.seed, **AUGMENT, **changes))
+
+
+@pytest.fixture(scope="module")
+def straight(raw):
+    config = run_of(raw, "straight")
+    fit_online(raw, config)
+    return runs.read_metrics(config.run_uri)
+
+
+def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
+    """The plan over raw files, the augmentation, transform, encoder and step, without Ray."""
+    config = run_of(raw, "straight")
+    manifest = schema_of(config)
+    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
+    tables = ingest.read_chunks(
+        {"id": range(len(plan.chunks(0, STEPS)))}, plan=plan, first_chunk=0, first_step=0, num_steps=STEPS, read=read
+    )
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
+    units = {}
+    for table in tables:
+        rows = plan.unit_rows * plan.block_steps
+        for start in range(0, len(table), rows):  # as the blocks travel
+            block = table.slice(start, rows).combine_chunks()
+            done = online.transform(block, config=raw, plan_epoch=plan.units_per_epoch, seed=config.seed, **AUGMENT)
+            units.update(train.cut(latent_encoder(done), config.unit_rows))
+    alone, losses, samples = learner.Learner(config, manifest), [], []
+    for step in range(STEPS):
+        batch = [learner.Unit.from_arrow(units[2 * step + slot], manifest, 32, slot * config.unit_rows) for slot in range(2)]
+        losses.append(alone.step(step, batch)["loss"])
+        samples.append(runs.samples_crc32([i for unit in batch for i in unit.ids]))
+    assert straight["samples_crc32"].tolist() == samples
+    np.testing.assert_allclose(straight["loss"], losses, rtol=1e-5)
+
+
+def schema_of(config):
+    return ingest.read_manifests(config)[config.latents_uri]
+
+
+def test_two_workers_and_two_encoders_train_on_the_same_batches(raw, straight):
+    config = run_of(raw, "two", num_training_workers=2)
+    fit_online(raw, config, num_encoders=2)
+    found = runs.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
+    np.testing.assert_allclose(found["loss"], straight["loss"], rtol=1e-5)
+
+
+class MortalEncoder(encoder.LatentEncoder):
+    """Dies once, in its third call."""
+
+    def __init__(self, *arguments, flag, **options):
+        super().__init__(*arguments, **options)
+        self.flag, self.calls = flag, 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        if self.calls == 3 and not os.path.exists(self.flag):
+            open(self.flag, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(rows)
+
+
+def test_a_trainer_and_an_encoder_are_killed_and_the_run_stays_the_same_bit_by_bit(raw, straight, tmp_path):
+    config = run_of(raw, "killed")
+    with train.accident(config, rank=0, at_step=13):
+        fit_online(raw, config, latent_encoder=functools.partial(mortal, str(tmp_path / "flag")))
+    found = runs.read_metrics(config.run_uri)
+    for column in ("samples_crc32", "loss", "grad_norm", "samples_seen"):
+        assert found[column].tolist() == straight[column].tolist(), column
+    assert runs.read_metrics(config.run_uri, all_attempts=True)["attempt"].max() == 2
+    assert (tmp_path / "flag").exists()
+
+
+def mortal(flag):
+    """The encoder class that dies once, for `online_stream`."""
+    return MortalEncoder, {"flag": flag}
+
+
+def test_bad_pictures_are_masked_counted_and_listed_with_their_reason(raw, straight):
+    table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
+    bad = online.read_rejects(run_of(raw, "straight").run_uri)
+    assert len(bad) and bad["id"].is_unique and {"broken image", "no caption"} <= set(bad["reason"])
+    assert set(bad["id"]) <= set(table["hash"].to_pylist())
+    masked = np.diff(np.concatenate([[0], straight["samples_seen"]]))
+    assert (masked <= 32).all() and (masked < 32).any()
+
+
+def test_the_augmentation_changes_with_the_epoch_and_with_nothing_else():
+    picture = Image.effect_noise((80, 64), 50).convert("RGB")
+
+    def cut(row_id, epoch, **changes):
+        values = {"seed": 0, "random_crop": 0.7, "horizontal_flip": True, **changes}
+        return online.cut(picture, row_id, epoch, **values).tobytes()
+
+    assert cut(5, 0) == cut(5, 0)
+    assert len({cut(5, epoch) for epoch in range(6)}) == 6
+    assert cut(5, 0) != cut(6, 0) and cut(5, 0) != cut(5, 0, seed=1)
+    assert cut(5, 3, random_crop=1.0, horizontal_flip=False) == picture.crop((8, 0, 72, 64)).tobytes()
+
+
+def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
+    limited = PreprocessingConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
+    config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"))
+    manifest = online.prepare(limited, config)
+    assert manifest.total("read") == 150 and sum(sum(groups) for _, groups in manifest.files) == 150
+    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    rows = pa.concat_tables(
+        online.read_raw(mine, source, config=limited, validation_share=0.0)
+        for mine, source in zip(plan.chunk(0, 0)[0], plan.sources, strict=True)
+    )
+    assert rows["keep"].to_pylist() == [width > 64 for width in rows["width"].to_pylist()]
+    assert 0 < sum(rows["keep"].to_pylist()) < len(rows)
