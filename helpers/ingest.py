@@ -226,6 +226,12 @@ def _cached_order(plan, epoch):
     return plan.order(epoch)
 
 
+@functools.lru_cache(maxsize=2)
+def _fetched(plan):
+    """A plan from the object store, one copy a process: each would order its epochs anew."""
+    return ray.get(plan)
+
+
 def read_manifests(config):
     """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none."""
     return {uri: schema.Manifest.read(uri) for uri in config.proportions}
@@ -306,7 +312,7 @@ def num_tasks(num_chunks):
 
 def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
     """Read chunks by their number and deal their rows to units; one Arrow table a chunk, with a column `unit`."""
-    plan = ray.get(plan) if isinstance(plan, ray.ObjectRef) else plan
+    plan = _fetched(plan) if isinstance(plan, ray.ObjectRef) else plan
     for number in batch["id"]:
         epoch, index, first, stop = plan.span(first_chunk + int(number), first_step, num_steps)
         pieces, permutation = plan.chunk(epoch, index)

@@ -7,14 +7,14 @@ draws each epoch's augmentation from (seed, epoch, id), so that a run stays exac
 
 import dataclasses
 import functools
+import json
 import zlib
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from PIL import ImageOps
 
-from . import encoder, images, ingest, preprocess, schema, sources, storage
+from . import encoder, images, ingest, preprocess, schema, segments, sources, storage
 
 NUM_VALIDATION_ROWS = 512
 
@@ -109,17 +109,17 @@ def read_raw(pieces, source, *, config, validation_share):
     return rows.append_column("path", pa.array(paths.tolist())).append_column(ingest.KEEP, pa.array(keep))
 
 
-def transform(rows, *, config, plan_epoch, seed=0, random_crop=1.0, horizontal_flip=False):
+def transform(rows, *, config, units_per_epoch, seed=0, random_crop=1.0, horizontal_flip=False):
     """`preprocess.transform` with an augmentation that changes every epoch, and is the same for the same row of it.
 
     Args:
         rows: Arrow table of raw rows with `unit`.
-        plan_epoch: units of an epoch (`Plan.units_per_epoch`).
+        units_per_epoch: of the plan.
         seed: of the run.
         random_crop: least side of the square that is cut out, as a share of the largest; 1: the centre square.
         horizontal_flip: whether every second picture is mirrored.
     """
-    epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // plan_epoch
+    epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
     ids = rows[config.id_column].to_pylist()
     options = {"seed": seed, "random_crop": random_crop, "horizontal_flip": horizontal_flip}
     cuts = [functools.partial(cut, row_id=row_id, epoch=epoch, **options) for row_id, epoch in zip(ids, epochs, strict=True)]
@@ -157,24 +157,18 @@ def write_validation(manifest, config, training):
             break
     rows = pa.concat_tables(found)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
-    segment = {"index": 0, "files": [], "rejects": [], "read": len(rows), "written": 0, "rejected": {}, "filtered": 0}
+    segment = segments.Segment(0, [name for name, _ in manifest.files], len(rows))
+    entry = segments.new_entry(segment)
     if len(rows):
         encoded = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)(
             preprocess.transform(rows.combine_chunks(), config=config)
         )
-        layout = schema.latents_schema(id_type_of(manifest), manifest.shapes)
-        good = encoded.filter(pc.equal(encoded[schema.REASON], "")).select(layout.names).cast(layout)
-        preprocess.write_parquet(good, storage.join(latents_uri, "data", "validation.parquet"))
-        full, rest = divmod(len(good), schema.ROWS_PER_ROW_GROUP)
-        groups = [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)
-        segment.update(files=[{"name": "validation.parquet", "row_groups": groups}], written=len(good))
-    small = dataclasses.replace(manifest, segments=[segment], job={})
+        report = preprocess.write_latents(
+            encoded, latents_uri=latents_uri, segment=segment, shapes=manifest.shapes, ids=pa.type_for_alias(manifest.id_type)
+        )
+        segments.add_report(entry, json.loads(report["report"][0].as_py()))
+    small = dataclasses.replace(manifest, segments=[entry], job={})
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
-
-
-def id_type_of(manifest):
-    """The Arrow type of the ids."""
-    return pa.int64() if manifest.id_type == "int64" else pa.string()
 
 
 def read_rejects(run_uri):

@@ -116,8 +116,7 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids):
     if len(good):
         layout = schema.latents_schema(ids, shapes)
         report["bytes"] = write_parquet(good.select(layout.names).cast(layout), storage.join(latents_uri, "data", name))
-        full, rest = divmod(len(good), schema.ROWS_PER_ROW_GROUP)
-        report["files"] = [{"name": name, "row_groups": [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)}]
+        report["files"] = [{"name": name, "row_groups": schema.row_groups(len(good))}]
     if len(bad):
         report["rejected"] = dict(collections.Counter(bad[schema.REASON].to_pylist()))
         layout = schema.rejects_schema(ids)

@@ -23,6 +23,12 @@ ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row 
 MANIFEST = "manifest.json"
 
 
+def row_groups(num_rows):
+    """Rows of each row group of a file of `num_rows` rows."""
+    full, rest = divmod(num_rows, ROWS_PER_ROW_GROUP)
+    return [ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)
+
+
 def latents_column(resolution):
     return f"image_latents_{resolution}"
 

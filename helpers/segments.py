@@ -156,11 +156,7 @@ class Job:
     def collect(self, reports, segment, progress):
         """Run one segment's pipeline and sum up what its write tasks report into the segment's entry."""
         started = time.time()
-        entry = {
-            "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
-            "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
-            "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
-        }  # fmt: skip
+        entry = new_entry(segment)
         handled = 0
         # Closed, not left to the garbage collector: an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
@@ -201,6 +197,15 @@ class Job:
         storage.write_json(self.uri(schema.MANIFEST), manifest.to_dict())
         storage.delete(self.uri("segments"))
         return manifest
+
+
+def new_entry(segment):
+    """A segment's entry before any of its rows is written."""
+    return {
+        "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
+        "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
+        "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
+    }  # fmt: skip
 
 
 def add_report(entry, report):

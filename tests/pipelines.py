@@ -76,7 +76,7 @@ def online_stream(
 ):  # fmt: skip
     """`stream` of Online_Preprocessing_and_Training.ipynb; `latent_encoder()`: another class and its keyword arguments."""
     transform = functools.partial(
-        online.transform, config=config, plan_epoch=plan.units_per_epoch, seed=seed, random_crop=random_crop,
+        online.transform, config=config, units_per_epoch=plan.units_per_epoch, seed=seed, random_crop=random_crop,
         horizontal_flip=horizontal_flip,
     )  # fmt: skip
     kind, options = latent_encoder() if latent_encoder else (encoder.LatentEncoder, {})

@@ -75,7 +75,7 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
         rows = plan.unit_rows * plan.block_steps
         for start in range(0, len(table), rows):  # as the blocks travel
             block = table.slice(start, rows).combine_chunks()
-            done = online.transform(block, config=raw, plan_epoch=plan.units_per_epoch, seed=config.seed, **AUGMENT)
+            done = online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed, **AUGMENT)
             units.update(train.cut(latent_encoder(done), config.unit_rows))
     alone, losses, samples = learner.Learner(config, manifest), [], []
     for step in range(STEPS):

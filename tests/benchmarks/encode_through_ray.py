@@ -4,8 +4,8 @@
 
 Bare: one thread encodes batches that are already decoded and in memory. Ray: Parquet is read, pictures are decoded and
 resized, encoded by one actor with one thread, and latents are written; its rate runs from the end of the first batch
-that the actor encodes to the end of the last, so that starting the workers is left out. The two alternate; the ratio of their medians is printed. Wants an
-otherwise idle machine with two cores or more.
+that the actor encodes to the end of the last, so that starting the workers is left out. The two alternate; the ratio of
+their medians is printed. Wants an otherwise idle machine with two cores or more.
 """
 
 import argparse

@@ -18,8 +18,7 @@ from helpers.config import TrainingConfig
 
 def write_manifest(folder, num_files, rows_per_file):
     """As `schema.Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
-    full, rest = divmod(rows_per_file, schema.ROWS_PER_ROW_GROUP)
-    groups = json.dumps([schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0))
+    groups = json.dumps(schema.row_groups(rows_per_file))
     head = {
         "schema_version": schema.SCHEMA_VERSION, "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
         "resolutions": [256], "shapes": {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]},

@@ -13,41 +13,17 @@ import statistics
 import tempfile
 import time
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from helpers import ingest, preprocess, schema, session, storage
+from helpers import ingest, schema, session, storage
 from helpers.config import TrainingConfig
 from helpers.learner import Unit
+from tests.benchmarks import made_up
 
-SHAPES = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
 UNIT, FILE = 128, 1024
-
-
-def write_data(uri, num_rows):
-    """Random latents as a finished job of preprocessing leaves them."""
-    random, files = np.random.default_rng(0), []
-    for start in range(0, num_rows, FILE):
-        columns = {"id": pa.array(range(start, start + FILE)), "caption": pa.array([f"caption {i}" for i in range(FILE)])}
-        for column, shape in SHAPES.items():
-            values = random.integers(0, 2**14, size=(FILE, *shape), dtype=np.uint16).view(np.float16)
-            columns[column] = schema.to_binary(values)
-        name = f"{start:08d}.parquet"
-        preprocess.write_parquet(pa.table(columns), storage.join(uri, "data", name))
-        files.append({"name": name, "row_groups": [schema.ROWS_PER_ROW_GROUP] * (FILE // schema.ROWS_PER_ROW_GROUP)})
-    segment = {
-        "index": 0, "files": files, "rejects": [], "read": num_rows, "written": num_rows, "rejected": {}, "filtered": 0,
-    }  # fmt: skip
-    manifest = schema.Manifest(
-        encoder={"model": "none", "revision": "0", "precision": "fp16"}, resolutions=[256], shapes=SHAPES, scaling_factor=1.0,
-        id_type="int64", empty_caption_embedding=schema.encode_embedding(np.zeros(SHAPES["caption_embeddings"])), job={},
-        segments=[segment],
-    )  # fmt: skip
-    storage.write_json(storage.join(uri, "manifest.json"), manifest.to_dict())
 
 
 def by_plan(uri, num_rows):
@@ -65,7 +41,7 @@ class ToTensors(ArrowBatchCollateFn):
     """`iter_torch_batches` cannot convert fixed-size binary columns by itself."""
 
     def __call__(self, table):
-        arrays = {column: schema.from_binary(table[column], shape)[0] for column, shape in SHAPES.items()}
+        arrays = {column: schema.from_binary(table[column], shape)[0] for column, shape in made_up.SD2_256.items()}
         return {column: torch.from_numpy(array.copy()) for column, array in arrays.items()}
 
 
@@ -106,7 +82,7 @@ def main():
     readers = {"in the plan's order": by_plan, "read_parquet, no order": unordered, "pyarrow, one thread": by_pyarrow}
     found = {name: [] for name in readers}
     with tempfile.TemporaryDirectory() as uri:
-        write_data(uri, arguments.rows)
+        made_up.write_latents(uri, arguments.rows, made_up.SD2_256, FILE)
         for _ in range(arguments.rounds):
             for name, reader in readers.items():
                 found[name].append(measure(reader, uri, arguments.rows))

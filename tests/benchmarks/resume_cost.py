@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.resume_cost [--rows 1000000] [--rounds 3]
 
-Rows are small (0.4 kB), so that what is measured is the plan and Ray Data, not the disk. The starts take turns.
+Rows are small (0.4 kB), so that what is measured is the plan and Ray Data, not the disk. The starts take turns, and each
+begins when nothing is left of the one before.
 """
 
 import argparse
@@ -12,35 +13,17 @@ import tempfile
 import time
 
 import numpy as np
-import pyarrow as pa
+import ray
 
-from helpers import ingest, preprocess, schema, session, storage
+from helpers import ingest, session
 from helpers.config import TrainingConfig
-
-SHAPES = {"image_latents_32": [2, 4, 4, 4], "caption_embeddings": [4, 16]}
-FILE = 20_000
-
-
-def write_data(uri, num_rows):
-    segment = {
-        "index": 0, "files": [], "rejects": [], "read": num_rows, "written": num_rows, "rejected": {}, "filtered": 0,
-    }  # fmt: skip
-    for start in range(0, num_rows, FILE):
-        columns = {"id": pa.array(range(start, start + FILE)), "caption": pa.array(["a caption"] * FILE)}
-        columns.update({column: schema.to_binary(np.zeros((FILE, *shape))) for column, shape in SHAPES.items()})
-        name, (full, rest) = f"{start:08d}.parquet", divmod(FILE, schema.ROWS_PER_ROW_GROUP)
-        preprocess.write_parquet(pa.table(columns), storage.join(uri, "data", name))
-        segment["files"].append({"name": name, "row_groups": [schema.ROWS_PER_ROW_GROUP] * full + [rest] * (rest > 0)})
-    manifest = schema.Manifest(
-        encoder={"model": "none", "revision": "0", "precision": "fp16"}, resolutions=[32], shapes=SHAPES, scaling_factor=1.0,
-        id_type="int64", empty_caption_embedding=schema.encode_embedding(np.zeros(SHAPES["caption_embeddings"])), job={},
-        segments=[segment],
-    )  # fmt: skip
-    storage.write_json(storage.join(uri, "manifest.json"), manifest.to_dict())
+from tests.benchmarks import made_up
 
 
 def first_batch(config, step):
     """Seconds from nothing to the first unit of a step, the plan included."""
+    # All CPUs at once can only be had when the last measurement's tasks are gone.
+    ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
     plan = ingest.plan_run(ingest.read_manifests(config), config)
     data = ingest.stream(plan, step, plan.steps_per_epoch, resolution=32, validation_share=0.02)
@@ -59,14 +42,14 @@ def main():
     arguments = parser.parse_args()
     session.connect()
     with tempfile.TemporaryDirectory() as uri:
-        write_data(uri, arguments.rows)
+        made_up.write_latents(uri, arguments.rows, made_up.SMALL, rows_per_file=20_000)
         config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64)
         steps = arguments.rows // 64
         starts = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 10]
-        first_batch(config, 0)  # starts Ray's processes
         found = {step: [] for step in starts}
         for _ in range(arguments.rounds):
             for step in starts:
+                first_batch(config, steps - 1)  # each finds Ray's processes started: a cancelled task ends its own
                 found[step].append(first_batch(config, step))
     for step, seconds in found.items():
         print(f"start at step {step:7,} of {steps:,}: {statistics.median(seconds):.2f} s to the first batch")
