@@ -267,6 +267,28 @@ def epoch_cost(num_samples: float, images_per_second: float, instances: dict[str
     return EpochCost(hours, total, total / num_samples * 1e6)
 
 
+def data_paths_table(measured: dict, *, resolution: int = 256) -> pd.DataFrame:
+    """Where latents come from: `measured` images/s beside the documents' Tables 1 and 2, one row a path.
+
+    `measured`: {"DataLoader": images/s, "offline": ..., "online": ...} of your own machine; a path may be missing.
+    `resolution`: of the published rates, 256 or 512. Speed-ups are over the DataLoader; dollars are for one pass over
+    the 1,126,400,000 images of phase 1, published for 256 pixels only.
+    """
+    rates = {row.setup: row.images_per_second for row in DATA_PATHS if row.resolution == resolution}
+    dollars = {row.setup: row.dollars for row in EPOCH_COSTS} if resolution == 256 else {}
+    rows = {}
+    for path in ("DataLoader", "offline", "online"):
+        mine, theirs = measured.get(path), rates.get(path)
+        rows[path] = {
+            "images/s here": mine,
+            "speed-up here": mine / measured["DataLoader"] if mine and measured.get("DataLoader") else None,
+            f"images/s published, {resolution} px": theirs,
+            "speed-up published": theirs / rates["DataLoader"] if theirs else None,
+            "dollars published": dollars.get(path),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("latents by")
+
+
 # --- the full run -----------------------------------------------------------------------------------
 
 _BOTH_PHASES = {

@@ -55,19 +55,25 @@ class LatentEncoder:
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 
-    @torch.inference_mode()
-    def encode_images(self, pixels_BHWC):
+    @torch.no_grad()
+    def moments(self, pixels_BHWC):
         """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled."""
-        # np.array copies: Ray hands out read-only views of its object store
-        pixels = torch.from_numpy(np.array(pixels_BHWC)).to(self.device)
-        posterior = self.vae.encode(images.normalize(pixels).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
-        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16).cpu().numpy()
+        posterior = self.vae.encode(images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
+        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16)
 
-    @torch.inference_mode()
-    def encode_captions(self, caption_ids_BL):
+    @torch.no_grad()
+    def embeddings(self, caption_ids_BL):
         """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it."""
-        ids = torch.from_numpy(np.array(caption_ids_BL)).long().to(self.device)
-        return self.text_encoder(ids).last_hidden_state.to(torch.float16).cpu().numpy()
+        return self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
+
+    def encode_images(self, pixels_BHWC):
+        """`moments` of a numpy array, as one."""
+        # np.array copies: Ray hands out read-only views of its object store
+        return self.moments(torch.from_numpy(np.array(pixels_BHWC)).to(self.device)).cpu().numpy()
+
+    def encode_captions(self, caption_ids_BL):
+        """`embeddings` of a numpy array, as one."""
+        return self.embeddings(torch.from_numpy(np.array(caption_ids_BL)).to(self.device)).cpu().numpy()
 
     def __call__(self, rows):
         """An Arrow table of transformed rows -> the same rows with latents and embeddings in place of pixels and tokens.

@@ -23,6 +23,7 @@ CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)  # red is kept for what needs a
 # The same thing has the same colour in every figure; a stage is found by these words in its name.
 STAGES = {"read": GREY, "transform": SKY, "encode": ORANGE, "write": GREEN, "store": GREEN, "train": BLUE,
           "sample": PURPLE}  # fmt: skip
+PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
 WIDTH, DPI, SMALL = 10, 100, 9
 CHARACTER = 0.072  # inches, an average character of the SMALL font
 LINE = 0.16  # inches, a line of it
@@ -523,6 +524,67 @@ def throughput(metrics):
     top.set(ylabel="images/s", ylim=(0, 1.15 * rate.quantile(0.99)), title=f"median {rate.median():,.0f} images/s")
     bottom.set(xlabel="step", ylabel="waits for data, %", ylim=(0, float(np.clip(1.2 * wait.quantile(0.98), 10, 100))))
     bottom.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    return fig
+
+
+def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
+    """Where the time and the memory of some steps go: memory over time, each phase of a step in its colour.
+
+    `phases`: columns phase, start, seconds. `memory`: columns second, gib. `shares`: phase -> share of the time, for
+    the bar below. `published`: text about the same in the documents, as the title's second line.
+    """
+    phases = _columns(phases, "the phases' frame", "phase", "start", "seconds")
+    memory = _columns(memory, "the memory's frame", "second", "gib")
+    names = list(dict.fromkeys(phases["phase"]))
+    colors = {name: PHASES.get(name, CYCLE[number % len(CYCLE)]) for number, name in enumerate(names)}
+    fig = _figure(4.4)
+    top, bottom = fig.subplots(2, 1, height_ratios=(4, 1))
+    _plain(top, "y")
+    for phase in phases.itertuples():
+        top.axvspan(phase.start, phase.start + phase.seconds, color=colors[phase.phase], alpha=0.35, lw=0)
+    top.plot(memory["second"], memory["gib"], color="0.15", lw=1.2)
+    what = "allocated on the GPU" if device == "cuda" else "of the process (resident set)"
+    end = float((phases["start"] + phases["seconds"]).iloc[-1])
+    top.set(xlabel="seconds", ylabel="GiB", xlim=(0, end), ylim=(0, 1.15 * memory["gib"].max()), title=f"memory {what}, by phase of a step")
+    if shares is None:
+        seconds = phases.groupby("phase", sort=False)["seconds"].sum()
+        shares = seconds / seconds.sum()
+    left = 0.0
+    for name, share in shares.items():
+        bottom.barh([0], [100 * share], left=[left], color=colors.get(name, GREY), height=0.8)
+        if share > 0.07:  # else the text would overlap
+            bottom.text(left + 50 * share, 0, f"{name}\n{share:.0%}", ha="center", va="center", fontsize=SMALL)
+        left += 100 * share
+    bottom.set(xlim=(0, 100), yticks=[], xlabel="share of a step's time, %")
+    bottom.spines[["top", "right", "left"]].set_visible(False)
+    if published:
+        fig.supxlabel(published, fontsize=SMALL, color="0.35")
+    return fig
+
+
+def online_throughput(measured, predicted, *, ceiling=None, title=None):
+    """Training throughput over the number of encoders: what was measured, what is predicted, and the trainers' limit.
+
+    `measured`, `predicted`: frames with num_encoders, images_per_second; `measured` may be empty. `ceiling`: images/s
+    of the trainers alone.
+    """
+    predicted = _columns(predicted, "the prediction", "num_encoders", "images_per_second")
+    fig = _figure(3.8)
+    ax = _plain(fig.subplots(), "both")
+    ax.plot(
+        predicted["num_encoders"], predicted["images_per_second"], color=GREY, ls="--", marker=".",
+        label="predicted: min(n x encoder, trainers)",
+    )  # fmt: skip
+    measured = pd.DataFrame(measured)
+    if len(measured):
+        measured = _columns(measured, "what was measured", "num_encoders", "images_per_second")
+        ax.plot(measured["num_encoders"], measured["images_per_second"], "o", color=BLUE, ms=9, label="measured")
+    if ceiling is not None:
+        ax.axhline(ceiling, color=GREEN, lw=1.5, label=f"trainers alone: {ceiling:,.0f} images/s")
+    top = max(predicted["images_per_second"].max(), ceiling or 0, measured["images_per_second"].max() if len(measured) else 0)
+    ax.set(xlabel="encoders", ylabel="images/s trained", ylim=(0, 1.15 * top), title=title)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
     return fig
 
 

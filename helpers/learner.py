@@ -3,6 +3,7 @@
 Ray Train's workers, a bare loop and tests all call this.
 """
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -53,10 +54,11 @@ class Learner:
         config: `TrainingConfig`.
         manifest: of the latents: shapes, scaling factor, the empty caption.
         device: this worker's device.
+        phase: called as `with phase(name)` around the forward and backward passes and the optimizer's step.
     """
 
-    def __init__(self, config, manifest, device="cpu"):
-        self.config, self.device = config, torch.device(device)
+    def __init__(self, config, manifest, device="cpu", phase=contextlib.nullcontext):
+        self.config, self.device, self.phase = config, torch.device(device), phase
         self.scaling_factor = manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
@@ -100,22 +102,24 @@ class Learner:
         total = torch.zeros((), device=self.device)
         for number, micro in enumerate(micros):
             with parallel.synchronise_gradients(self.model, last=number == len(micros) - 1):
-                loss = self.losses(micro, step).sum() / kept
-                # The gradients of the workers are averaged: times their number makes it the sum.
-                (loss * world).backward()
+                with self.phase("forward"):
+                    loss = self.losses(micro, step).sum() / kept
+                with self.phase("backward"):  # the gradients of the workers are averaged: times their number makes it the sum
+                    (loss * world).backward()
             total += loss.detach()
         total = self.sum_over_workers(total).item()
         if not np.isfinite(total):
             raise FloatingPointError(f"The loss at step {step} is {total}: lower learning_rate or check the latents.")
-        norm = parallel.clip_gradients(self.model, max_norm=1.0)
-        if not np.isfinite(norm):
-            raise FloatingPointError(f"The gradient at step {step} is {norm}: lower learning_rate or check the latents.")
-        rate = self.config.learning_rate * diffusion.learning_rate(step, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(step + 1)
+        with self.phase("optimizer"):
+            norm = parallel.clip_gradients(self.model, max_norm=1.0)
+            if not np.isfinite(norm):
+                raise FloatingPointError(f"The gradient at step {step} is {norm}: lower learning_rate or check the latents.")
+            rate = self.config.learning_rate * diffusion.learning_rate(step, self.config)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.ema.update(step + 1)
         return {"loss": total, "grad_norm": norm, "learning_rate": rate}
 
     def sum_over_workers(self, value):

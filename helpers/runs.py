@@ -107,6 +107,16 @@ def read_metrics(run_uri, all_attempts=False):
     return frame if all_attempts else frame.drop_duplicates("step", keep="last").reset_index(drop=True)
 
 
+def throughput(metrics, skip=20):
+    """`(images a second, share of the time spent waiting for data)` of a run by the clock, after its first `skip` steps.
+
+    Not the mean over steps: what several steps need arrives together, so one of them waits for all.
+    """
+    last = metrics.iloc[min(skip, len(metrics) - 1) :]
+    seconds = 1 / last["images_per_second"]  # of one image
+    return len(last) / seconds.sum(), (last["data_wait_share"] * seconds).sum() / seconds.sum()
+
+
 # --- checkpoints --------------------------------------------------------------------------------------
 
 

@@ -26,8 +26,11 @@ from .learner import Learner, Unit
 from .watchdog import Watchdog
 
 
-def train_loop_per_worker(config):
-    """What every training worker runs: restore, then one step after another until `max_steps`."""
+def train_loop_per_worker(config, steps=None):
+    """What every training worker runs: restore, then one step after another until `max_steps`.
+
+    `steps`: where this worker's share of each global batch comes from; None: `planned_steps`, from Ray Data.
+    """
     config = TrainingConfig.from_dict(config)
     manifest = next(iter(ingest.read_manifests(config).values()))
     use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
@@ -38,7 +41,7 @@ def train_loop_per_worker(config):
     rejects, preemption = Rejects(config), PreemptionNotice()
 
     with Watchdog(config.hang_timeout, on_hang=note_hang(config)) as watchdog:
-        for units, data_seconds, started in steps(config, manifest, step, rejects):
+        for units, data_seconds, started in (steps or planned_steps)(config, manifest, step, rejects):
             metrics = learner.step(step, units)
             step += 1
             ids, num_kept = gather_ids(units)
@@ -55,7 +58,7 @@ def train_loop_per_worker(config):
                 watchdog.beat()
 
 
-def steps(config, manifest, first_step, rejects):
+def planned_steps(config, manifest, first_step, rejects):
     """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()

@@ -104,7 +104,7 @@ def fit(config, validate=True, loop=train.train_loop_per_worker, scaling=None, s
             failure_config=FailureConfig(max_failures=config.max_failures), callbacks=[train.RecordFailures(config.run_uri)],
             checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoints_kept),
         ),
-        datasets={"train": functools.partial(train.remaining_steps, config, stream)},
+        datasets={"train": functools.partial(train.remaining_steps, config, stream)} if stream else None,
         dataset_config=DataConfig(execution_options=ingest.execution_options()),
         validation_config=validation if validate and config.validate_every else None,
     )  # fmt: skip

@@ -289,3 +289,12 @@ def test_a_shell_reads_the_command_as_meant():
     shell = subprocess.run(["sh", "-c", "papermill() { printf '%s\\0' \"$@\"; }\n" + command],
                            capture_output=True, text=True, check=True)  # fmt: skip
     assert shell.stdout.split("\0")[:5] == ["in put.ipynb", "out.ipynb", "-p", "a", nasty]
+
+
+def test_the_table_of_data_paths_puts_measured_rates_beside_the_published_ones():
+    table = costs.data_paths_table({"DataLoader": 200.0, "online": 300.0})
+    assert table.index.tolist() == ["DataLoader", "offline", "online"]
+    assert table.loc["online", "speed-up here"] == 1.5 and pd.isna(table.loc["offline", "images/s here"])
+    assert table.loc["offline", "images/s published, 256 px"] == 4068 and table.loc["offline", "dollars published"] == 14_753
+    assert table.loc["online", "speed-up published"] == pytest.approx(1.45, abs=0.005)
+    assert pd.isna(costs.data_paths_table({}, resolution=512).loc["offline", "dollars published"])

@@ -26,6 +26,9 @@ ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 ATTEMPTS = pd.concat([
     pd.DataFrame({"step": range(1, 46), "attempt": 1, "loss": 1.0}), pd.DataFrame({"step": range(26, 101), "attempt": 2, "loss": 0.5}),
 ])  # fmt: skip
+PHASES = pd.DataFrame({"phase": ["data", "encode", "forward"] * 2, "start": [0, 0.1, 0.5, 1, 1.1, 1.5], "seconds": [0.1, 0.4, 0.5] * 2})
+MEMORY = pd.DataFrame({"second": np.linspace(0, 2, 50), "gib": np.linspace(0.5, 0.7, 50)})
+ENCODERS = pd.DataFrame({"num_encoders": [1, 2, 4], "images_per_second": [100.0, 200, 350]})
 EVERY = {
     "architecture": lambda: figures.architecture(),
     "pictures": lambda: figures.pictures([PICTURE] * 7, [CAPTION] * 7),
@@ -39,6 +42,8 @@ EVERY = {
     "losses": lambda: figures.losses({"training": RUN}),
     "throughput": lambda: figures.throughput(METRICS),
     "before_after": lambda: figures.before_after([PICTURE] * 3, [PICTURE] * 3, [CAPTION] * 3),
+    "iteration": lambda: figures.iteration(PHASES, MEMORY),
+    "online_throughput": lambda: figures.online_throughput(ENCODERS, ENCODERS),
     "agreement": lambda: figures.agreement(SCORES),
 }
 
@@ -330,3 +335,19 @@ def test_what_cannot_be_drawn_is_named_in_one_sentence(call, named):
         call()
     assert named in str(error.value) and "\n" not in str(error.value)
     assert plt.get_fignums() == []
+
+
+def test_an_iteration_shows_each_phase_with_its_share_of_the_time_and_the_memory_below_it():
+    fig = figures.iteration(PHASES, MEMORY, published="documents: 39 %")
+    assert all(part in texts(fig) for part in ("encode\n40%", "forward\n50%", "documents: 39 %"))
+    assert fig.axes[0].get_xlim() == (0, 2)
+    assert len(fig.axes[0].patches) == 6
+
+
+def test_the_throughput_over_encoders_keeps_measured_and_predicted_apart_and_draws_the_ceiling():
+    ax = figures.online_throughput(ENCODERS[:2], ENCODERS, ceiling=350).axes[0]
+    assert line(ax, "measured").get_xdata().tolist() == [1, 2]
+    assert line(ax, "predicted: min(n x encoder, trainers)").get_ydata().tolist() == [100, 200, 350]
+    assert line(ax, "trainers alone: 350 images/s").get_ydata()[0] == 350
+    only = figures.online_throughput([], ENCODERS).axes[0]
+    assert "measured" not in [entry.get_label() for entry in only.lines]

@@ -13,7 +13,7 @@ import ray
 from PIL import Image
 from ray import cloudpickle
 
-from helpers import captioned_shapes, encoder, ingest, learner, online, runs, session, storage, train
+from helpers import baseline, captioned_shapes, encoder, ingest, learner, online, runs, session, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from tests.pipelines import fit, online_stream
 
@@ -96,6 +96,41 @@ def test_two_workers_and_two_encoders_train_on_the_same_batches(raw, straight):
     found = runs.read_metrics(config.run_uri)
     assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
     np.testing.assert_allclose(found["loss"], straight["loss"], rtol=1e-5)
+
+
+def test_the_data_loader_baseline_has_the_same_samples_and_losses(raw, straight):
+    """A plain DataLoader, and encoders on the trainer's device, without Ray."""
+    config = run_of(raw, "loader")
+    manifest = schema_of(config)
+    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    encode, alone = baseline.DeviceEncoder(raw), learner.Learner(config, manifest)
+    losses, samples = [], []
+    for step, item in enumerate(baseline.build_loader(plan, config, raw, first_step=0, **AUGMENT)):
+        unit = encode(item)
+        losses.append(alone.step(step, [unit])["loss"])
+        samples.append(runs.samples_crc32(unit.ids))
+    assert samples == straight["samples_crc32"].tolist()
+    np.testing.assert_allclose(losses, straight["loss"], rtol=1e-5)
+
+
+def test_the_data_loader_baseline_trains_on_two_workers_of_ray_train_and_survives_a_kill(raw, straight):
+    config = run_of(raw, "baseline", num_training_workers=2)
+    steps = functools.partial(baseline.steps, raw=raw, **AUGMENT)
+    with train.accident(config, rank=1, at_step=13):
+        fit(config, loop=functools.partial(train.train_loop_per_worker, steps=steps), stream=None)
+    found = runs.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
+    np.testing.assert_allclose(found["loss"], straight["loss"], rtol=1e-5)
+    assert len(online.read_rejects(config.run_uri))
+
+
+def test_a_profile_tells_where_time_and_memory_go_when_the_encoders_sit_with_the_unet(raw):
+    config = run_of(raw, "profiled")
+    found = baseline.profile(config, schema_of(config), raw, num_steps=2, warm_up=1)
+    assert found.shares.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
+    assert found.shares.sum() == pytest.approx(1) and found.shares["encode"] > 0.05
+    assert found.phases["step"].unique().tolist() == [1, 2]
+    assert (found.memory["gib"] > 0.05).all()
 
 
 class MortalEncoder(encoder.LatentEncoder):

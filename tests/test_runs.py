@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 
+import pandas as pd
 import pytest
 
 from helpers import runs, storage, train
@@ -152,3 +153,10 @@ def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):
     write(run_uri, [1])
     (line,) = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
+
+
+def test_throughput_is_by_the_clock_not_the_mean_over_steps():
+    """One step of three waits for what all three need: 3 batches of 10 in 1 + 0.1 + 0.1 seconds."""
+    metrics = pd.DataFrame({"images_per_second": [1.0, 10.0, 100.0, 100.0], "data_wait_share": [1.0, 0.9, 0.0, 0.0]})
+    rate, waited = runs.throughput(metrics, skip=1)
+    assert rate == pytest.approx(30 / 1.2) and waited == pytest.approx(0.9 / 1.2)

@@ -1,0 +1,87 @@
+"""Training throughput over the number of encoders: min(n x encoder rate, trainer rate), with both at a fixed speed.
+
+    python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 20]
+
+Encoders and trainer are played: each waits as long as its service time says, so that two cores can be sixteen encoders.
+All else is real: the plan over Parquet files, Ray Data's actor pool, Ray Train's worker and its data feed. Offline, the
+same trainer reads the latents that the encoders would have made. Rates are those of the steps after the pipeline filled.
+"""
+
+import argparse
+import functools
+import sys
+import tempfile
+import time
+
+import pandas as pd
+from ray import cloudpickle
+from ray.data import ActorPoolStrategy
+
+from helpers import costs, ingest, runs, session, train
+from helpers.config import TrainingConfig
+from tests.benchmarks import made_up
+from tests.pipelines import fit
+
+BATCH, TRAINER_SECONDS, ENCODER_SECONDS = 64, 0.1, 1.0  # one trainer is as fast as ten encoders
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class PlayedEncoder:
+    """Takes `ENCODER_SECONDS` for a global batch, whatever is in it."""
+
+    def __call__(self, rows):
+        time.sleep(ENCODER_SECONDS * len(rows) / BATCH)
+        return rows
+
+
+def online_stream(plan, first_step, num_steps, *, num_encoders, **options):
+    """Planned rows through `num_encoders` played encoders; one CPU task reads."""
+    return ingest.stream(plan, first_step, num_steps, **options).map_batches(
+        PlayedEncoder, batch_size=None, batch_format="pyarrow", compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01
+    )
+
+
+def played_step(self, step, units):
+    """A `Learner.step` that takes `TRAINER_SECONDS`."""
+    time.sleep(TRAINER_SECONDS)
+    return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
+
+
+def loop(values):
+    train.Learner.step = played_step
+    train.train_loop_per_worker(values)
+
+
+def measure(uri, name, num_steps, stream=ingest.stream):
+    """(images a second, share of the time that the trainer waits for data), after the first third of the steps."""
+    config = TrainingConfig(
+        storage=uri, latents_uri=uri, run_name=name, resolution=32, global_batch_size=BATCH, max_steps=num_steps,
+        checkpoint_every=num_steps, validate_every=0, validation_share=0,
+    )  # fmt: skip
+    fit(config, loop=loop, stream=stream)
+    return runs.throughput(runs.read_metrics(config.run_uri), skip=num_steps // 3)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--encoders", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seconds", type=float, default=20, help="of each run, about")
+    arguments = parser.parse_args()
+    session.connect(num_cpus=8)
+    trainer_rate, encoder_rate, rows = BATCH / TRAINER_SECONDS, BATCH / ENCODER_SECONDS, []
+    with tempfile.TemporaryDirectory() as uri:
+        made_up.write_latents(uri, 20_000, made_up.SMALL, rows_per_file=2_000)
+        ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
+        for count in arguments.encoders:
+            expected = costs.online_throughput(count, encoder_rate, trainer_rate)
+            stream = functools.partial(online_stream, num_encoders=count)
+            rate, waits = measure(uri, f"online-{count}", max(24, int(arguments.seconds * expected / BATCH)), stream)
+            rows.append((count, expected, rate, rate / expected, rate / ceiling, waits))
+    columns = ["encoders", "expected", "measured", "measured / expected", "measured / offline", "trainer waits"]
+    print(f"one encoder {encoder_rate:.0f}, the trainer {trainer_rate:.0f} images/s; offline {ceiling:.0f}")
+    print(pd.DataFrame(rows, columns=columns).round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
