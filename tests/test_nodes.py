@@ -1,5 +1,6 @@
 """Several Ray nodes on one machine: nodes that are lost, come back, or are about to be taken away."""
 
+import functools
 import os
 import pathlib
 import sys
@@ -16,9 +17,9 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from helpers import captioned_shapes, runs, session, storage, train
+from helpers import captioned_shapes, encoder, ingest, online, runs, session, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import bare, encode, fit
+from tests.pipelines import bare, encode, fit, online_stream
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -186,6 +187,76 @@ def test_a_node_under_encoders_is_lost_and_every_row_is_there_once(cluster, tmp_
     written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
     raw = [i for path in storage.list_files(config.raw_uri) for i in pq.read_table(path, columns=["hash"])["hash"].to_pylist()]
     assert sorted(written) == sorted(raw)
+
+
+def test_online_encoders_and_trainers_stay_on_their_kind_of_node_and_either_kind_may_be_lost(cluster, tmp_path):
+    raw = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)
+    captioned_shapes.write_parquet(raw.raw_uri, 300, spoilt_share=0.05)
+    config = run_of(raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=40)
+    online.prepare(raw, config)
+    nodes = {kind: [cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1})] for kind in ("A10G", "A100")}
+
+    def replace(kind):
+        nodes[kind].append(cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1}))
+        cluster.remove_node(nodes[kind][0], allow_graceful=False)
+
+    encoder_lost = when(lambda: steps_done(config) >= 6, lambda: replace("A10G"))
+    trainer_lost = when(lambda: steps_done(config) >= 24, lambda: replace("A100"))
+    where = {kind: tmp_path / kind for kind in nodes}
+    stream = functools.partial(online_stream, config=raw, on="A10G", latent_encoder=functools.partial(placed, str(where["A10G"])))
+    scaling = {"resources_per_worker": {"CPU": 1}, "accelerator_type": "A100"}
+    fit(config, loop=functools.partial(noting_loop, str(where["A100"])), scaling=scaling, stream=stream)
+    encoder_lost(), trainer_lost()
+    for kind in nodes:
+        assert {path.name for path in where[kind].iterdir()} == {node.node_id for node in nodes[kind]}, kind
+        cluster.remove_node(nodes[kind][1], allow_graceful=False)
+    found = runs.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == planned_samples(config, raw)
+    assert runs.read_metrics(config.run_uri, all_attempts=True)["attempt"].max() == 2
+
+
+def note_node(folder):
+    """Leave a file with the name of the node that this runs on."""
+    os.makedirs(folder, exist_ok=True)
+    open(os.path.join(folder, ray.get_runtime_context().get_node_id()), "w").close()
+
+
+class PlacedEncoder(encoder.LatentEncoder):
+    """Notes where it is when it has encoded something."""
+
+    def __init__(self, *arguments, folder, **options):
+        super().__init__(*arguments, **options)
+        self.folder = folder
+
+    def __call__(self, rows):
+        note_node(self.folder)
+        return super().__call__(rows)
+
+
+def placed(folder):
+    """The encoder class for `online_stream`, and its keyword arguments."""
+    return PlacedEncoder, {"folder": folder}
+
+
+def noting_loop(folder, values):
+    note_node(folder)
+    slow_loop(values)
+
+
+def planned_samples(config, raw):
+    """`samples_crc32` of each step, from the plan and the raw files alone."""
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    chunks = plan.chunks(0, config.max_steps)
+    read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
+    tables = ingest.read_chunks(
+        {"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read
+    )
+    units = {number: rows for table in tables for number, rows in train.cut(table, config.unit_rows).items()}
+    per_step = config.units_per_step
+    return [
+        runs.samples_crc32([i for slot in range(per_step) for i in units[step * per_step + slot][raw.id_column].to_pylist()])
+        for step in range(config.max_steps)
+    ]
 
 
 def test_a_storage_that_the_other_nodes_do_not_see_is_refused(cluster, tmp_path, monkeypatch):
