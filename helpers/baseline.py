@@ -31,12 +31,12 @@ class PlannedImages(torch.utils.data.Dataset):
         rank, world: which of how many workers.
         read: `(pieces, source)` -> raw rows, as `online.read_raw`.
         transform: raw rows -> pixels and token ids, as `online.transform`.
-        resolution: of the pixels.
+        resolution_at: step -> pixels, as `TrainingConfig.resolution_at`.
     """
 
-    def __init__(self, plan, num_steps, rank, world, read, transform, resolution):
+    def __init__(self, plan, num_steps, rank, world, read, transform, resolution_at):
         self.plan, self.num_steps, self.rank, self.world = plan, num_steps, rank, world
-        self.read, self.transform, self.resolution = read, transform, resolution
+        self.read, self.transform, self.resolution_at = read, transform, resolution_at
         self.held = {}  # chunk number -> {unit number: its rows}
 
     def __len__(self):
@@ -60,8 +60,8 @@ class PlannedImages(torch.utils.data.Dataset):
         units = {unit: rows for chunk in self.held.values() for unit, rows in chunk.items()}
         slots = range(self.rank, plan.units_per_step, self.world)
         rows = self.transform(pa.concat_tables(units[step * plan.units_per_step + slot] for slot in slots).combine_chunks())
-        shape = (self.resolution, self.resolution, 3)
-        pixels, fits = schema.from_binary(rows[f"pixels_{self.resolution}"], shape, np.uint8)
+        resolution = self.resolution_at(step)
+        pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
         ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
         keep = rows[ingest.KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
         positions = np.concatenate([slot * plan.unit_rows + np.arange(plan.unit_rows) for slot in slots])
@@ -75,7 +75,7 @@ def build_loader(plan, config, raw, first_step, rank=0, world=1, **augmentation)
     transform = functools.partial(
         online.transform, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed, **augmentation
     )
-    data = PlannedImages(plan, config.max_steps, rank, world, read, transform, config.resolution)
+    data = PlannedImages(plan, config.max_steps, rank, world, read, transform, config.resolution_at)
     return torch.utils.data.DataLoader(
         data, batch_size=None, sampler=range(first_step, config.max_steps), num_workers=raw.num_transform_workers,
         pin_memory=torch.cuda.is_available(), prefetch_factor=4, collate_fn=as_it_is, multiprocessing_context="forkserver",

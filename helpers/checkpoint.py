@@ -28,16 +28,46 @@ def save(folder, *, model, optimizer, ema, step):
     Rank 0 adds `progress.json`: the step, and every rank's files with their sizes, by which a copy of the folder that
     lacks something is told from a complete one (`runs.damage`).
     """
-    weights, moments = get_state_dict(model, optimizer)
     with expected_single_process():
-        dcp.save(
-            {"model": weights, "optimizer": moments, "ema": ema.state_dict()}, checkpoint_id=folder,
-            no_dist=alone(),
+        dcp.save(gather_state(model, optimizer, ema), checkpoint_id=folder, no_dist=alone())
+    write_progress(folder, step)
+
+
+def start(folder, *, model, optimizer, ema, step, group=None):
+    """Like `save`, but only copies the state into the CPU's memory; a thread writes while training goes on.
+
+    Returns `finish()`, which waits until everything is written. Call it on every rank, from any thread, before the next
+    `start`. `group`: what `cpu_group` gave, because training has the default one to itself.
+    """
+    with expected_single_process():
+        writing = dcp.async_save(
+            gather_state(model, optimizer, ema), checkpoint_id=folder, process_group=group, no_dist=alone()
         )  # fmt: skip
+
+    def finish():
+        with expected_single_process():
+            writing.result()
+        write_progress(folder, step, group)
+
+    return finish
+
+
+def cpu_group():
+    """A process group for `start`, on all ranks; None where there is nobody to agree with."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def gather_state(model, optimizer, ema):
+    """What a checkpoint holds: this rank's part of it."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "ema": ema.state_dict()}
+
+
+def write_progress(folder, step, group=None):
     files = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
     if not alone():
         parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(files, parts)
+        dist.gather_object(files, parts, group=group)
         files = {name: size for part in parts or [] for name, size in part.items()}
     if alone() or dist.get_rank() == 0:
         pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))

@@ -5,6 +5,7 @@ before anything is started.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -123,7 +124,8 @@ class PreprocessingConfig(Parameters):
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {
     "storage", "latents_uri", "num_training_workers", "use_gpu", "training_accelerator_type", "micro_batch_size",
-    "strategy", "compile_unet", "checkpoint_every", "checkpoints_kept", "validate_every", "max_failures", "hang_timeout",
+    "strategy", "compile_unet", "channels_last", "activation_checkpointing", "checkpoint_every", "checkpoints_kept",
+    "validate_every", "max_failures", "hang_timeout",
 }  # fmt: skip
 
 
@@ -136,7 +138,7 @@ class TrainingConfig(Parameters):
     init_from: str | None = None
     # the model and its objective
     unet_config: str = "tiny"
-    resolution: int = 64
+    resolution: int | dict = 64
     prediction_type: str = "v_prediction"
     caption_dropout: float = 0.1
     min_snr_gamma: float | None = 5.0
@@ -160,6 +162,8 @@ class TrainingConfig(Parameters):
     strategy: str = "ddp"
     compile_unet: bool = False
     precision: str = "fp32"
+    channels_last: bool = False
+    activation_checkpointing: bool = False
     # safety
     checkpoint_every: int = 250
     checkpoints_kept: int = 2
@@ -175,7 +179,7 @@ class TrainingConfig(Parameters):
         choice("precision", self.precision, ("fp32", "bf16"))
         choice("lr_schedule", self.lr_schedule, ("cosine", "constant"))
         positive(
-            self, "resolution", "global_batch_size", "units_per_step", "max_steps", "checkpoint_every",
+            self, "global_batch_size", "units_per_step", "max_steps", "checkpoint_every",
             "checkpoints_kept",
         )  # fmt: skip
         share(self, "caption_dropout", "validation_share", "ema_decay", "adam_beta2")
@@ -195,6 +199,7 @@ class TrainingConfig(Parameters):
             raise ValueError(f"hang_timeout={self.hang_timeout!r} must be a number of seconds of more than 0.")
         self.check_workers()
         self.check_batch()
+        self.check_resolution()
         if self.validate_every % self.checkpoint_every:
             raise ValueError(
                 f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
@@ -224,6 +229,41 @@ class TrainingConfig(Parameters):
     @property
     def most_workers(self):
         return self.num_training_workers[1] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+
+    def check_resolution(self):
+        """One size, or a mapping of several to the shares of steps that use them; `config.json` has the sizes as texts."""
+        if not isinstance(self.resolution, dict):
+            return positive(self, "resolution")
+        shares = {int(size) if isinstance(size, str) and size.isdigit() else size: share for size, share in self.resolution.items()}
+        for size, share in shares.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"resolution: {size!r} is no size in pixels; give a mapping such as {{256: 0.25, 512: 0.75}}.")
+            if not is_number(share) or share <= 0:
+                raise ValueError(f"resolution: the share {share!r} of size {size} must be a number of more than 0.")
+        if not shares:
+            raise ValueError("resolution={} names no size: give one, such as 64, or several with their shares of the steps.")
+        self.resolve(resolution=shares)
+
+    @property
+    def resolutions(self):
+        """Every size that is trained at, rising."""
+        return sorted(self.resolution) if isinstance(self.resolution, dict) else [self.resolution]
+
+    @property
+    def largest_resolution(self):
+        """What is validated and sampled at."""
+        return self.resolutions[-1]
+
+    def resolution_at(self, step):
+        """The size of all pictures of step `step` (from 0): the same on every worker and after every resume.
+
+        Multiples of the golden ratio fall evenly over the sizes' shares, so these hold in every window of some steps.
+        """
+        if not isinstance(self.resolution, dict):
+            return self.resolution
+        shares = [self.resolution[size] for size in self.resolutions]
+        point = (step * 0.6180339887498949) % 1.0 * sum(shares)
+        return next(size for size, end in zip(self.resolutions, itertools.accumulate(shares), strict=True) if point < end)
 
     def resolve_latents(self):
         """`latents_uri` with every path made absolute; of a mixture, a mapping to proportions that add up to 1."""

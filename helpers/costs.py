@@ -189,6 +189,37 @@ FACTS = {
         note="15 times 13,165 A100-80G hours; the blog says that cost fell about 10x"),
 }  # fmt: skip
 
+# --- published: GPUs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What one GPU can do, by NVIDIA's data sheets: dense tensor core TFLOP/s, memory in GB.
+
+    fp32 training is held against the TF32 rate, which PyTorch's convolutions use unless told otherwise.
+    """
+
+    name: str
+    bf16_tflops: float
+    tf32_tflops: float
+    memory_gb: float
+
+
+# A name that holds another one comes first.
+ACCELERATORS = (
+    Accelerator("A10G", 70, 35, 24), Accelerator("A100", 312, 156, 80), Accelerator("A10", 125, 62.5, 24),
+    Accelerator("L40S", 362, 183, 48), Accelerator("L4", 121, 60, 24),
+    Accelerator("H100 PCIe", 756, 378, 80), Accelerator("H100", 989, 494, 80), Accelerator("H200", 989, 494, 141),
+    Accelerator("B200", 2250, 1125, 180),
+)  # fmt: skip
+
+
+def find_accelerator(device_name: str) -> Accelerator | None:
+    """The GPU that a driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; None if it is not known here."""
+    words = device_name.replace("-", " ").lower()
+    return next((gpu for gpu in ACCELERATORS if f" {gpu.name.lower()} " in f" {words} "), None)
+
+
 # --- arithmetic -------------------------------------------------------------------------------------
 
 
@@ -243,6 +274,43 @@ def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: floa
     """
     supply = _count("num_encoders", num_encoders) * _positive("encoder_rate", encoder_rate)
     return min(supply, _positive("trainer_rate", trainer_rate))
+
+
+def published_ablation(resolution: int) -> pd.DataFrame:
+    """The documents' ablation (ABLATION) at 256 or 512 pixels: a row a setting, images/s and speedup on both clusters."""
+    columns = {}
+    for gpus in ("16 x A100-40G", "32 x A100-80G"):
+        found = [row for row in ABLATION if (row.resolution, row.gpus) == (resolution, gpus)]
+        if not found:
+            raise ValueError(f"resolution={resolution!r} is in no published table: choose 256 or 512.")
+        first = found[0].images_per_second
+        columns[f"{gpus}, images/s"] = {row.setup: row.images_per_second for row in found}
+        columns[f"{gpus}, speedup"] = {row.setup: row.images_per_second / first for row in found}
+    return pd.DataFrame(columns).rename_axis("setting")
+
+
+def predict_scaling(parameters: float, step_seconds: float, gigabytes_per_second: float, workers=(8, 16, 32, 64, 128), *,
+                    strategy: str = "fsdp", backward_share: float = 2 / 3) -> pd.DataFrame:  # fmt: skip
+    """What the network allows when each of n workers computes `step_seconds` a step: a row for each n.
+
+    A worker sends and receives (n - 1) / n of: gradients in fp32, twice under "ddp" (ring all-reduce), once under "fsdp"
+    (reduce-scatter), and there bf16 weights once (all-gather). `gigabytes_per_second`: of one worker's link. Columns:
+    communication seconds; efficiency if nothing of it hides behind computing, and if it hides behind the backward pass
+    (`backward_share` of the step). Latency is left out. ValueError for numbers not above 0 and other strategies.
+    """
+    bytes_each = {"ddp": 8, "fsdp": 6}
+    if strategy not in bytes_each:
+        raise ValueError(f"strategy={strategy!r} is not predicted: choose 'ddp' or 'fsdp'.")
+    _positive("step_seconds", step_seconds)
+    rate = 1e9 * _positive("gigabytes_per_second", gigabytes_per_second)
+    rows = []
+    for count in workers:
+        count = _count("workers", count)
+        talk = (count - 1) / count * bytes_each[strategy] * _positive("parameters", parameters) / rate
+        exposed = max(0.0, talk - backward_share * step_seconds)
+        rows.append((count, talk, step_seconds / (step_seconds + talk), step_seconds / (step_seconds + exposed)))
+    names = ["workers", "communication, s", "efficiency, nothing hidden", "efficiency, hidden behind backward"]
+    return pd.DataFrame(rows, columns=names)
 
 
 @dataclass(frozen=True)
@@ -321,6 +389,7 @@ _BOTH_PHASES = {
     "strategy": "fsdp",  # blog: SHARD_GRAD_OP
     "compile_unet": True,
     "precision": "bf16",
+    "channels_last": True,
     "prediction_type": "epsilon",  # blog, Figure 1's text: the U-Net predicts the noise
     "caption_dropout": 0.1,
     "ema_decay": 0.9999,
@@ -375,6 +444,8 @@ _WHY = {
     "strategy": "gradients and optimizer sharded (SHARD_GRAD_OP)",
     "compile_unet": "1.15x to 1.51x over FSDP alone",
     "precision": "tensor cores; weights stay fp32",
+    "channels_last": "the layout that tensor cores want",
+    "activation_checkpointing": "fits without; computes a third more",
     "prediction_type": "Stable Diffusion 2 base predicts the noise",
     "caption_dropout": "for classifier-free guidance",
     "ema_start": "only at the end of phase 2, as MosaicML",

@@ -82,7 +82,7 @@ def sample(config, prompts, found, *, seed=0):
     unet = parallel.build_unet(config.unet_config, seed=config.seed) if found is None else load_unet(config, found)
     pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    return generate(pipeline, prompts, resolution=config.resolution, seed=seed)
+    return generate(pipeline, prompts, resolution=config.largest_resolution, seed=seed)
 
 
 def save_pictures(pictures, uri):
@@ -122,7 +122,8 @@ def export_checkpoint(config, found, which="ema"):
 def validate(found, config):
     """Ray Train's validation function: the held-out loss of a checkpoint's EMA weights, while training goes on.
 
-    Also writes it to `validation/{step}.json` of the run. `config`: the dict of a `TrainingConfig`.
+    Also writes it to `validation/{step}.json` of the run, and copies the checkpoint to `best/` if no other has a lower
+    loss. `config`: the dict of a `TrainingConfig`.
     """
     config = TrainingConfig.from_dict(config)
     manifest = first_manifest(config)
@@ -133,7 +134,9 @@ def validate(found, config):
     with found.as_directory() as folder:
         step = runs.step_of(folder)
         unet = checkpoint.load_weights(folder, parallel.build_unet(config.unet_config)).to(device).eval()
-    loss, unweighted = validation_loss(unet, manifest, rows, config)
+        loss, unweighted = validation_loss(unet, manifest, rows, config)
+        if not (read_validation(config.run_uri)["validation_loss"] < loss).any():
+            runs.keep_as_best(config.run_uri, folder, storage.name(found.path))
     result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}
     storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
     return result

@@ -479,6 +479,21 @@ def losses(runs, *, validation=None, smooth=25, title=None, marks=()):
     return fig
 
 
+def phases(runs, *, smooth=15):
+    """The loss of runs that went on from each other's weights, laid end to end, with a line where the next one begins.
+
+    `runs`: label -> frame with step, loss, in their order.
+    """
+    shifted, marks, start = {}, [], 0
+    for label, frame in runs.items():
+        frame = _last_attempt(frame, f"run {label!r}", "loss")
+        if shifted:
+            marks.append((start, label))
+        shifted[label] = frame.assign(step=frame["step"] + start)
+        start = shifted[label]["step"].max()
+    return losses(shifted, smooth=smooth, marks=marks)
+
+
 def interrupted(straight, attempts):
     """The loss of a run that lost workers over that of one that did not, and the steps that were done twice.
 
@@ -585,6 +600,27 @@ def online_throughput(measured, predicted, *, ceiling=None, title=None):
     ax.set(xlabel="encoders", ylabel="images/s trained", ylim=(0, 1.15 * top), title=title)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    return fig
+
+
+def time_shares(table):
+    """Where the time of runs goes: a bar a run, of computing and of the shares that are lost.
+
+    `table`: a row a run, with columns data, communication, checkpoints (0 to 1), as `runs.speed` gives.
+    """
+    table = _columns(table, "table", "data", "communication", "checkpoints").fillna(0.0)
+    fig = _figure(1.1 + 0.4 * len(table))
+    ax = _plain(fig.subplots(), "x")
+    lost = {"waits for data": ("data", ORANGE), "communication": ("communication", PURPLE), "checkpoints": ("checkpoints", GREEN)}
+    left = 100 * (1 - table[["data", "communication", "checkpoints"]].sum(axis=1))
+    names = [str(name) for name in table.index]
+    ax.barh(names, left, color=BLUE, label="computes")
+    for label, (column, color) in lost.items():
+        ax.barh(names, 100 * table[column], left=left, color=color, label=label)
+        left = left + 100 * table[column]
+    ax.set(xlim=(0, 100), xlabel="% of the time")
+    ax.invert_yaxis()
+    fig.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=SMALL)
     return fig
 
 

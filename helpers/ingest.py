@@ -278,8 +278,9 @@ def plan_run(manifests, config):
 def stream(plan, first_step, num_steps, *, resolution, validation_share):
     """Latents in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
 
-    Columns: id, caption, the latents of `resolution`, the embeddings, `keep` (False: masked out of the loss, because
-    validation owns the row or it has no latents at this resolution) and `unit`, the unit's number in the run.
+    Columns: id, caption, the latents of `resolution` (or of several: any of them may be a step's), the embeddings, `keep`
+    (False: masked out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in
+    the run.
     """
     read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
     return planned(plan, first_step, num_steps, read)
@@ -326,9 +327,10 @@ def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
 
 def read_latents(pieces, source, *, resolution, validation_share):
     """The rows of `pieces` of a latents folder, and `keep`."""
-    column = schema.latents_column(resolution)
-    rows = read_pieces(pieces, [schema.ID, schema.CAPTION, column, schema.EMBEDDINGS], storage.join(source.uri, "data"))
-    keep = rows[column].is_valid().to_numpy() & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
+    columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]
+    rows = read_pieces(pieces, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data"))
+    has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
+    keep = has_latents & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
     return rows.append_column(KEEP, pa.array(keep))
 
 
@@ -363,7 +365,7 @@ def validation_rows(config, num_rows):
 
 
 def _validation_rows(manifest, uri, config, missing):
-    columns = [schema.ID, schema.CAPTION, schema.latents_column(config.resolution), schema.EMBEDDINGS]
+    columns = [schema.ID, schema.CAPTION, schema.latents_column(config.largest_resolution), schema.EMBEDDINGS]
     found, folder = [], storage.join(uri, "data")
     for name, row_groups in manifest.files:
         for group in range(len(row_groups)):

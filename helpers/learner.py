@@ -55,22 +55,22 @@ class Learner:
         manifest: of the latents: shapes, scaling factor, the empty caption.
         device: this worker's device.
         phase: called as `with phase(name)` around the forward and backward passes and the optimizer's step.
+        fused: one kernel for all of AdamW, in place of one a parameter and operation; False is for comparison.
     """
 
-    def __init__(self, config, manifest, device="cpu", phase=contextlib.nullcontext):
+    def __init__(self, config, manifest, device="cpu", phase=contextlib.nullcontext, fused=True):
         self.config, self.device, self.phase = config, torch.device(device), phase
         self.scaling_factor = manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
-        self.unet = parallel.build_unet(config.unet_config, seed=config.seed, device=self.device)
-        if config.compile_unet:
-            parallel.compile_blocks(self.unet)
+        self.unet, self.model = parallel.build_model(config, self.device)
         self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start)
-        self.model = parallel.parallelize(self.unet, config.strategy, self.device)
+        # A U-Net that computes in bf16 by itself casts what comes in; autocast would take its norms back to fp32.
+        self.autocast_to = "fp32" if parallel.computes_in_bf16(config) else config.precision
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, config.adam_beta2),
-            weight_decay=config.weight_decay, fused=True,
+            weight_decay=config.weight_decay, fused=fused,
         )  # fmt: skip
 
     def losses(self, unit, step):
@@ -85,7 +85,7 @@ class Learner:
         keep = unit.keep_U.to(self.device)
         # Rows without latents hold arbitrary bits, which may be NaN; zero times NaN would still be NaN.
         latents = torch.where(keep[:, None, None, None], latents, 0)
-        with parallel.autocast(self.config.precision, self.device):
+        with parallel.autocast(self.autocast_to, self.device):
             rows = diffusion.losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
         return rows * keep
 
@@ -144,7 +144,7 @@ def validation_loss(unet, manifest, rows, config, timesteps_per_row=8):
     schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
     totals, count = np.zeros(2), 0
     for start in range(0, rows.num_rows, 64):
-        unit = Unit.from_arrow(rows.slice(start, 64).combine_chunks(), manifest, config.resolution, start)
+        unit = Unit.from_arrow(rows.slice(start, 64).combine_chunks(), manifest, config.largest_resolution, start)
         for number in range(timesteps_per_row):
             draws = diffusion.draw(0, number, unit.positions_U, unit.moments.shape[2:], device=device)
             draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)

@@ -10,8 +10,9 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,7 +51,7 @@ def load_unet_config(name):
 
 
 def build_unet(name, *, seed=0, device="cpu"):
-    """A U-Net with random weights, the same for the same seed on any number of ranks and any device."""
+    """A U-Net with random weights, the same for the same seed on any device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         unet = UNet2DConditionModel.from_config(load_unet_config(name))
@@ -60,30 +61,32 @@ def build_unet(name, *, seed=0, device="cpu"):
 def check_latents(manifest, config, latents_uri):
     """Raises ValueError if the U-Net cannot train on these latents, before a worker starts."""
     unet = load_unet_config(config.unet_config)
-    if config.resolution not in manifest.resolutions:
-        raise ValueError(
-            f"resolution={config.resolution} is not in {latents_uri}, which holds "
-            f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
-        )
+    for resolution in config.resolutions:
+        if resolution not in manifest.resolutions:
+            raise ValueError(
+                f"resolution={resolution} is not in {latents_uri}, which holds "
+                f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
+            )
     if unet["cross_attention_dim"] != manifest.text_width:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes captions {unet['cross_attention_dim']} wide, and "
             f"{latents_uri} holds captions {manifest.text_width} wide (encoder_model="
             f"{manifest.encoder['model']!r}): choose a U-Net and an encoder that belong together."
         )
-    channels = manifest.shapes[f"image_latents_{config.resolution}"][1]
+    channels = manifest.shapes[f"image_latents_{config.largest_resolution}"][1]
     if unet["in_channels"] != channels:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
             f"holds {channels} (encoder_model={manifest.encoder['model']!r}): choose ones that belong together."
         )
-    size = manifest.shapes[f"image_latents_{config.resolution}"][-1]
     halvings = len(unet["block_out_channels"]) - 1
-    if size % 2**halvings:
-        raise ValueError(
-            f"resolution={config.resolution} makes latents of {size} x {size}, which unet_config={config.unet_config!r} "
-            f"cannot halve {halvings} times: use a multiple of {config.resolution // size * 2**halvings}."
-        )
+    for resolution in config.resolutions:
+        size = manifest.shapes[f"image_latents_{resolution}"][-1]
+        if size % 2**halvings:
+            raise ValueError(
+                f"resolution={resolution} makes latents of {size} x {size}, which unet_config={config.unet_config!r} "
+                f"cannot halve {halvings} times: use a multiple of {resolution // size * 2**halvings}."
+            )
 
 
 def has_compiler():
@@ -91,8 +94,8 @@ def has_compiler():
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
-def compile_blocks(unet):
-    """Compile the down, mid and up blocks in place, one by one.
+def compile_blocks(unet, mode=None):
+    """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
 
     Compiled as a whole, the U-Net gave other gradients than eager on a CPU with torch 2.13; by blocks it agrees, and
     parameter names stay as they are.
@@ -101,32 +104,83 @@ def compile_blocks(unet):
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
     for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        block.compile()
+        block.compile(mode=mode)
     return unet
 
 
-def parallelize(unet, strategy, device="cpu"):
-    """Spread the U-Net over the process group; returns what the training step calls.
+def build_model(config, device="cpu"):
+    """The U-Net of a training run with its first weights: `(unet, model)`, of which the training step calls `model`.
+
+    Compiled and spread over the process group as `config` (a `TrainingConfig`) says:
 
     - "ddp": every rank holds everything, gradients are averaged.
     - "fsdp": gradients and optimizer state are sharded, weights stay gathered after the forward pass (SHARD_GRAD_OP).
     - "fsdp-full": weights are sharded too and gathered block by block (FULL_SHARD).
     - "hsdp": "fsdp" within a node, replicated across nodes.
 
-    A group of one rank needs none of it. The sharded ones are FSDP2 (`fully_shard`), in place, block by block.
+    The sharded ones are FSDP2 (`fully_shard`), in place, block by block. Rank 0 draws the weights; the other ranks build
+    the U-Net without memory ("meta") and are sent theirs, so no rank ever holds more than its part of them on its device.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return unet
-    if strategy == "ddp":
-        return DistributedDataParallel(unet, gradient_as_bucket_view=True)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    drawn = build_unet(config.unet_config, seed=config.seed) if world == 1 or dist.get_rank() == 0 else None
+    sharded = config.strategy != "ddp" and (world > 1 or computes_in_bf16(config))
+    if drawn is not None and not sharded:
+        unet = drawn.to(device)
+    else:
+        with torch.device("meta"):
+            unet = UNet2DConditionModel.from_config(load_unet_config(config.unet_config))
+    if config.activation_checkpointing:
+        unet.enable_gradient_checkpointing()
+    if config.compile_unet:
+        compile_blocks(unet)
+    if sharded:
+        shard(unet, config.strategy, config.precision, device)
+        unet.to_empty(device=device)
+        weights = drawn.state_dict() if drawn is not None else {}
+        set_model_state_dict(unet, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    elif drawn is None:
+        unet.to_empty(device=device)
+    if config.channels_last:
+        lay_channels_last(unet, weights_too=not sharded)
+    if sharded or world == 1:
+        return unet, unet
+    return unet, DistributedDataParallel(unet, gradient_as_bucket_view=True)  # which sends rank 0's weights to the others
+
+
+def lay_channels_last(unet, weights_too):
+    """Compute on (B, H, W, C) in memory, which tensor cores want: convolutions hand the layout of their input on.
+
+    FSDP2 takes only weights in the usual order; then each convolution rearranges its own.
+    """
+    if weights_too:
+        unet.to(memory_format=torch.channels_last)
+    unet.register_forward_pre_hook(
+        lambda module, arguments: (arguments[0].contiguous(memory_format=torch.channels_last), *arguments[1:])
+    )
+
+
+def computes_in_bf16(config):
+    """Whether the U-Net itself runs in bf16, norms included, and not by autocast: sharded, with a copy of its weights."""
+    return config.precision == "bf16" and config.strategy != "ddp" and dist.is_initialized()
+
+
+def shard(unet, strategy, precision, device):
+    """Shard the U-Net's blocks, and then what is left of it, over the process group; see `build_model`.
+
+    bf16: weights are gathered and used in bf16, GroupNorm and LayerNorm too (MosaicML's low precision norms); gradients
+    are summed, and weights kept and updated, in fp32.
+    """
     world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if strategy == "hsdp" and world > here:
         mesh = init_device_mesh(torch.device(device).type, (world // here, here), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(torch.device(device).type, (world,), mesh_dim_names=("shard",))
-    for module in [*unet.down_blocks, unet.mid_block, *unet.up_blocks, unet]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=strategy == "fsdp-full")
-    return unet
+    half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else {}
+    for module in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=MixedPrecisionPolicy(**half))
+    # The prediction leaves in fp32, for the loss; between blocks it stays as it is.
+    whole = MixedPrecisionPolicy(**half, output_dtype=torch.float32)
+    fully_shard(unet, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=whole)
 
 
 def synchronise_gradients(model, last):
@@ -145,7 +199,7 @@ def clip_gradients(model, max_norm):
 
 
 def autocast(precision, device):
-    """bf16: matrix products in bfloat16, weights and sums in fp32."""
+    """bf16: matrix products in bfloat16, weights and sums in fp32. Not for a U-Net that itself computes in bf16."""
     enabled = precision == "bf16"
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled)
 
@@ -177,6 +231,39 @@ def measure(name, latents_shape, text_shape):
             flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9,
         ))  # fmt: skip
     return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
+
+
+def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8):
+    """Bytes that the state of training takes on the rank that holds most of it; activations come on top.
+
+    Returns a dict: "parameters", "gradients" and "optimizer" (AdamW's two moments), all fp32, are there between steps
+    (gradients after the backward pass); "gathered" are the whole weights that a sharded rank holds while it computes,
+    in the precision of computing: all of them, or under "fsdp-full" the largest block with what belongs to none.
+
+    FSDP2 cuts each parameter along its first dimension into `torch.chunk`s, so the first rank holds a little more than
+    its share. "hsdp" shards over the ranks of a node.
+    """
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(load_unet_config(name))
+    across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
+    held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
+    gathered = 0
+    if strategy != "ddp" and (across > 1 or precision == "bf16"):
+        parts = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+        sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
+        total = sum(p.numel() for p in unet.parameters())
+        gathered = (2 if precision == "bf16" else 4) * (total - sum(sizes) + max(sizes) if strategy == "fsdp-full" else total)
+    return {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}
+
+
+def memory_table(name, ranks=(1, 8, 32, 128), **options):
+    """GiB a rank by `memory`, a row for each strategy and number of ranks."""
+    rows = []
+    for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
+        for number in ranks:
+            parts = {part: size / 2**30 for part, size in memory(name, strategy, number, **options).items()}
+            rows.append({"strategy": strategy, "ranks": number, **parts, "all": sum(parts.values())})
+    return pd.DataFrame(rows)
 
 
 def blocks(unet):

@@ -11,6 +11,7 @@ from . import storage
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, and the files that make it complete
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+BEST = "best"  # in a run's folder: a copy of the checkpoint with the lowest validation loss
 COLUMNS = ["step", "attempt", "loss", "samples_seen"]
 
 
@@ -117,6 +118,26 @@ def throughput(metrics, skip=20):
     return len(last) / seconds.sum(), (last["data_wait_share"] * seconds).sum() / seconds.sum()
 
 
+def speed(metrics):
+    """How fast runs were: {name: metrics} -> a frame with a row a run.
+
+    Images a second and MFU are the median step's; shares are of all the time, whose rest is computing: waiting for data,
+    in collectives that nothing hid behind (of the one step that is profiled), and standing still for checkpoints.
+    """
+    rows = {}
+    for name, steps in metrics.items():
+        computing, stopped = steps["step_seconds"].sum(), steps["checkpoint_seconds"].sum()
+        whole = computing + stopped
+        talk = steps["communication_share"].astype(float).median()
+        rows[name] = {
+            "images/s": steps["images_per_second"].median(), "a worker": steps["images_per_second_per_worker"].median(),
+            "MFU": steps["mfu"].median(), "peak memory, GiB": steps["peak_memory_gib"].max(),
+            "data": (steps["data_wait_share"] * steps["step_seconds"]).sum() / whole,
+            "communication": talk * computing / whole, "checkpoints": stopped / whole,
+        }  # fmt: skip
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
+
+
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
@@ -155,6 +176,15 @@ def last_complete(run_uri):
     Ray Train's own list is not asked: it knows what was reported, not what the storage still holds.
     """
     return next((uri for uri in list_checkpoints(run_uri) if damage(uri) is None), None)
+
+
+def keep_as_best(run_uri, folder, name):
+    """Copy a checkpoint to `best/` of its run, and then delete the one that was there."""
+    best_uri = storage.join(run_uri, BEST)
+    storage.copy_folder(folder, storage.join(best_uri, name))
+    for uri in list_checkpoints(best_uri):
+        if storage.name(uri) != name:
+            storage.delete(uri)
 
 
 def step_of(checkpoint_uri):

@@ -1,12 +1,15 @@
 """The Ray Train side: the worker loop, checkpoints, failures, resume. The only module that knows Ray Train."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import zlib
 
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from . import checkpoint, ingest, parallel, runs, schema, session, storage
+from . import checkpoint, ingest, parallel, runs, schema, session, speed, storage
 from .config import TrainingConfig
 from .learner import Learner, Unit
 from .watchdog import Watchdog
@@ -38,24 +41,37 @@ def train_loop_per_worker(config, steps=None):
     step = restore(learner)
     log = runs.MetricsLog(config.run_uri) if ray.train.get_context().get_world_rank() == 0 else None
     note_workers(config, log)
-    rejects, preemption = Rejects(config), PreemptionNotice()
+    rejects, preemption, checkpoints = Rejects(config), PreemptionNotice(), Checkpoints(learner, log)
+    meter, checkpoint_seconds = speed.Meter(config, manifest, learner.device), 0.0
 
     with Watchdog(config.hang_timeout, on_hang=note_hang(config)) as watchdog:
         for units, data_seconds, started in (steps or planned_steps)(config, manifest, step, rejects):
-            metrics = learner.step(step, units)
+            with meter.watch():
+                metrics = learner.step(step, units)
             step += 1
             ids, num_kept = gather_ids(units)
             seconds = time.perf_counter() - started
             if log:
-                log.write(
-                    step, metrics, ids, num_kept,
-                    images_per_second=config.global_batch_size / seconds, data_wait_share=data_seconds / seconds,
-                )  # fmt: skip
+                speeds = meter.line(config.resolution_at(step - 1), seconds, data_seconds, checkpoint_seconds)
+                log.write(step, metrics, ids, num_kept, **speeds)
+            checkpoint_seconds = 0.0
             watchdog.beat()
             if step % config.checkpoint_every == 0 or step == config.max_steps or preemption.arrived(seconds):
                 rejects.write(step)
-                save(learner, step, log)
+                checkpoint_seconds = checkpoints.save(step)
                 watchdog.beat()
+
+
+def ablation_per_worker(values):
+    """What every worker runs to measure the ablation: `values` holds a `config`, as a dict, and the number of `steps`.
+
+    No data is read and nothing is saved; rank 0 writes the rows to `ablation.json` of the run.
+    """
+    config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
+    use_cores(context.get_local_world_size())
+    rows = speed.ablation(config, ray.train.torch.get_device(), steps=values["steps"])
+    if context.get_world_rank() == 0:
+        storage.write_json(storage.join(config.run_uri, "ablation.json"), rows)
 
 
 def planned_steps(config, manifest, first_step, rejects):
@@ -81,7 +97,7 @@ def planned_steps(config, manifest, first_step, rejects):
             rows = waiting.pop(number)
             rejects.add(rows)
             first_position = number % config.units_per_step * config.unit_rows
-            units.append(Unit.from_arrow(rows, manifest, config.resolution, first_position))
+            units.append(Unit.from_arrow(rows, manifest, config.resolution_at(step), first_position))
         waiting = {number: rows for number, rows in waiting.items() if number > wanted[0]}  # none from before a resume
         yield units, time.perf_counter() - started, started
 
@@ -120,6 +136,11 @@ def open_checkpoint(run_uri):
 def last_checkpoint(config):
     """`open_checkpoint` of the run itself."""
     return open_checkpoint(config.run_uri)
+
+
+def best_checkpoint(config):
+    """`open_checkpoint` of the run's `best/`, the one with the lowest validation loss; None before the first validation."""
+    return open_checkpoint(storage.join(config.run_uri, runs.BEST))
 
 
 def first_checkpoint(config):
@@ -175,20 +196,53 @@ def check_init_from(config):
     )
 
 
-def save(learner, step, log):
-    """Every worker writes its part of the checkpoint, and Ray Train puts them together under the run's folder."""
-    config = learner.config
-    with tempfile.TemporaryDirectory() as folder:
+class Checkpoints:
+    """Saves a worker's checkpoints beside its training.
+
+    Training stands still while the state is copied into the CPU's memory. Then a thread of Ray Train's writes it, each
+    worker its part, and uploads it to the run's folder, where it counts once all of it is there (`runs.damage`).
+    """
+
+    def __init__(self, learner, log):
+        self.learner, self.log = learner, log
+        self.group = checkpoint.cpu_group()
+        self.done = threading.Event()  # whether the one before is written and uploaded
+        self.done.set()
+
+    def save(self, step):
+        """Begin to save; returns the seconds that training had to wait, the rest of an earlier one's upload included."""
+        started, config, learner = time.perf_counter(), self.learner.config, self.learner
+        self.done.wait()
         # Workers on one machine and on several: each uploads the files of its own folder.
-        checkpoint.save(folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema, step=step)
+        folder = tempfile.mkdtemp()
+        finish = checkpoint.start(
+            folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema, step=step, group=self.group
+        )
+        self.done.clear()
+        if self.log:
+            self.log.flush()
         ray.train.report(
             {"step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=runs.checkpoint_name(step, log.attempt) if log else None,  # rank 0's counts
+            checkpoint_dir_name=runs.checkpoint_name(step, self.log.attempt) if self.log else None,  # rank 0's counts
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=functools.partial(self.upload, finish),
+            delete_local_checkpoint_after_upload=False,
             validation=bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps),
         )
-    if log:
-        log.flush()
+        return time.perf_counter() - started
+
+    def upload(self, finish, local, name):
+        """In Ray Train's thread: wait until the files are written, and copy them to `name` under the run's folder."""
+        try:
+            finish()
+            uri = storage.join(self.learner.config.run_uri, name)
+            storage.copy_folder(local.path, uri)
+            filesystem, path = storage.open_filesystem(uri)
+            return ray.train.Checkpoint(path, filesystem)
+        finally:
+            shutil.rmtree(local.path)
+            self.done.set()
 
 
 class Rejects:

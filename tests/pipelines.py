@@ -63,7 +63,9 @@ def bare(config, num_steps):
     alone, found = learner.Learner(config, manifest), []
     for step in range(num_steps):
         batch = [
-            learner.Unit.from_arrow(units[step * config.units_per_step + slot], manifest, config.resolution, slot * config.unit_rows)
+            learner.Unit.from_arrow(
+                units[step * config.units_per_step + slot], manifest, config.resolution_at(step), slot * config.unit_rows
+            )
             for slot in range(config.units_per_step)
         ]
         found.append((alone.step(step, batch)["loss"], runs.samples_crc32([i for unit in batch for i in unit.ids])))

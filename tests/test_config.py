@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -248,6 +249,8 @@ FREE = {
     "training_accelerator_type": "A100",
     "micro_batch_size": 16,
     "compile_unet": True,
+    "channels_last": True,
+    "activation_checkpointing": True,
     "checkpoint_every": 500,
     "checkpoints_kept": 5,
     "validate_every": 0,
@@ -288,3 +291,38 @@ def test_a_run_of_a_version_with_more_or_fewer_parameters_can_be_resumed():
     earlier = stored(TrainingConfig())
     del earlier["adam_beta2"]
     TrainingConfig().check_resume({**earlier, "gone_since": 3})
+
+
+# ---- mixed resolutions
+
+
+def test_each_step_has_one_resolution_in_the_proportions_given_in_every_window():
+    config = TrainingConfig(resolution={64: 3, 32: 1})
+    sizes = [config.resolution_at(step) for step in range(10_000)]
+    assert config.resolutions == [32, 64] and config.largest_resolution == 64
+    assert all(abs(sizes[start : start + 100].count(32) - 25) <= 2 for start in range(0, 10_000, 7) if start <= 9_900)
+    assert TrainingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_single_resolution_is_that_of_every_step():
+    config = TrainingConfig(resolution=32)
+    assert config.resolutions == [32] and config.largest_resolution == config.resolution_at(5) == 32
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({}, "resolution={} names no size"), ({64: 0}, "the share 0 of size 64 must be"), ({"big": 1}, "'big' is no size in pixels"),
+        ({0: 1}, "0 is no size in pixels"), ({64: "x"}, "the share 'x' of size 64"), (0, "resolution=0 must be a whole number"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mixture_of_resolutions_is_one_sentence(value, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        TrainingConfig(resolution=value)
+
+
+def test_a_mixture_that_changes_is_another_run():
+    earlier = json.loads(json.dumps(TrainingConfig(resolution={32: 0.5, 64: 0.5}).to_dict()))
+    TrainingConfig(resolution={64: 0.5, 32: 0.5}).check_resume(earlier)
+    with pytest.raises(ValueError, match="was started with resolution="):
+        TrainingConfig(resolution={32: 0.25, 64: 0.75}).check_resume(earlier)

@@ -17,7 +17,7 @@ DOCUMENTED_PARAMETERS = set(
     caption_column id_column limit resolutions latents_uri num_transform_workers num_encoders gpus_per_encoder
     encoder_accelerator_type encoder_batch_size unet_config resolution num_training_workers use_gpu
     training_accelerator_type global_batch_size micro_batch_size units_per_step max_steps learning_rate warmup_steps
-    lr_schedule adam_beta2
+    lr_schedule adam_beta2 channels_last activation_checkpointing
     min_snr_gamma seed strategy compile_unet precision prediction_type caption_dropout ema_start ema_decay
     checkpoint_every checkpoints_kept validate_every validation_share max_failures sections run_name
     init_from""".split()  # noqa: SIM905
@@ -298,3 +298,38 @@ def test_the_table_of_data_paths_puts_measured_rates_beside_the_published_ones()
     assert table.loc["offline", "images/s published, 256 px"] == 4068 and table.loc["offline", "dollars published"] == 14_753
     assert table.loc["online", "speed-up published"] == pytest.approx(1.45, abs=0.005)
     assert pd.isna(costs.data_paths_table({}, resolution=512).loc["offline", "dollars published"])
+
+
+# ---- the published ablation, and scaling by arithmetic
+
+
+@pytest.mark.parametrize(("resolution", "last"), [(256, [2910, 5908]), (512, [805, 1349])])
+def test_the_published_ablation_is_a_table_of_both_clusters(resolution, last):
+    table = costs.published_ablation(resolution)
+    assert list(table.index) == ["DDP", "+ EFA", "+ FSDP", "+ torch.compile"]
+    assert table.iloc[-1][["16 x A100-40G, images/s", "32 x A100-80G, images/s"]].tolist() == last
+    assert (table.iloc[0][["16 x A100-40G, speedup", "32 x A100-80G, speedup"]] == 1).all()
+
+
+def test_a_resolution_without_a_published_ablation_is_one_sentence():
+    with pytest.raises(ValueError, match="^resolution=64 is in no published table: choose 256 or 512.$"):
+        costs.published_ablation(64)
+
+
+def test_scaling_is_what_the_network_leaves():
+    table = costs.predict_scaling(865.9e6, 0.5, 50, workers=(1, 8, 128), strategy="ddp").set_index("workers")
+    assert table.loc[1].tolist() == [0, 1, 1]
+    assert table.loc[8, "communication, s"] == pytest.approx(7 / 8 * 8 * 865.9e6 / 50e9)
+    assert table.loc[128, "efficiency, nothing hidden"] == pytest.approx(0.5 / (0.5 + 127 / 128 * 8 * 865.9e6 / 50e9))
+    assert table["efficiency, hidden behind backward"].tolist() == [1, 1, 1]
+    slow = costs.predict_scaling(865.9e6, 0.5, 5, strategy="ddp").set_index("workers")
+    assert (slow["efficiency, hidden behind backward"] < 0.7).all()
+    sharded = costs.predict_scaling(865.9e6, 0.5, 5).set_index("workers")
+    assert sharded["communication, s"].tolist() == pytest.approx((0.75 * slow["communication, s"]).tolist()) and len(sharded) == 5
+
+
+@pytest.mark.parametrize("change", [{"strategy": "tp"}, {"step_seconds": 0}, {"gigabytes_per_second": -1}, {"workers": [1.5]}])
+def test_scaling_of_what_cannot_be_is_one_sentence(change):
+    values = {"parameters": 1e6, "step_seconds": 1.0, "gigabytes_per_second": 1.0, **change}
+    with pytest.raises(ValueError, match=r"^(strategy|step_seconds|gigabytes_per_second|workers)=.*\.$"):
+        costs.predict_scaling(**values)

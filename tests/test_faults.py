@@ -73,16 +73,22 @@ def die():
 
 
 def loop_that(*events):
-    """The worker loop, in which things happen at the end of a step, once each: (action, step, rank, flag)."""
+    """The worker loop, in which things happen at the end of a step, once each: (action, step, rank, flag).
+
+    Not before the last checkpoint that was due is there: the time that its upload takes is not what is tested.
+    """
 
     def loop(values):
-        gather_ids, done = train.gather_ids, [train.last_step(TrainingConfig.from_dict(values))]
+        config = TrainingConfig.from_dict(values)
+        gather_ids, done = train.gather_ids, [train.last_step(config)]
 
         def gather_and_act(units):
             found = gather_ids(units)
             done[0] += 1
             for action, step, rank, flag in events:
                 if (done[0], ray.train.get_context().get_world_rank()) == (step, rank):
+                    while train.last_step(config) < (step - 1) // config.checkpoint_every * config.checkpoint_every:
+                        threading.Event().wait(0.05)
                     once(flag, action)
             return found
 
@@ -118,13 +124,13 @@ def test_training_workers_are_killed_and_nothing_is_lost(data, straight, tmp_pat
     assert len(runs.read_failures(config.run_uri)) >= 2 and "lost: worker" in capsys.readouterr().out
 
 
-def half_a_checkpoint(config, checkpoint, name):
+def half_a_checkpoint(folder, uri):
     """What an upload that is cut off leaves: all files, but half of the large ones."""
-    folder = pathlib.Path(config.run_uri, name)
-    folder.mkdir()
-    for path in pathlib.Path(checkpoint.path).iterdir():
+    target = pathlib.Path(uri)
+    target.mkdir(exist_ok=True)
+    for path in pathlib.Path(folder).iterdir():
         content = path.read_bytes()
-        (folder / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
+        (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
 
 
 def test_a_worker_is_killed_while_it_writes_a_checkpoint_and_the_one_before_is_used(data, straight, tmp_path):
@@ -132,18 +138,20 @@ def test_a_worker_is_killed_while_it_writes_a_checkpoint_and_the_one_before_is_u
     flag = str(tmp_path / "flag")
 
     def loop(values):
-        report = ray.train.report
+        copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
 
-        def report_or_die(metrics, *, checkpoint, checkpoint_dir_name, **options):
+        def copy_or_die(folder, uri):
             def cut_off():
-                half_a_checkpoint(config, checkpoint, checkpoint_dir_name)
+                half_a_checkpoint(folder, uri)
                 die()
 
-            if metrics["step"] == 20 and ray.train.get_context().get_world_rank() == 0:
+            if storage.name(uri).startswith("checkpoint-000000020") and rank == 0:
+                while train.last_step(config) < 10:
+                    threading.Event().wait(0.05)
                 once(flag, cut_off)
-            report(metrics, checkpoint=checkpoint, checkpoint_dir_name=checkpoint_dir_name, **options)
+            copy_folder(folder, uri)
 
-        ray.train.report = report_or_die
+        storage.copy_folder = copy_or_die
         train.train_loop_per_worker(values)
 
     fit(config, loop=loop)
@@ -198,12 +206,13 @@ def run_driver(text):
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
 
 
-def test_the_driver_of_a_training_is_killed_and_the_run_resumes_where_it_was(data, straight):
+def test_the_driver_of_a_training_is_killed_and_the_run_resumes_where_it_was(data, straight, tmp_path):
     config = run_of(data, "driver")
     run_driver(f"""
+        from tests.test_faults import loop_that
         config = TrainingConfig.from_dict({config.to_dict()!r})
         die_when(lambda: len(runs.read_metrics(config.run_uri)) >= 13)
-        fit(config)
+        fit(config, loop=loop_that((int, 13, 0, {str(tmp_path / "flag")!r})))  # nothing happens, once the checkpoint is there
     """)
     assert 10 <= train.last_step(config) < STEPS
     fit(config)

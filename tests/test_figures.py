@@ -351,3 +351,18 @@ def test_the_throughput_over_encoders_keeps_measured_and_predicted_apart_and_dra
     assert line(ax, "trainers alone: 350 images/s").get_ydata()[0] == 350
     only = figures.online_throughput([], ENCODERS).axes[0]
     assert "measured" not in [entry.get_label() for entry in only.lines]
+
+
+def test_phases_are_laid_end_to_end_with_a_line_where_one_ends():
+    first = pd.DataFrame({"step": range(1, 31), "loss": np.linspace(1, 0.5, 30)})
+    second = pd.DataFrame({"step": range(1, 11), "loss": np.linspace(0.7, 0.6, 10)})
+    (ax,) = figures.phases({"32 px": first, "64 px": second}).axes
+    drawn = [line.get_xdata() for line in ax.lines]
+    assert max(max(x) for x in drawn) == 40 and [30, 30] in [list(x) for x in drawn]
+
+
+def test_time_shares_fill_the_whole_bar():
+    table = pd.DataFrame({"data": [0.1, 0.2], "communication": [0.3, np.nan], "checkpoints": [0.0, 0.1]}, index=["a", "b"])
+    (ax,) = figures.time_shares(table).axes
+    widths = np.array([bar.get_width() for bar in ax.patches]).reshape(4, 2)
+    assert np.allclose(widths.sum(axis=0), 100) and np.allclose(widths[0], [60, 70])

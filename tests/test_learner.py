@@ -1,4 +1,6 @@
+import contextlib
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -6,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from helpers import checkpoint, learner, parallel, runs, schema
 from helpers.config import TrainingConfig
@@ -86,8 +89,9 @@ def worker(rank, world, folder, config, manifest, rows):
     config, manifest = TrainingConfig.from_dict(config), schema.Manifest.from_dict(manifest)
     state = Learner(config, manifest)
     metrics = train(state, manifest, rows, 0, 3, rank, world)
-    checkpoint.save(f"{folder}/checkpoint", **parts(state), step=3)
+    finish = checkpoint.start(f"{folder}/checkpoint", **parts(state), step=3, group=checkpoint.cpu_group())
     metrics += train(state, manifest, rows, 3, STEPS, rank, world)
+    finish()
 
     restored = Learner(config, manifest)
     step = checkpoint.load(f"{folder}/checkpoint", **parts(restored))
@@ -109,36 +113,151 @@ def worker(rank, world, folder, config, manifest, rows):
     dist.destroy_process_group()
 
 
-def sharded_worker(rank, world, folder, strategies, manifest, rows):
-    """A rank that trains under each strategy from scratch, and again from the checkpoint of the strategy before."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    manifest = schema.Manifest.from_dict(manifest)
-    result = {}
-    for number, strategy in enumerate(strategies):
-        config = recipe(num_training_workers=world, strategy=strategy, micro_batch_size=2)
-        state = Learner(config, manifest)
-        metrics = train(state, manifest, rows, 0, 3, rank, world)
-        checkpoint.save(f"{folder}/{strategy}", **parts(state), step=3)
-        local = [p.to_local() if hasattr(p, "to_local") else p for p in state.model.parameters()]
-        before = Learner(config, manifest)
-        step = checkpoint.load(f"{folder}/{strategies[number - 1] if number else strategy}", **parts(before))
-        metrics += train(before, manifest, rows, step, STEPS, rank, world)
-        result[strategy] = {"metrics": metrics, "numbers": sum(p.numel() for p in local)}
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(result, file)
+STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
+LONG = 50
+
+
+def long_recipe(folder, strategy, world, **values):
+    """50 steps of a U-Net of one level, the same parts as "tiny" at a third of the time."""
+    return recipe(
+        unet_config=f"{folder}/unet.json", max_steps=LONG, units_per_step=4, strategy=strategy, num_training_workers=world, **values
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("strategies")
+    one_level = {
+        "block_out_channels": [32], "down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"],
+        "attention_head_dim": [2],
+    }  # fmt: skip
+    (found / "unet.json").write_text(json.dumps({**parallel.load_unet_config("tiny"), **one_level}))
+    return found
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@contextlib.contextmanager
+def group(folder, name, rank, world):
+    """A gloo group of `world` ranks, two on each node."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=world)
+    yield
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def test_sharded_strategies_train_as_one_process_does_and_continue_each_others_checkpoints(one, tmp_path, manifest, rows):
-    strategies = ["ddp", "fsdp", "fsdp-full", "hsdp"]
-    torch.multiprocessing.spawn(sharded_worker, (2, str(tmp_path), strategies, manifest.to_dict(), rows), nprocs=2)
-    result = json.loads((tmp_path / "0.json").read_text())
-    total = sum(parameter.numel() for parameter in parallel.build_unet("tiny").parameters())
-    for strategy in strategies:
-        assert np.allclose(losses(result[strategy]["metrics"]), losses(one[0]), rtol=1e-5, atol=0), strategy
-        held = result[strategy]["numbers"]
-        assert held == total if strategy == "ddp" else abs(held - total / 2) < 0.02 * total, (strategy, held)
+def train_and_save(folder, rank, world, manifest, rows):
+    """Losses of 50 steps under each strategy, with a checkpoint in the middle; and whether it began with `build_unet`'s weights."""
+    losses, drawn = {}, parallel.build_unet(f"{folder}/unet.json").state_dict()
+    for strategy in STRATEGIES:
+        state = Learner(long_recipe(folder, strategy, world), manifest)
+        assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
+        found = train(state, manifest, rows, 0, LONG // 2, rank, world)
+        checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=LONG // 2)
+        found += train(state, manifest, rows, LONG // 2, LONG, rank, world)
+        losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
+    return losses
+
+
+def continue_from(folder, names, rank, world, manifest, rows):
+    """Losses of two steps under each strategy from one checkpoint each: the first shows weights, the second the optimizer's state."""
+    losses = {}
+    for strategy, name in zip(STRATEGIES, names, strict=True):
+        state = Learner(long_recipe(folder, strategy, world), manifest)
+        for parameter in state.unet.parameters():
+            parameter.data.zero_()
+        step = checkpoint.load(f"{folder}/{name}", **parts(state))
+        found = train(state, manifest, rows, step, step + 2, rank, world)
+        losses[f"{name} -> {strategy}-{world}"] = [line["loss"] for line in found]
+    return losses
+
+
+def sharded_worker(rank, folder, manifest, rows):
+    """One of four processes, of which first two and then all train, and then both numbers go on from each other's checkpoints."""
+    torch.set_num_threads(1)
+    manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "continued": {}}
+    for world in (2, 4):
+        if rank < world:
+            with group(folder, f"straight-{world}", rank, world):
+                result["straight"].update(train_and_save(folder, rank, world, manifest, rows))
+    for world, names in ((2, ["fsdp-full-4", "hsdp-4", "ddp-4", "fsdp-4"]), (4, ["alone", "ddp-2", "hsdp-2", "fsdp-2"])):
+        if rank < world:
+            with group(folder, f"continued-{world}", rank, world):
+                result["continued"].update(continue_from(folder, names, rank, world, manifest, rows))
+    if rank == 0:
+        pathlib.Path(folder, "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def alone(folder, manifest, build_latents):
+    """`(losses, rows)` of 50 steps of one process without a process group, which leaves a checkpoint "alone"."""
+    rows = build_latents(BATCH * LONG)
+    state = Learner(long_recipe(folder, "ddp", 1), manifest)
+    found = train(state, manifest, rows, 0, LONG // 2)
+    checkpoint.save(folder / "alone", **parts(state), step=LONG // 2)
+    return losses(found + train(state, manifest, rows, LONG // 2, LONG)), rows
+
+
+@pytest.fixture(scope="module")
+def strategies(folder, alone, manifest):
+    """What `sharded_worker` found."""
+    _, rows = alone
+    torch.multiprocessing.spawn(sharded_worker, (str(folder), manifest.to_dict(), rows), nprocs=4)
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_every_strategy_on_two_and_four_workers_trains_as_one_process_does(alone, strategies):
+    assert len(strategies["straight"]) == 8
+    for name, found in strategies["straight"].items():
+        np.testing.assert_allclose(found, alone[0], rtol=1e-5, err_msg=name)
+
+
+def test_every_strategy_goes_on_from_checkpoints_of_other_strategies_and_numbers_of_workers(folder, alone, strategies, manifest):
+    """Each from another one's, and one process from all of them: what is in them does not depend on who wrote it."""
+    expected, rows = alone
+    continued = dict(strategies["continued"])
+    for name in strategies["straight"]:
+        state = Learner(long_recipe(folder, "ddp", 1), manifest)
+        step = checkpoint.load(folder / name, **parts(state))
+        continued[f"{name} -> alone"] = losses(train(state, manifest, rows, step, step + 2))
+    assert len(continued) == 16
+    for pair, found in continued.items():
+        np.testing.assert_allclose(found, expected[LONG // 2 : LONG // 2 + 2], rtol=1e-5, err_msg=pair)
+
+
+def gradients_of(state):
+    return {name: whole(parameter.grad).clone() for name, parameter in state.unet.named_parameters()}
+
+
+def compiled_worker(rank, folder, manifest, rows):
+    """One of two processes that train eager and compiled: losses of ten steps, and the gradients of the first."""
+    torch.set_num_threads(1)
+    manifest, result = schema.Manifest.from_dict(manifest), {}
+    with group(folder, "compiled", rank, 2):
+        for strategy in ("ddp", "fsdp"):
+            for compiled in (False, True):
+                state = Learner(long_recipe(folder, strategy, 2, compile_unet=compiled), manifest)
+                taken = []
+                state.optimizer.register_step_pre_hook(lambda *_, state=state, taken=taken: taken.append(gradients_of(state)))
+                found = train(state, manifest, rows, 0, 10, rank, 2)
+                result[strategy, compiled] = [line["loss"] for line in found], taken[0]
+    if rank == 0:
+        torch.save(result, f"{folder}/compiled.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not parallel.has_compiler(), reason="torch.compile needs a C++ compiler")
+def test_compiled_strategies_have_the_losses_and_the_gradients_of_eager_ones(folder, manifest, build_latents):
+    torch.multiprocessing.spawn(compiled_worker, (str(folder), manifest.to_dict(), build_latents(BATCH * 10)), nprocs=2)
+    found = torch.load(folder / "compiled.pt")
+    expected_losses, expected = found["ddp", False]
+    for (strategy, compiled), (values, gradients) in found.items():
+        np.testing.assert_allclose(values, expected_losses, rtol=1e-3 if compiled else 1e-5, err_msg=strategy)
+        for name, gradient in expected.items():
+            assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, (strategy, compiled, name)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +301,24 @@ def test_a_group_of_one_trains_as_no_group_does(one, tmp_path, manifest, rows):
         assert train(Learner(recipe(), manifest), manifest, rows, 0, 2) == one[0][:2]
     finally:
         dist.destroy_process_group()
+
+
+def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, tmp_path, manifest, rows):
+    """As one GPU does with strategy "fsdp": sharded over itself, for the U-Net in bf16 beside fp32 weights."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        state = Learner(recipe(strategy="fsdp", precision="bf16"), manifest)
+        found = train(state, manifest, rows, 0, 3)
+        finish = checkpoint.start(tmp_path / "c", **parts(state), step=3, group=checkpoint.cpu_group())
+        found += train(state, manifest, rows, 3, STEPS)
+        finish()
+        again = Learner(state.config, manifest)
+        assert train(again, manifest, rows, checkpoint.load(tmp_path / "c", **parts(again))) == found[3:]
+    finally:
+        dist.destroy_process_group()
+    assert losses(found) == pytest.approx(losses(one[0]), rel=0.02) and losses(found).tolist() != losses(one[0]).tolist()
+    unet = checkpoint.load_weights(tmp_path / "c", parallel.build_unet("tiny", seed=9), "model")
+    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -331,6 +468,18 @@ def test_saving_does_not_change_a_run(tmp_path, one, manifest, rows):
         checkpoint.save(tmp_path / str(step), **parts(state), step=step)
         found += train(state, manifest, rows, step, step + 1)
     assert found == one[0]
+
+
+def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_begun_at(tmp_path, one, manifest, rows):
+    state = Learner(recipe(), manifest)
+    found = train(state, manifest, rows, 0, 3)
+    finish = checkpoint.start(tmp_path, **parts(state), step=3)
+    found += train(state, manifest, rows, 3, STEPS)
+    assert runs.damage(tmp_path)  # not there before it is finished
+    finish()
+    assert runs.damage(tmp_path) is None and found == one[0]
+    restored = Learner(recipe(), manifest)
+    assert train(restored, manifest, rows, checkpoint.load(tmp_path, **parts(restored)), STEPS) == found[3:]
 
 
 def test_two_workers_go_on_bit_by_bit_from_their_checkpoint(two):

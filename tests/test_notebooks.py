@@ -37,7 +37,8 @@ NAMES = set(DEFAULTS) | {
     "checkpoint_every", "checkpoints_kept", "validate_every", "validation_share", "max_failures", "sections", "run_name",
     "init_from",
     # of this project's own
-    "lr_schedule", "adam_beta2", "weight_decay", "hang_timeout", "random_crop", "horizontal_flip",
+    "lr_schedule", "adam_beta2", "weight_decay", "hang_timeout", "random_crop", "horizontal_flip", "channels_last",
+    "activation_checkpointing",
 }  # fmt: skip
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},

@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 
 from helpers import parallel
@@ -176,8 +177,9 @@ def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names()
 
 
 def test_alone_a_unet_is_neither_wrapped_nor_held_back():
-    unet = parallel.build_unet("tiny")
-    assert all(parallel.parallelize(unet, strategy) is unet for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"))
+    for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
+        unet, model = parallel.build_model(TrainingConfig(strategy=strategy))
+        assert model is unet
     with parallel.synchronise_gradients(unet, last=False):
         gradients(unet)
     assert all(parameter.grad is not None for parameter in unet.parameters())
@@ -194,3 +196,89 @@ def test_bf16_computes_in_half_precision_and_keeps_fp32_weights():
             half.square().mean().backward()
         assert exact.dtype == layer.weight.grad.dtype == layer.weight.dtype == torch.float32
         assert half.dtype == torch.bfloat16 and 0 < (half - exact).abs().max() < 0.1
+
+
+# ---- in a group: which number format, which layout
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(**values):
+    """`(unet, model)`, and what `Learner` computes a step's prediction with."""
+    config = TrainingConfig(**values)
+    unet, model = parallel.build_model(config)
+    enabled = "fp32" if parallel.computes_in_bf16(config) else config.precision
+    return unet, lambda: forward(model, enabled)
+
+
+def forward(model, enabled):
+    with parallel.autocast(enabled, "cpu"):
+        return model(*inputs(), return_dict=False)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp-full", "hsdp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_norms_run_in_low_precision_where_the_strategy_shards_and_weights_stay_in_fp32(group_of_one, strategy, precision):
+    """MosaicML's low precision GroupNorm and LayerNorm. On a GPU, autocast ("ddp") computes norms in fp32."""
+    unet, predict = build(strategy=strategy, precision=precision)
+    norms = [module for module in unet.modules() if isinstance(module, (torch.nn.GroupNorm, torch.nn.LayerNorm))]
+    seen = set()
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda module, arguments: seen.add((arguments[0].dtype, module.weight.dtype)))
+    predict().float().square().mean().backward()
+    half = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert len(norms) > 10 and seen == {(half, torch.float32 if strategy == "ddp" else half)}
+    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}  # the master weights
+    assert {parameter.grad.dtype for parameter in unet.parameters()} == {torch.float32}
+
+
+def test_autocast_takes_norms_to_fp32_on_a_gpu_where_fsdp_does_not():
+    """By PyTorch's lists, without a GPU: group_norm and layer_norm autocast to float32 on CUDA."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    with torch.autocast("cuda", torch.bfloat16):
+        found = torch.nn.functional.group_norm(torch.ones(1, 4, 2, 2, device="cuda", dtype=torch.bfloat16), 2)
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_channels_last_is_the_layout_of_convolutions_and_changes_no_result(group_of_one, strategy):
+    _, plain = build()
+    unet, predict = build(strategy=strategy, channels_last=True, precision="fp32")
+    seen = []
+    for module in unet.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(
+                lambda module, arguments, made: seen.append(made.is_contiguous(memory_format=torch.channels_last))
+            )
+    assert torch.allclose(predict(), plain(), atol=1e-5)
+    # After attention diffusers lays the result out in the usual order; weights alone then still decide.
+    assert len(seen) > 10 and (all(seen) if strategy == "ddp" else sum(seen) > 0.5 * len(seen)), seen
+
+
+def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients():
+    kept = {}
+    for checkpointing in (False, True):
+        unet, _ = parallel.build_model(TrainingConfig(activation_checkpointing=checkpointing))
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: (sizes.append(t.nbytes), t)[1], lambda t: t):
+            prediction = unet(*inputs(), return_dict=False)[0]
+        prediction.square().mean().backward()
+        kept[checkpointing] = sum(sizes), {name: parameter.grad for name, parameter in unet.named_parameters()}
+    assert kept[True][0] < 0.5 * kept[False][0]
+    assert all(torch.allclose(gradient, kept[True][1][name], atol=1e-7) for name, gradient in kept[False][1].items())
+
+
+def test_attention_is_fused(monkeypatch):
+    calls = []
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
+    )
+    parallel.build_unet("tiny")(*inputs())
+    assert len(calls) >= 8

@@ -8,7 +8,6 @@ import sys
 import threading
 
 import numpy as np
-import pandas as pd
 import pytest
 import ray
 import torch
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from helpers import captioned_shapes, checkpoint, evaluate, parallel, runs, session, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import encode, fit
+from tests.pipelines import bare, encode, fit
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,9 +58,14 @@ def test_metrics_have_one_line_a_step_and_the_documented_columns(run):
     assert [line["step"] for line in lines] == list(range(1, 41))
     columns = {
         "step", "attempt", "loss", "learning_rate", "grad_norm", "images_per_second", "data_wait_share", "samples_seen",
-        "samples_crc32",
+        "samples_crc32", "step_seconds", "images_per_second_per_worker", "mfu", "peak_memory_gib", "communication_share",
+        "checkpoint_seconds",
     }  # fmt: skip
     assert all(set(line) >= columns for line in lines)
+    # Checkpoints were saved after steps 10, 20 and 30, and hold up the step that follows.
+    assert [line["step"] for line in lines if line["checkpoint_seconds"] > 0] == [11, 21, 31]
+    speed = runs.speed({"first": runs.read_metrics(config.run_uri)}).loc["first"]
+    assert 0 < speed["MFU"] < 1.5 and 0 <= speed["checkpoints"] < 0.5 and speed["communication"] == 0
     assert all(np.isfinite(line["loss"]) and 0 <= line["data_wait_share"] <= 1 for line in lines)
     seen = [line["samples_seen"] for line in lines]
     assert all(b - a <= config.global_batch_size for a, b in zip(seen, seen[1:], strict=False))
@@ -80,6 +84,14 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
         assert runs.step_of(folder) == 40 == train.last_step(config)
 
 
+def test_the_checkpoint_with_the_lowest_validation_loss_is_kept_apart(run):
+    config, _ = run
+    validation = evaluate.read_validation(config.run_uri)
+    with train.best_checkpoint(config).as_directory() as folder:
+        assert runs.step_of(folder) == validation.loc[validation["validation_loss"].idxmin(), "step"]
+    assert len(runs.list_checkpoints(storage.join(config.run_uri, runs.BEST))) == 1
+
+
 def test_validation_ran_beside_the_training_on_held_out_rows(run):
     validation = evaluate.read_validation(run[0].run_uri)
     assert validation["step"].tolist() == [20, 40]
@@ -93,14 +105,20 @@ def test_config_json_says_what_made_the_run(run):
     assert saved["versions"]["torch"].startswith(torch.__version__.split("+")[0])
 
 
-def test_two_workers_train_on_the_same_batches_with_the_same_losses(run, data):
-    one = runs.read_metrics(run[0].run_uri)
-    config = small(data, num_training_workers=2, run_name="two", validate_every=0)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_workers_train_on_the_same_batches_with_the_same_losses_as_a_bare_loop(data, strategy):
+    config = small(data, num_training_workers=2, strategy=strategy, max_steps=50, run_name=f"two-{strategy}", validate_every=0)
     fit(config)
-    two = runs.read_metrics(config.run_uri)
-    pd.testing.assert_series_equal(one["samples_crc32"], two["samples_crc32"])
-    np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-5)
-    assert one["samples_crc32"].nunique() == len(one)
+    losses, samples = zip(*bare(config, 50), strict=True)
+    found = runs.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == list(samples) and len(set(samples)) == 50
+    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
+    # Whoever wrote the checkpoint, its raw or its averaged weights make a pipeline.
+    last, exported = train.last_checkpoint(config), {}
+    for which in ("model", "ema"):
+        uri = evaluate.export_checkpoint(config.to_dict(), last, which)
+        exported[which] = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")["conv_in.weight"]
+    assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
 
 
 def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_bit_for_bit(run, data):
@@ -109,7 +127,7 @@ def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_b
     config = small(data, run_name="interrupted", validate_every=0)
 
     def interrupt_at_33():
-        if len(runs.read_metrics(config.run_uri)) == 33:
+        if len(runs.read_metrics(config.run_uri)) == 33 and train.last_step(config) == 30:
             os.kill(os.getpid(), signal.SIGINT)
             return True
 
@@ -153,6 +171,23 @@ def test_a_run_starts_from_the_weights_of_another(run, data):
     fit(config)
     first, second = (runs.read_metrics(c.run_uri)["loss"] for c in (run[0], config))
     assert second.iloc[0] < 0.7 * first.iloc[0]
+
+
+def test_a_run_may_mix_resolutions_a_step_each_and_is_validated_at_the_largest(tmp_path):
+    encoded = PreprocessingConfig(storage=str(tmp_path), resolutions=[32, 64])
+    captioned_shapes.write_parquet(encoded.raw_uri, 300)
+    encode(encoded)
+    config = small(str(tmp_path), resolution={32: 0.5, 64: 0.5}, max_steps=12, validate_every=12, checkpoint_every=6)
+    fit(config)
+    metrics = runs.read_metrics(config.run_uri)
+    assert metrics["resolution"].tolist() == [config.resolution_at(step) for step in range(12)]
+    assert set(metrics["resolution"]) == {32, 64} and np.isfinite(metrics["loss"]).all()
+    losses, samples = zip(*bare(config, 12), strict=True)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    assert metrics["samples_crc32"].tolist() == list(samples)
+    assert evaluate.read_validation(config.run_uri)["step"].tolist() == [12]
+    with pytest.raises(ValueError, match="^resolution=128 is not in .*, which holds 32, 64: choose one of these"):
+        train.open_run(small(str(tmp_path), resolution={32: 0.5, 128: 0.5}, run_name="larger"))
 
 
 def test_the_pipeline_is_opened_by_stock_diffusers_and_draws_the_same_picture(run):

@@ -1,0 +1,109 @@
+"""The training step of one GPU: images a second by batch size and setting, and what the time goes into.
+
+    python -m tests.benchmarks.gpu_step [--unet sd2-base] [--resolution 256 512] [--batch 32 64 128] [--minutes 8]
+    python -m tests.benchmarks.gpu_step --unet tiny --resolution 64 --batch 16 --steps 3      # on a CPU, to try it
+
+Random latents, a full step with the optimizer, EMA off, bf16. First each setting at the first batch size, then the
+fastest one at the others, and at last a profile of that by kind of kernel. A setting that fails (out of memory, a backend
+that is not there) says so and is passed over; after --minutes no new one is begun.
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from helpers import parallel, speed
+from helpers.config import TrainingConfig
+
+# name -> changes of the config, `compile` mode (None: not compiled), attention backend (None: PyTorch's choice). "fsdp" on
+# one GPU is the U-Net in bf16 as such, norms included; "ddp" is autocast.
+SETTINGS = {
+    "autocast": ({"strategy": "ddp"}, None, None),
+    "autocast, channels last": ({"strategy": "ddp", "channels_last": True}, None, None),
+    "autocast, channels last, compiled": ({"strategy": "ddp", "channels_last": True}, "default", None),
+    "bf16": ({}, None, None),
+    "bf16, compiled": ({}, "default", None),
+    "bf16, channels last, compiled": ({"channels_last": True}, "default", None),
+    "bf16, channels last, compiled, flash attention": ({"channels_last": True}, "default", SDPBackend.FLASH_ATTENTION),
+    "bf16, channels last, compiled, cuDNN attention": ({"channels_last": True}, "default", SDPBackend.CUDNN_ATTENTION),
+    "bf16, channels last, CUDA graphs": ({"channels_last": True}, "reduce-overhead", None),
+    "bf16, channels last, max-autotune": ({"channels_last": True}, "max-autotune-no-cudagraphs", None),
+}
+
+
+def measure(config, setting, device, steps):
+    """`speed.measure_step` of one setting."""
+    changes, mode, backend = SETTINGS[setting]
+    config = TrainingConfig(**{**config, "strategy": "fsdp", **changes})
+    compile_with = (lambda learner: parallel.compile_blocks(learner.unet, mode)) if mode else None
+    with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+        return speed.measure_step(config, device, steps=steps, warm_up=5, prepare=compile_with)
+
+
+def sweep(given, resolution, device, until):
+    """`(rows, the fastest one's kinds)` at one resolution."""
+    rows, best = [], None
+
+    def run(setting, batch):
+        nonlocal best
+        if time.monotonic() > until:
+            return print(f"  no time left for: {setting}, batch {batch}")
+        config = {
+            "unet_config": given.unet, "resolution": resolution, "global_batch_size": batch, "precision": "bf16",
+            "micro_batch_size": given.micro_batch,
+        }  # fmt: skip
+        try:
+            found = measure(config, setting, device, given.steps)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            torch.compiler.reset()
+            return print(f"  failed: {setting}, batch {batch}: {str(error).splitlines()[0][:120]}")
+        kinds = found.pop("kinds")
+        rows.append({"setting": setting, "batch": batch, **found})
+        print(f"  {setting}, batch {batch}: {found['images/s']:.1f} images/s, MFU {found['MFU']:.1%}", flush=True)
+        if best is None or found["images/s"] > best[0]:
+            best = found["images/s"], setting, kinds
+
+    for setting in SETTINGS:
+        run(setting, given.batch[0])
+    for batch in given.batch[1:]:
+        if best:
+            run(best[1], batch)
+    return rows, best
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unet", default="sd2-base")
+    parser.add_argument("--resolution", type=int, nargs="+", default=[512, 256])
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 32, 128, 256])
+    parser.add_argument("--micro-batch", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=9)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, {given.unet}, bf16, random latents, EMA off")
+    until = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        for resolution in given.resolution:
+            print(f"{resolution} pixels:")
+            rows, best = sweep(given, resolution, device, until)
+            if best:
+                print(pd.DataFrame(rows).sort_values("images/s", ascending=False).round(3).to_string(index=False))
+                print(f"where the time of the fastest goes ({best[1]}):")
+                print(pd.DataFrame(best[2]).round(3).to_string(index=False), flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Images a second on 1, 2, 4, ... workers, the share of a step that is communication, and what arithmetic predicts beyond.
+
+    python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp]                # the tiny U-Net on this CPU
+    python -m tests.benchmarks.scaling --unet sd2-base --resolution 256 --workers 8 16 32 --gpus --batch 128 --precision bf16 \\
+        --compile --address auto --storage /shared/folder
+
+--batch is a worker's, so the global batch grows with the workers (weak scaling), and efficiency is images/s a worker over
+that of the fewest workers. Workers that share two cores cannot scale: there, the share of communication is what to read.
+The prediction holds for sd2-base (865.9 M parameters) at the step time given, and stands beside MosaicML's "near-perfect
+strong scaling up to 128 GPUs".
+"""
+
+import argparse
+import tempfile
+
+import pandas as pd
+import ray.train
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device
+
+from helpers import costs, session, speed, storage, train
+from helpers.config import TrainingConfig
+
+
+def measure_per_worker(values):
+    """What every worker runs; rank 0 writes what it found."""
+    config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
+    train.use_cores(context.get_local_world_size())
+    found = speed.measure_step(config, get_device(), steps=values["steps"])
+    if context.get_world_rank() == 0:
+        storage.write_json(storage.join(config.run_uri, "speed.json"), found)
+
+
+def measure(config, steps):
+    TorchTrainer(
+        measure_per_worker,
+        train_loop_config={"config": config.to_dict(), "steps": steps},
+        scaling_config=ScalingConfig(num_workers=config.num_training_workers, use_gpu=config.use_gpu),
+        run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
+    ).fit()
+    return storage.read_json(storage.join(config.run_uri, "speed.json"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unet", default="tiny")
+    parser.add_argument("--resolution", type=int, default=64)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--strategy", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--gpus", action="store_true", help="one GPU a worker")
+    parser.add_argument("--batch", type=int, default=32, help="of a worker")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--address", default="local")
+    parser.add_argument("--storage", default=None, help="a folder that every node reaches")
+    parser.add_argument("--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s")
+    parser.add_argument("--bandwidth", type=float, nargs="+", default=[6, 50], help="GB/s a GPU; 6: 400 Gbit/s a node of 8 GPUs")
+    given = parser.parse_args()
+    session.connect(given.address, max(given.workers) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy in given.strategy:
+            rows = []
+            for count in given.workers:
+                config = TrainingConfig(
+                    storage=given.storage or folder, run_name=f"scaling-{strategy}-{count}", unet_config=given.unet,
+                    resolution=given.resolution, num_training_workers=count, use_gpu=given.gpus, strategy=strategy,
+                    global_batch_size=given.batch * count, units_per_step=count, precision=given.precision,
+                    compile_unet=given.compile,
+                )  # fmt: skip
+                found = measure(config, given.steps)
+                each = found["images/s"] / count
+                rows.append({"workers": count, "images/s": found["images/s"], "a worker": each,
+                             "efficiency": each / (rows[0]["a worker"] if rows else each),
+                             "communication": found["communication"]})  # fmt: skip
+            print(f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker")
+            print(pd.DataFrame(rows).round(3).to_string(index=False))
+    for bandwidth in given.bandwidth:
+        for strategy in ("ddp", "fsdp"):
+            print(f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a GPU")
+            table = costs.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
+            print(table.round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
