@@ -45,6 +45,8 @@ EVERY = {
     "iteration": lambda: figures.iteration(PHASES, MEMORY),
     "online_throughput": lambda: figures.online_throughput(ENCODERS, ENCODERS),
     "agreement": lambda: figures.agreement(SCORES),
+    "phases": lambda: figures.phases({"32 px": RUN, "64 px": RUN}),
+    "time_shares": lambda: figures.time_shares(pd.DataFrame({"data": [0.1], "communication": [0.2], "checkpoints": [0.1]}, index=["run"])),
 }
 
 
