@@ -93,7 +93,7 @@ class PreprocessingConfig(Parameters):
     def __post_init__(self):
         self.check_types()
         choice("encoder_precision", self.encoder_precision, ("fp32", "fp16", "bf16"))
-        choice("input_format", self.input_format, ("parquet",))
+        choice("input_format", self.input_format, ("parquet", "webdataset", "imagefolder"))
         positive(self, "num_transform_workers", "num_encoders", "encoder_batch_size")
         if self.limit is not None:
             positive(self, "limit")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from . import images, schema, segments, sources, storage, tokens
+from . import formats, images, schema, segments, sources, storage, tokens
 
 
 def transform(rows, *, config, augment=None):
@@ -29,7 +29,7 @@ def transform(rows, *, config, augment=None):
     results = [
         transform_row(data, caption, row_id, config, cut)
         for data, caption, row_id, cut in zip(
-            binary_column(rows[config.image_column]), text_column(rows[config.caption_column]), ids.to_pylist(),
+            image_bytes(rows, config), text_column(rows[config.caption_column]), ids.to_pylist(),
             augment or itertools.repeat(images.center_square, len(rows)), strict=True,
         )
     ]  # fmt: skip
@@ -54,14 +54,19 @@ def transform(rows, *, config, augment=None):
 
 
 def transform_row(data, caption, row_id, config, cut=images.center_square):
-    """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one."""
-    if row_id is None:
+    """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one.
+
+    `data`: the bytes of a picture, or the `BadImage` that was found in their place.
+    """
+    if row_id is None or row_id == "":
         return {}, caption or "", "no id"
     if caption is None:
         return {}, "", "no caption"
     if not caption.strip():
         return {}, "", "empty caption"
     try:
+        if isinstance(data, images.BadImage):
+            raise data
         picture = images.decode(data)
     except images.BadImage as bad:
         return {}, caption, str(bad)
@@ -73,16 +78,27 @@ def transform_row(data, caption, row_id, config, cut=images.center_square):
 
 def relative_paths(paths, config):
     """Input files' paths below `input_uri`."""
-    folder = storage.open_filesystem(config.input_uri or config.raw_uri)[1].rstrip("/")
+    folder = storage.open_filesystem(sources.base_folder(config.input_uri or config.raw_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
 
-def binary_column(column):
-    """Bytes or None a row, from a binary column or the {"bytes", "path"} structs that Hugging Face writes."""
+def image_bytes(rows, config):
+    """Bytes, None or a `BadImage` a row: from a binary column, the {"bytes", "path"} structs that Hugging Face writes, or
+    a column of paths, relative to the input's folder (in image folders to that of the row's table)."""
+    column = rows[config.image_column]
     if pa.types.is_struct(column.type):
         column = pc.struct_field(column, "bytes")
-    return column.to_pylist()
+    if not is_text(column.type):
+        return column.to_pylist()
+    base = sources.base_folder(config.input_uri or config.raw_uri)
+    beside_table = config.input_format == "imagefolder"
+    folders = [path.rpartition("/")[0] if beside_table else base for path in rows["path"].to_pylist()]
+    return formats.read_pictures(column.to_pylist(), folders, base)
+
+
+def is_text(kind):
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def text_column(column):
@@ -152,7 +168,7 @@ def prepare(config, rows_per_segment=segments.ROWS_PER_SEGMENT):
     job = check(config)
     return segments.Job(
         config.latents_uri, job["parameters"], job["description"],
-        functools.partial(segments.plan_segments, job["paths"], config.limit, rows_per_segment), job["listing"], job["id_type"],
+        functools.partial(segments.plan_segments, job["paths"], config, rows_per_segment), job["listing"], job["id_type"],
     )  # fmt: skip
 
 
@@ -161,20 +177,23 @@ def check(config):
 
     Raises FileNotFoundError or ValueError with what to change.
     """
-    paths = sources.list_parquet(config.input_uri or config.raw_uri)
+    input_uri = config.input_uri or config.raw_uri
+    paths = sources.list_inputs(input_uri, config.input_format)
     columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
-    found = sources.check_columns(paths[0], columns)
+    found = sources.reader(config).schema(paths[0])
+    sources.check_columns(paths[0], columns, found)
     for column in sources.filter_columns(config.row_filter):
-        sources.check_columns(paths[0], {"row_filter": column})
+        sources.check_columns(paths[0], {"row_filter": column}, found)
     sources.check_filter(config.row_filter, found)
     check_types(found, config)
+    check_no_urls(found, config)
     from . import encoder  # here: the tasks that import this module for `transform` and `write_latents` need no PyTorch
 
     parameters = {name: getattr(config, name) for name in (*columns, "row_filter", "limit", "resolutions", "input_format")}
-    parameters["input_uri"] = config.input_uri or config.raw_uri
+    parameters["input_uri"] = input_uri
     return {
         "paths": paths,
-        "listing": storage.sizes(parameters["input_uri"]),
+        "listing": sources.listing(paths, input_uri),
         "parameters": parameters,
         "description": encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision),
         "id_type": id_type(found.field(config.id_column).type),
@@ -186,14 +205,25 @@ def check_types(found, config):
     image = found.field(config.image_column).type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
-    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image) or is_text(image)):
         raise ValueError(
-            f"image_column={config.image_column!r} holds {image}, not the bytes of encoded pictures: name the column "
-            "that does; pictures behind paths or URLs must be downloaded into the Parquet first."
+            f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their paths: name "
+            "the column that does."
         )
     caption = found.field(config.caption_column).type
-    if not (pa.types.is_string(caption) or pa.types.is_large_string(caption) or pa.types.is_binary(caption)):
+    if not (is_text(caption) or pa.types.is_binary(caption)):
         raise ValueError(f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does.")
+
+
+def check_no_urls(found, config):
+    """Raises ValueError if the first pictures are named by URLs."""
+    if is_text(found.field(config.image_column).type):
+        names = [row[config.image_column] for row in sources.first_rows(config, num_rows=64)]
+        if url := next((name for name in names if formats.is_url(name)), None):
+            raise ValueError(
+                f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for example "
+                "with img2dataset, whose Parquet and WebDataset output is read here."
+            )
 
 
 def stage_rates(manifest, config):
@@ -209,12 +239,9 @@ def stage_rates(manifest, config):
 
 def preview(config, num_rows):
     """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built."""
-    columns = [config.id_column, config.caption_column, config.image_column]
-    rows = sources.first_rows(config.input_uri or config.raw_uri, columns, 4 * num_rows)
+    rows = sources.first_rows(config, 4 * num_rows)
     found = []
-    for row in rows:
-        data = row[config.image_column]
-        data = data["bytes"] if isinstance(data, dict) else data
+    for row, data in zip(rows, image_bytes(pa.Table.from_pylist(rows), config), strict=True) if rows else ():
         if transform_row(data, row[config.caption_column], row[config.id_column], config)[2] == "":
             found.append((row[config.id_column], images.decode(data), row[config.caption_column]))
     return found[:num_rows]

@@ -27,15 +27,15 @@ class Segment:
     limit: int | None = None
 
 
-def plan_segments(paths, limit=None, rows_per_segment=ROWS_PER_SEGMENT):
-    """Cut files into segments of about `rows_per_segment` rows, up to `limit` rows in all.
+def plan_segments(paths, config, rows_per_segment=ROWS_PER_SEGMENT):
+    """Cut files into segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
 
-    A pure function of the files' footers. Raises ValueError when there is no row at all.
+    A pure function of the files' row counts. Raises ValueError when there is no row at all.
     """
-    segments, batch, rows, left = [], [], 0, limit
-    for start in range(0, len(paths), 256):  # footers are read a group at a time: a limit stops early
+    segments, batch, rows, left = [], [], 0, config.limit
+    for start in range(0, len(paths), 256):  # files are counted a group at a time: a limit stops early
         group = paths[start : start + 256]
-        for path, num_rows in zip(group, sources.count_rows(group), strict=True):
+        for path, num_rows in zip(group, sources.count_rows(group, config), strict=True):
             taken = num_rows if left is None else min(num_rows, left)
             if taken == 0:
                 continue
@@ -43,14 +43,15 @@ def plan_segments(paths, limit=None, rows_per_segment=ROWS_PER_SEGMENT):
             rows += taken
             left = None if left is None else left - taken
             if rows >= rows_per_segment or left == 0:
-                segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+                # A limit only where a file is cut: it would keep a filter from being pushed down into the read.
+                segments.append(Segment(len(segments), batch, rows, rows if taken < num_rows else None))
                 batch, rows = [], 0
         if left == 0:
             break
     if batch:
-        segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+        segments.append(Segment(len(segments), batch, rows))
     if not segments:
-        raise ValueError(f"The input holds no rows ({len(paths)} Parquet files, the first is {paths[0]}): give other data.")
+        raise ValueError(f"The input holds no rows ({len(paths)} files, the first is {paths[0]}): give other data.")
     return segments
 
 
@@ -75,9 +76,7 @@ class Job:
         self.parameters = {**parameters, "encoder": description["encoder"], "input_crc32": zlib.crc32(files.encode())}
         self.check_same()
         if self.finished:
-            limited = parameters.get("limit") is not None
-            entries = [entry for _, entry in sorted(self.committed().items())]
-            self.segments = [Segment(e["index"], e["sources"], e["read"], e["read"] if limited else None) for e in entries]
+            self.segments = [Segment(e["index"], e["sources"], e["read"], e["limit"]) for _, e in sorted(self.committed().items())]
         elif storage.exists(self.uri("segments", PLAN)):
             self.segments = [Segment(**segment) for segment in storage.read_json(self.uri("segments", PLAN))]
         else:
@@ -157,8 +156,8 @@ class Job:
         """Run one segment's pipeline and sum up what its write tasks report into the segment's entry."""
         started = time.time()
         entry = {
-            "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
-            "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
+            "index": segment.index, "sources": segment.paths, "limit": segment.limit, "files": [], "rejects": [],
+            "read": segment.rows, "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
             "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
         }  # fmt: skip
         handled = 0

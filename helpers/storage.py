@@ -52,8 +52,15 @@ def is_file(uri):
     return filesystem.get_file_info(path).type == fs.FileType.File
 
 
+def version(uri):
+    """(bytes, time of the last change) of a file, by which a kept copy of what it says is known to be out of date."""
+    filesystem, path = open_filesystem(uri)
+    info = filesystem.get_file_info(path)
+    return info.size, info.mtime_ns
+
+
 def list_files(uri, suffix="", recursive=False):
-    """Sorted paths or URIs of the files under `uri` that end in `suffix`; none if the folder does not exist."""
+    """Sorted paths or URIs of the files under `uri` that end in `suffix` (or one of several); none if there is no folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
     inside = sorted(info.path[len(path):].lstrip("/") for info in found if info.type == fs.FileType.File)

@@ -7,7 +7,7 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 
 BAD_PREPROCESSING = [
     ({"encoder_precision": "int8"}, "encoder_precision='int8' is unknown: choose one of 'fp32', 'fp16', 'bf16'."),
-    ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet'"),
+    ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet', 'webdataset', 'imagefolder'."),
     ({"num_transform_workers": 0}, "num_transform_workers=0 must be a whole number of at least 1."),
     ({"num_transform_workers": "two"}, "num_transform_workers='two' must be a whole number"),
     ({"num_encoders": -1}, "num_encoders=-1 must be a whole number of at least 1."),
