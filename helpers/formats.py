@@ -1,7 +1,7 @@
 """Readers of what people bring: Parquet, WebDataset tars, folders of pictures with a table of captions.
 
-A reader gives the same methods for its format: `schema` and `row_groups` (what lies in a file, without its pictures) and
-`read` (an Arrow table of each row group that is asked for). Planning and reading on the way to the trainers need no more.
+A reader gives the same methods for its format: `schema` and `row_groups` (what lies in a file, without its pictures),
+`read` (an Arrow table of each row group that is asked for) and `stream` (all rows, some at a time).
 Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, a path may not leave the input's folder.
 """
 
@@ -59,13 +59,20 @@ class Parquet:
             for group in groups:
                 yield file.read_row_group(group, columns=columns)
 
+    def stream(self, path, columns, groups=None):
+        """All rows, or those of some row groups, some at a time: row groups may be larger than memory."""
+        with self.open(path) as file:
+            for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
+                yield pa.Table.from_batches([batch])
+
 
 class WebDataset:
     """Tars as img2dataset writes them: consecutive members of one name are a sample, `.jpg` (`.png`, `.webp`, ...),
     `.txt` (a column "txt"), and `.json`, whose keys become columns.
 
-    A row group is a run of samples; with its offset in the tar it is read by a single request. `types`: column -> Arrow
-    type of the columns that are used (`sources.column_types`); a value that is nothing of the kind is null.
+    A row group is a run of samples; with its offset in the tar it is read by a single request. Finding them takes a pass
+    over all headers: quick on a disk, while an object store sends the whole tar. `types`: column -> Arrow type of the
+    columns that are used (`sources.column_types`); a value that is nothing of the kind is null.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
@@ -107,8 +114,8 @@ class WebDataset:
                 with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
                     yield self.table(list(samples(tar)), columns)
 
-    def stream(self, path, columns):
-        """The whole tar from its beginning, a table for each group."""
+    def stream(self, path, columns, groups=None):
+        """The whole tar from its beginning, a table for each group (`groups` cannot be sought without offsets)."""
         with open_tar(path) as tar:
             rows = samples(tar)
             while group := list(itertools.islice(rows, GROUP_ROWS)):
@@ -139,9 +146,9 @@ class ImageFolder:
         """(rows of each group, None)"""
         return split(len(next(iter(load_metadata(path).values()), []))), None
 
-    def stream(self, path, columns):
-        """The whole table, a group at a time."""
-        return self.read(path, range(len(self.row_groups(path)[0])), columns)
+    def stream(self, path, columns, groups=None):
+        """The whole table, or some groups of it, a group at a time."""
+        return self.read(path, range(len(self.row_groups(path)[0])) if groups is None else groups, columns)
 
     def read(self, path, groups, columns, offsets=None):
         """One table for each group."""

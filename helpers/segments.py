@@ -137,11 +137,14 @@ class Job:
             try:
                 entry = self.collect(pipeline(segment), segment, lambda rows: progress and progress(done + rows, total))
                 storage.write_json(self.uri("segments", f"{segment.index:06d}.json"), entry)
-            except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+            except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
                 # Cancelled tasks end a moment later; what one still writes after this is never read, and goes at the
                 # next run.
-                while self.delete_uncommitted():
-                    time.sleep(0.5)
+                try:
+                    while self.delete_uncommitted():
+                        time.sleep(0.5)
+                except OSError as unreachable:
+                    error.add_note(f"{self.latents_uri} cannot be reached either; run the job again when it can. ({unreachable})")
                 raise
             done += entry["read"]
         return self.finish()

@@ -36,8 +36,8 @@ class S3Server:
 
     def __init__(self, bucket="bucket"):
         self.lock = threading.RLock()
-        self.buckets, self.objects, self.uploads = {bucket}, {}, {}
-        self.fail_every, self.requests, self.failures, self.gone_until = 0, [], 0, 0.0
+        self.buckets, self.objects, self.uploads, self.completed = {bucket}, {}, {}, {}
+        self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
         self.httpd = None
 
     def __enter__(self):
@@ -58,19 +58,18 @@ class S3Server:
         self.httpd.shutdown()
         self.httpd.server_close()
 
-    def vanish(self, seconds):
-        """Refuse connections, and cut those that are open, for some seconds, from now on; returns at once."""
-        self.gone_until = time.monotonic() + seconds
+    def vanish(self, seconds=float("inf")):
+        """Refuse connections, and cut those that are open, for some seconds, or until `come_back`; returns at once."""
+        self.gone = True
         self.stop()
+        if seconds < float("inf"):
+            timer = threading.Timer(seconds, self.come_back)
+            timer.start()
+            return timer
 
-        def come_back():
-            while time.monotonic() < self.gone_until:
-                time.sleep(0.05)
-            self.start(self.port)
-
-        thread = threading.Thread(target=come_back, daemon=True)
-        thread.start()
-        return thread
+    def come_back(self):
+        self.gone = False
+        self.start(self.port)
 
     @contextlib.contextmanager
     def environment(self):
@@ -115,7 +114,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         body = self.read_body()
         state = self.state
-        if time.monotonic() < state.gone_until:  # an open connection of a server that is gone
+        if state.gone:  # an open connection of a server that is gone
             self.close_connection = True
             return
         with state.lock:
@@ -144,7 +143,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 pass
         else:
             data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if "aws-chunked" not in self.headers.get("Content-Encoding", "") and "STREAMING" not in self.headers.get("x-amz-content-sha256", ""):
+        if "STREAMING" not in self.headers.get("x-amz-content-sha256", ""):
             return data
         found, position = b"", 0
         while True:
@@ -207,21 +206,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
             names = f"<Bucket>{escape(self.bucket)}</Bucket><Key>{escape(self.key)}</Key>"
             return self.xml("InitiateMultipartUploadResult", f"{names}<UploadId>{number}</UploadId>")
         if "uploadId" in self.query:
-            parts = state.uploads.pop(self.query["uploadId"], None)
+            upload = self.query["uploadId"]
+            if upload in state.completed:  # a client that did not get the answer asks again
+                return self.completed(state.completed[upload])
+            parts = state.uploads.get(upload)
             if parts is None:
                 return self.error(404, "NoSuchUpload")
             wanted = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
             if any(len(parts[number]) < 5 * 2**20 for number in wanted[:-1]):
                 return self.error(400, "EntityTooSmall")
-            found = self.store(b"".join(parts[number] for number in wanted))
-            names = f"<Location>{escape(self.path)}</Location><Bucket>{escape(self.bucket)}</Bucket><Key>{escape(self.key)}</Key>"
-            return self.xml("CompleteMultipartUploadResult", f"{names}<ETag>{escape(found)}</ETag>")
+            state.completed[upload] = self.store(b"".join(parts[number] for number in wanted))
+            del state.uploads[upload]
+            return self.completed(state.completed[upload])
         if "delete" in self.query:
             keys = [unescape(key) for key in re.findall(rb"<Key>(.*?)</Key>", body, re.DOTALL)]
             for key in keys:
                 state.objects.pop((self.bucket, key), None)
             return self.xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
         self.error(400, "InvalidRequest")
+
+    def completed(self, found):
+        names = f"<Location>{escape(self.path)}</Location><Bucket>{escape(self.bucket)}</Bucket><Key>{escape(self.key)}</Key>"
+        self.xml("CompleteMultipartUploadResult", f"{names}<ETag>{escape(found)}</ETag>")
 
     def on_delete(self, body):
         if "uploadId" in self.query:
