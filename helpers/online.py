@@ -159,7 +159,7 @@ def write_validation(manifest, config, training):
         encoded = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)(
             preprocess.transform(rows.combine_chunks(), config=config)
         )
-        layout = schema.latents_schema(id_type_of(manifest), manifest.shapes)
+        layout = schema.latents_schema(id_type_of(manifest), manifest.shapes, manifest.text_precision)
         good = encoded.filter(pc.equal(encoded[schema.REASON], "")).select(layout.names).cast(layout)
         preprocess.write_parquet(good, storage.join(latents_uri, "data", "validation.parquet"))
         full, rest = divmod(len(good), schema.ROWS_PER_ROW_GROUP)

@@ -7,6 +7,8 @@ import itertools
 import operator
 import re
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import ray
 from ray.data.expressions import col
@@ -133,12 +135,38 @@ def first_rows(config, num_rows):
     """The first rows as a list of dicts, for a look at the data before any pipeline is built."""
     rows, read = [], reader(config)
     for path in list_inputs(config.input_uri or config.raw_uri, config.input_format):
-        groups, offsets = read.row_groups(path)
-        for table in read.read(path, range(len(groups)), used_columns(config), offsets):
+        for table in read.stream(path, used_columns(config)):
             rows += [{**row, "path": path} for row in table[:num_rows].to_pylist()]
             if len(rows) >= num_rows:
                 return rows[:num_rows]
     return rows
+
+
+def random_rows(config, num_rows, seed=0):
+    """Rows from random places of up to 16 random files, as an Arrow table with `path`; of tars, which would have to be
+    read as a whole to find a place in them, their first rows."""
+    random, read = np.random.default_rng(seed), reader(config)
+    paths = list_inputs(config.input_uri or config.raw_uri, config.input_format)
+    chosen, tables = [paths[place] for place in random.permutation(len(paths))[:16]], []
+    wanted = -(-num_rows // len(chosen))
+    for path in chosen:
+        if config.input_format == "webdataset":
+            places = [None]
+        else:
+            places = [[int(group)] for group in random.permutation(len(read.row_groups(path)[0]))]
+        left = wanted
+        for place in places:
+            share = max(wanted // 4, wanted // len(places), 1)  # of one row group, which may be all there is
+            for table in read.stream(path, used_columns(config), place):
+                table = table[: min(left, share)]
+                tables.append(table.append_column("path", pa.repeat(path, len(table))))
+                left, share = left - len(table), share - len(table)
+                if min(left, share) <= 0:
+                    break
+            if left <= 0:
+                break
+    rows = pa.concat_tables(tables, promote_options="permissive")
+    return rows.take(random.permutation(len(rows))[:num_rows])
 
 
 # --- rows ---------------------------------------------------------------------------------------------
@@ -242,6 +270,58 @@ def filter_columns(text):
     parse_filter(text)
     names = [node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)]
     return list(dict.fromkeys(names))
+
+
+def clauses(text):
+    """The parts of a filter that are joined by its outermost `and`s, as texts; a filter without one is its only clause."""
+    if not text.strip():
+        return []
+    parse_filter(text)
+    tree = ast.parse(text.strip(), mode="eval").body
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    return [ast.unparse(part) for part in parts]
+
+
+def scan_filter(config):
+    """What `row_filter` drops, by clause: a frame with columns clause, dropped, dropped_by_it_alone; "all" is the last row.
+
+    Reads no picture, only the columns of the filter, of the whole input or its first `limit` rows. A row counts for each
+    clause that it does not meet, so the clauses may add up to more than "all".
+    """
+    texts, columns = clauses(config.row_filter), filter_columns(config.row_filter)
+    if not texts:
+        raise ValueError("row_filter='' drops nothing: there is nothing to count.")
+    paths = list_inputs(config.input_uri or config.raw_uri, config.input_format)
+    if config.input_format == "parquet":
+        rows = ray.data.read_parquet(
+            paths, columns=columns, partitioning=None, file_extensions=None, filesystem=storage.open_filesystem(paths[0])[0]
+        )
+    else:
+        read = functools.partial(read_files, columns=columns, read=reader(config))
+        rows = ray.data.from_items([{"path": path} for path in paths], override_num_blocks=len(paths)).map_batches(read, batch_size=1)
+    if config.limit is not None:
+        rows = rows.limit(config.limit)
+    counted = rows.map_batches(functools.partial(count_dropped, texts=texts), batch_format="pyarrow").to_pandas().sum()
+    return pd.DataFrame({
+        "clause": [*texts, "all"],
+        "dropped": [int(counted[f"dropped {number}"]) for number in range(len(texts))] + [int(counted["dropped"])],
+        "dropped_by_it_alone": [int(counted[f"alone {number}"]) for number in range(len(texts))] + [int(counted["dropped"])],
+        "of_rows": int(counted["rows"]),
+    })  # fmt: skip
+
+
+def count_dropped(rows, *, texts):
+    """One row of counts of a table: rows that each clause drops, that it alone drops, and that any drops."""
+    numbers = rows.append_column("row number", pa.array(range(len(rows))))
+    met = np.zeros((len(texts), len(rows)), dtype=bool)
+    for place, text in enumerate(texts):
+        met[place, numbers.filter(parse_filter(text).to_pyarrow())["row number"].to_numpy()] = True
+    failed = (~met).sum(axis=0)
+    counts = {"rows": len(rows), "dropped": int((failed > 0).sum())}
+    for place in range(len(texts)):
+        counts[f"dropped {place}"] = int((~met[place]).sum())
+        counts[f"alone {place}"] = int((~met[place] & (failed == 1)).sum())
+    return pa.Table.from_pylist([counts])
 
 
 def filter_types(text):

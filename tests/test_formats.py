@@ -316,6 +316,13 @@ def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
         preprocess.prepare(config)
 
 
+def test_a_column_called_path_is_refused_because_readers_need_the_name(tmp_path):
+    pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
+    with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):
+        preprocess.prepare(config)
+
+
 def test_columns_that_samples_do_not_have_are_named(inputs, tmp_path):
     has = r"id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption, width"
     with pytest.raises(ValueError, match=has):

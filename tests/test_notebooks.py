@@ -37,7 +37,7 @@ NAMES = set(DEFAULTS) | {
     "checkpoint_every", "checkpoints_kept", "validate_every", "validation_share", "max_failures", "sections", "run_name",
     "init_from",
     # of this project's own
-    "lr_schedule", "adam_beta2", "weight_decay", "hang_timeout", "random_crop", "horizontal_flip",
+    "upscale", "max_aspect_ratio", "max_pixels", "latents", "text_precision", "dollars_per_hour", "lr_schedule", "adam_beta2", "weight_decay", "hang_timeout", "random_crop", "horizontal_flip",
 }  # fmt: skip
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},

@@ -352,6 +352,34 @@ def cluster():
     ray.shutdown()
 
 
+def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
+    """Where no limit cuts the file: a limit counts the rows before the filter."""
+    paths = [raw(tmp_path, number, 20) for number in range(2)]
+    config = PreprocessingConfig(row_filter="width >= 3", limit=30)
+    whole, cut = segments.plan_segments(paths, config, rows_per_segment=20)
+    plans = []
+    for segment in (whole, cut):
+        sources.read_rows(segment, config).explain()
+        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
+    assert "Filter" not in plans[0] and "Limit" not in plans[0]
+    assert "Filter" in plans[1] and "limit=10" in plans[1]
+    expected = pq.read_table(paths[0]).filter(sources.parse_filter(config.row_filter).to_pyarrow())
+    assert [row["hash"] for row in sources.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
+
+
+def test_a_scan_of_the_filters_columns_counts_what_each_clause_drops(tmp_path, cluster):
+    table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    text = "width >= 3 and (score > 0.5 or width > 9)"
+    found = sources.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text))
+    assert [tuple(row) for row in found.itertuples(index=False)] == [
+        ("width >= 3", 3, 2, 6), ("score > 0.5 or width > 9", 2, 1, 6), ("all", 4, 4, 6),
+    ]  # fmt: skip
+    assert sources.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and sources.clauses(" ") == []
+    with pytest.raises(ValueError, match="row_filter='' drops nothing"):
+        sources.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
+
+
 def test_ray_reads_the_columns_that_are_used_and_filters_as_arrow_does(tmp_path, cluster):
     """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
     paths = [raw(tmp_path, number, 20) for number in range(2)]
