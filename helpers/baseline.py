@@ -100,6 +100,7 @@ class DeviceEncoder:
         pixels, ids, keep, positions, account = item
         pixels, ids = (values.to(self.device, non_blocking=True) for values in (pixels, ids))
         moments = torch.cat([self.latent_encoder.moments(part) for part in pixels.split(self.batch_size)])
+        moments = moments[:, : self.latent_encoder.num_moments]
         text = torch.cat([self.latent_encoder.embeddings(part) for part in ids.split(self.batch_size)])
         return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist())
 

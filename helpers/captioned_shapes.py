@@ -19,6 +19,7 @@ import io
 import json
 import os
 import re
+import tempfile
 import zlib
 from dataclasses import dataclass
 from functools import cache
@@ -373,7 +374,7 @@ _MARKER = b"captioned_shapes"
 
 def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_per_file: int = 2000,
                   two_object_share: float = 0.0, size: int = 64, spoilt_share: float = 0.0) -> str:
-    """Writes rows 0 to num_rows - 1 of the training split to `folder` (local) as LAION-style Parquet.
+    """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
     jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. With a `spoilt_share`,
@@ -386,6 +387,8 @@ def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_
 
     if num_rows < 1 or rows_per_file < 1:
         raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
+    if "://" in str(folder):
+        return _write_remote(folder, num_rows, seed, rows_per_file, two_object_share, size, spoilt_share)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     call = {"version": 4, "num_rows": num_rows, "seed": seed, "rows_per_file": rows_per_file,
@@ -412,6 +415,23 @@ def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_
         finally:
             temporary.unlink(missing_ok=True)
     return str(folder)
+
+
+def _write_remote(uri, *arguments):
+    """`write_parquet` in a local copy of what is there, of which the changes go back."""
+    from . import storage
+
+    with tempfile.TemporaryDirectory() as local:
+        if storage.exists(uri):
+            storage.copy_folder(uri, local)
+        before = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
+        write_parquet(local, *arguments)
+        after = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
+        for name in before.keys() - after.keys():
+            storage.delete(storage.join(uri, name))
+        if after != before:
+            storage.copy_folder(local, uri)
+    return str(uri)
 
 
 def spoil(data: bytes, caption: str, number: int) -> tuple[bytes | None, str | None]:

@@ -84,18 +84,30 @@ class PreprocessingConfig(Parameters):
     id_column: str = "hash"
     limit: int | None = None
     resolutions: tuple = (32, 64)
+    upscale: bool = False
+    max_aspect_ratio: float | None = None
+    max_pixels: int = 89_478_485  # Pillow's own limit against decompression bombs
+    latents: str = "moments"
+    text_precision: str = "fp16"
     latents_uri: str = ""
     num_transform_workers: int = 1
     num_encoders: int = 1
     gpus_per_encoder: float = 0
     encoder_accelerator_type: str | None = None
     encoder_batch_size: int = 32
+    dollars_per_hour: float = 0.0
 
     def __post_init__(self):
         self.check_types()
         choice("encoder_precision", self.encoder_precision, ("fp32", "fp16", "bf16"))
-        choice("input_format", self.input_format, ("parquet",))
-        positive(self, "num_transform_workers", "num_encoders", "encoder_batch_size")
+        choice("latents", self.latents, ("moments", "mean"))
+        choice("text_precision", self.text_precision, ("fp16", "fp8"))
+        choice("input_format", self.input_format, ("parquet", "webdataset", "imagefolder"))
+        positive(self, "num_transform_workers", "num_encoders", "encoder_batch_size", "max_pixels")
+        if not is_number(self.dollars_per_hour) or self.dollars_per_hour < 0:
+            raise ValueError(f"dollars_per_hour={self.dollars_per_hour!r} must be a number of at least 0.")
+        if self.max_aspect_ratio is not None and not (is_number(self.max_aspect_ratio) and self.max_aspect_ratio >= 1):
+            raise ValueError(f"max_aspect_ratio={self.max_aspect_ratio!r} must be a number of at least 1 (longer side / shorter), or None.")
         if self.limit is not None:
             positive(self, "limit")
         if not is_number(self.gpus_per_encoder) or self.gpus_per_encoder < 0:

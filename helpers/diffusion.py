@@ -65,7 +65,12 @@ def draw(seed, step, positions, shape, *, caption_dropout=0.0, num_timesteps=100
 
 
 def sample_latents(moments_B2CHW, noise_BCHW, scaling_factor):
-    """Draw from the VAE's posterior and scale: (B, 2, C, H, W) stored moments -> (B, C, H, W) fp32 latents."""
+    """Draw from the VAE's posterior and scale: (B, 2, C, H, W) stored moments -> (B, C, H, W) fp32 latents.
+
+    Where only the mean was stored, (B, 1, C, H, W), it is the latent.
+    """
+    if moments_B2CHW.shape[1] == 1:
+        return moments_B2CHW[:, 0].float() * scaling_factor
     mean, std = moments_B2CHW.float().unbind(1)
     return (mean + std * noise_BCHW) * scaling_factor
 

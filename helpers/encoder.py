@@ -6,6 +6,7 @@ Nothing else touches the VAE and the text encoder while data is being prepared; 
 import hashlib
 import pathlib
 import time
+import uuid
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from transformers import CLIPTextModel
 from . import images, schema
 from .tokens import load_tokenizer, model_path, tokenize
 
+MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -41,17 +43,23 @@ class LatentEncoder:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
         resolutions: sizes in pixels; the batch holds `pixels_{resolution}` for each.
         precision: "fp32", "fp16" or "bf16": what the networks compute in. Results are stored as fp16.
+        stored_latents: "moments", or "mean" to leave the standard deviations out.
+        text_precision: of the caption embeddings that are given, "fp16" or "fp8" (`to_float8`).
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all that a call brings.
     """
 
-    def __init__(self, model, resolutions, precision="fp32", num_threads=1, batch_size=None):
+    def __init__(
+        self, model, resolutions, precision="fp32", stored_latents="moments", text_precision="fp16", *, num_threads=1, batch_size=None
+    ):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads)
         self.dtype = PRECISIONS[precision]
         self.resolutions, self.batch_size = resolutions, batch_size
+        self.num_moments, self.text_precision = MOMENTS[stored_latents], text_precision
+        self.name = uuid.uuid4().hex[:8]  # by which the report tells encoders apart
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 
@@ -63,8 +71,12 @@ class LatentEncoder:
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL):
-        """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it."""
-        return self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
+        """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it.
+
+        With `text_precision="fp8"` the bytes that `to_float8` makes of it.
+        """
+        text = self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
+        return to_float8(text) if self.text_precision == "fp8" else text
 
     def encode_images(self, pixels_BHWC):
         """`moments` of a numpy array, as one."""
@@ -85,20 +97,32 @@ class LatentEncoder:
         columns = {name: rows[name] for name in rows.column_names if name != "caption_ids" and not name.startswith("pixels_")}
         kept = pc.equal(rows[schema.REASON], "").to_numpy()
         ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
-        columns[schema.EMBEDDINGS] = schema.to_binary(scatter(self.encode_captions, ids, kept, self.batch_size), kept)
+        text = scatter(self.encode_captions, ids, kept, self.batch_size)
+        columns[schema.EMBEDDINGS] = schema.to_binary(text, kept, text.dtype)
         for resolution in self.resolutions:
             pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
             latents = scatter(self.encode_images, pixels, kept & fits, self.batch_size)
-            columns[schema.latents_column(resolution)] = schema.to_binary(latents, kept & fits)
+            columns[schema.latents_column(resolution)] = schema.to_binary(latents[:, : self.num_moments], kept & fits)
         seconds = (time.perf_counter() - started) / len(rows)
         columns["encode_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(rows))
         columns["encoded_at"] = pa.repeat(time.time(), len(rows))
+        columns["encoded_by"] = pa.repeat(self.name, len(rows))
         return pa.table(columns)
+
+
+def to_float8(text_BLD):
+    """(B, L, D) floats -> (B, 4 + L * D) bytes: a fp32 scale a row, and the E4M3 floats that it multiplies.
+
+    The scale lays a row's largest number on E4M3's, 448: nothing overflows, and a number keeps four significant bits.
+    """
+    rows = text_BLD.float().flatten(1)
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / schema.FLOAT8_MAX
+    return torch.cat([scales.view(torch.uint8), (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)], dim=1)
 
 
 def arguments(config):
     """The constructor's arguments, from a `PreprocessingConfig`."""
-    return config.encoder_model, config.resolutions, config.encoder_precision
+    return config.encoder_model, config.resolutions, config.encoder_precision, config.latents, config.text_precision
 
 
 def scatter(encode, inputs, rows, batch_size=None):
@@ -119,10 +143,10 @@ def scatter(encode, inputs, rows, batch_size=None):
     return result
 
 
-def describe(model, resolutions, precision):
+def describe(model, resolutions, precision, stored_latents="moments", text_precision="fp16"):
     """What the manifest says of an encoder model, from its configs and one empty caption (on this machine's CPU).
 
-    Returns a dict with `encoder`, `shapes`, `scaling_factor`, `empty_caption_embedding`. Raises ValueError naming a
+    Returns a dict with `encoder`, `shapes`, `scaling_factor`, `empty_caption_embedding`, `text_precision`. Raises ValueError naming a
     resolution that the VAE cannot take, or a model that is not in diffusers layout.
     """
     try:
@@ -139,12 +163,14 @@ def describe(model, resolutions, precision):
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
     channels = vae_config["latent_channels"]
-    shapes = {schema.latents_column(r): list(schema.latents_shape(r, channels, 2**halvings)) for r in resolutions}
+    moments = MOMENTS[stored_latents]
+    shapes = {schema.latents_column(r): list(schema.latents_shape(r, channels, 2**halvings, moments)) for r in resolutions}
     return {
         "encoder": {"model": model, "revision": revision(model, vae_config), "precision": precision},
         "shapes": {**shapes, schema.EMBEDDINGS: list(empty.shape)},
         "scaling_factor": vae_config["scaling_factor"],
         "empty_caption_embedding": schema.encode_embedding(empty),
+        "text_precision": text_precision,
     }
 
 

@@ -227,6 +227,57 @@ def stage_throughput(frame):
     return fig
 
 
+def encoders_busy(frame, *, goal=0.95):
+    """Share of their time that the encoders computed, and images/s, over a job. `frame`: columns seconds, busy (0 to 1),
+    images_per_second."""
+    frame = _columns(frame, "the timeline", "seconds", "busy", "images_per_second")
+    fig = _figure(3.6)
+    top, bottom = (_plain(ax, "y") for ax in fig.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
+    top.plot(frame["seconds"], 100 * frame["busy"], color=ORANGE, lw=2, marker="o", ms=3)
+    top.axhline(100 * goal, color=RED, ls="--", lw=1.6)
+    top.annotate(f"goal {100 * goal:.0f} %", (1, 100 * goal), (3, 0), xycoords=top.get_yaxis_transform(),
+                 textcoords="offset points", va="center", fontsize=SMALL, color=RED)  # fmt: skip
+    median = frame["busy"].median()
+    top.set(ylabel="encoders compute, %", ylim=(0, 108), title=f"encoders compute for {median:.0%} of their time (median)")
+    bottom.plot(frame["seconds"], frame["images_per_second"], color=BLUE, lw=2)
+    bottom.set(xlabel="seconds", ylabel="images/s", ylim=(0, 1.15 * max(frame["images_per_second"].max(), 1e-9)))
+    return fig
+
+
+def distribution(frame, *, max_tokens, resolutions):
+    """What a data set is good for: caption lengths and what is cut off, the shorter sides and what they allow, aspect ratios.
+
+    `frame`: columns tokens, width, height, a row each. `max_tokens`: what the text encoder takes.
+    """
+    frame = _columns(frame, "the survey", "tokens", "width", "height")
+    fig = _figure(3.2)
+    left, middle, right = (_plain(ax, "y") for ax in fig.subplots(1, 3))
+    cut = frame["tokens"] > max_tokens
+    edges = np.arange(0, max(frame["tokens"].quantile(0.99), max_tokens) * 1.1 + 2)
+    left.hist(frame["tokens"].clip(upper=edges[-1]), bins=edges if len(edges) < 60 else 50, color=BLUE)
+    left.axvline(max_tokens + 0.5, color=RED, ls="--", lw=1.6)
+    left.set(xlabel="tokens of a caption", ylabel="rows")
+    left.set_title(f"{cut.mean():.1%} are cut at {max_tokens}", fontsize=10)
+    known = frame.dropna(subset=["width", "height"])
+    shorter, longer = known[["width", "height"]].min(axis=1), known[["width", "height"]].max(axis=1)
+    if len(known):
+        span = np.geomspace(max(1, shorter.min()) * 0.95, max(shorter.max(), *resolutions) * 1.05, 40)
+        middle.hist(shorter, bins=span, color=GREEN)
+        middle.set_xscale("log", base=2)
+        middle.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        middle.xaxis.set_minor_formatter(ticker.NullFormatter())
+        right.hist((longer / shorter.clip(lower=1)).clip(upper=4), bins=30, range=(1, 4), color=PURPLE)
+    for resolution in resolutions:
+        middle.axvline(resolution, color=RED, ls="--", lw=1.6)
+    allowed = ", ".join(f"{resolution}: {(shorter >= resolution).sum() / len(frame):.0%}" for resolution in resolutions)
+    middle.set(xlabel="shorter side, pixels")
+    middle.set_title(f"large enough for {allowed}", fontsize=10)
+    beyond = (longer > 2 * shorter).sum() / max(1, len(known))
+    right.set(xlabel="longer side / shorter side")
+    right.set_title(f"{beyond:.0%} are longer than 2 : 1", fontsize=10)
+    return fig
+
+
 # --- pictures ---------------------------------------------------------------------------------------
 
 

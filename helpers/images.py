@@ -19,10 +19,11 @@ class BadImage(ValueError):
 def decode(data, max_pixels=MAX_PIXELS):
     """Encoded bytes -> an upright RGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
 
-    Raises `BadImage` with one of a few fixed reasons.
+    Raises `BadImage` with one of a few fixed reasons; "too many pixels" before they are unpacked.
     """
     if not data:
         raise BadImage("no image bytes")
+    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own check, which some formats need while they are unpacked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken EXIF and the like; the bomb warning is the size check below
         try:
@@ -44,6 +45,18 @@ def decode(data, max_pixels=MAX_PIXELS):
             return to_rgb(upright)
         except Exception:
             raise BadImage("broken image") from None
+
+
+def size(data):
+    """(width, height) from the header of encoded bytes, as the picture is stored; None if it is no picture."""
+    if not data or isinstance(data, BadImage):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=FORMATS).size
+    except Exception:  # whatever the parsers stumble over: `decode` gives the reason
+        return None
 
 
 def to_rgb(image):

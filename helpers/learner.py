@@ -17,8 +17,8 @@ from . import diffusion, parallel, schema
 class Unit:
     """U rows of a global batch, on their way to the U-Net.
 
-    moments (U, 2, C, H, W) and text (U, L, D) in fp16; `keep_U` False masks a row out of the loss; `positions_U` are
-    the rows' places in the global batch.
+    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D) in fp16; `keep_U` False masks a row out
+    of the loss; `positions_U` are the rows' places in the global batch.
     """
 
     moments: torch.Tensor
@@ -32,7 +32,7 @@ class Unit:
         """From a table of latents rows; a column `keep` is taken if there is one."""
         column = schema.latents_column(resolution)
         moments, valid = schema.from_binary(table[column], manifest.shapes[column])
-        text, _ = schema.from_binary(table[schema.EMBEDDINGS], manifest.shapes[schema.EMBEDDINGS])
+        text, _ = schema.read_embeddings(table[schema.EMBEDDINGS], manifest)
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         # Copies: Arrow's buffers are read-only, and a GPU wants pinned memory of its own anyway.
         return cls(

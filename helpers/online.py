@@ -1,4 +1,4 @@
-"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw Parquet files.
+"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
 
 Offline and online differ in where latents come from, nowhere else. The plan, the transform, the encoder and the training
 loop are those of `ingest`, `preprocess`, `encoder` and `train`; what is here makes the plan's source of raw files, and
@@ -17,6 +17,7 @@ from PIL import ImageOps
 from . import encoder, images, ingest, preprocess, schema, segments, sources, storage
 
 NUM_VALIDATION_ROWS = 512
+INDEX = "index"  # beside the manifest: where each tar's groups of samples lie
 
 
 def prepare(config, training):
@@ -26,10 +27,11 @@ def prepare(config, training):
     rows that are held out for validation. Raises FileNotFoundError or ValueError with what to change.
     """
     job = preprocess.check(config)
-    files = list(list_row_groups(job["paths"], config))
+    index_uri = storage.join(training.latents_uri, INDEX)
+    files = list(list_row_groups(job["paths"], config, index_uri))
     rows = sum(sum(groups) for _, groups in files)
     if rows == 0:
-        raise ValueError(f"The input holds no rows ({len(job['paths'])} Parquet files): give other data.")
+        raise ValueError(f"The input holds no rows ({len(job['paths'])} files): give other data.")
     raw_bytes = sum(job["listing"].values()) / rows
     parameters = {**job["parameters"], "online": config.to_dict(), "raw_row_bytes": round(raw_bytes + pixel_bytes(config))}
     segment = {
@@ -63,25 +65,25 @@ def pixel_bytes(config):
     return sum(3 * resolution**2 for resolution in config.resolutions)
 
 
-def base_folder(config):
-    """The folder that the paths in the manifest start from."""
-    uri = config.input_uri or config.raw_uri
-    return uri.rsplit("/", 1)[0] if storage.is_file(uri) else storage.resolve(uri)
+def list_row_groups(paths, config, index_uri):
+    """(path below the input's folder, rows of each row group) of the files, up to `limit` rows in all.
 
-
-def list_row_groups(paths, config):
-    """(path below the input's folder, rows of each row group) of the files, up to `limit` rows in all."""
-    left, base = config.limit, base_folder(config)
-    for path in paths:
-        with sources.open_parquet(path) as file:
-            groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-        if left is not None:
-            ends = np.minimum(np.cumsum([0, *groups]), left)
-            groups = [int(rows) for rows in np.diff(ends) if rows > 0]
-            left -= sum(groups)
-        yield path[len(base) + 1 :], groups
-        if left == 0:
-            return
+    Where row groups are found by their offsets, these are kept under `index_uri`.
+    """
+    left, base = config.limit, sources.base_folder(config.input_uri or config.raw_uri)
+    for start in range(0, len(paths), 256):
+        some = paths[start : start + 256]
+        for path, (groups, offsets) in zip(some, sources.index(some, config), strict=True):
+            name = sources.below(path, base)
+            if left is not None:
+                ends = np.minimum(np.cumsum([0, *groups]), left)
+                groups = [int(rows) for rows in np.diff(ends) if rows > 0]
+                left -= sum(groups)
+            if offsets is not None:
+                sources.write_index(index_uri, name, offsets)
+            yield name, groups
+            if left == 0:
+                return
 
 
 def raw_rows(plan, first_step, num_steps, *, config, validation_share):
@@ -96,17 +98,14 @@ def raw_rows(plan, first_step, num_steps, *, config, validation_share):
 
 def read_raw(pieces, source, *, config, validation_share):
     """The raw rows of `pieces`, the file that each came from, and `keep`."""
-    columns = [config.id_column, config.caption_column, config.image_column]
-    columns += [name for name in sources.filter_columns(config.row_filter) if name not in columns]
-    rows = ingest.read_pieces(pieces, columns, base_folder(config))
+    rows = sources.read_pieces(pieces, config, storage.join(source.uri, INDEX))
     keep = ~schema.held_out(rows[config.id_column].to_pylist(), validation_share)
     expression = sources.parse_filter(config.row_filter)
     if expression is not None:
         numbered = rows.append_column("row number", pa.array(range(len(rows))))
         wanted = numbered.filter(expression.to_pyarrow())["row number"].to_numpy()
         keep &= np.isin(np.arange(len(rows)), wanted)
-    paths = np.repeat([f"{base_folder(config)}/{name}" for name, *_ in pieces], [count for *_, count in pieces])
-    return rows.append_column("path", pa.array(paths.tolist())).append_column(ingest.KEEP, pa.array(keep))
+    return rows.append_column(ingest.KEEP, pa.array(keep))
 
 
 def transform(rows, *, config, units_per_epoch, seed=0, random_crop=1.0, horizontal_flip=False):
@@ -144,14 +143,12 @@ def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=Fals
 
 def write_validation(manifest, config, training):
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
-    columns = [config.id_column, config.caption_column, config.image_column]
     found, missing = [], NUM_VALIDATION_ROWS
     for name, groups in manifest.files:
         for group, num_rows in enumerate(groups):
-            rows = ingest.read_pieces([(name, group, 0, num_rows)], columns, base_folder(config))
+            rows = sources.read_pieces([(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX))
             mine = schema.held_out(rows[config.id_column].to_pylist(), training.validation_share)
-            rows = rows.append_column("path", pa.array([f"{base_folder(config)}/{name}"] * num_rows)).filter(pa.array(mine))
-            found.append(rows[:missing])
+            found.append(rows.filter(pa.array(mine))[:missing])
             missing -= found[-1].num_rows
         if missing <= 0:
             break
@@ -164,9 +161,11 @@ def write_validation(manifest, config, training):
             preprocess.transform(rows.combine_chunks(), config=config)
         )
         report = preprocess.write_latents(
-            encoded, latents_uri=latents_uri, segment=segment, shapes=manifest.shapes, ids=pa.type_for_alias(manifest.id_type)
+            encoded, latents_uri=latents_uri, segment=segment, shapes=manifest.shapes, ids=pa.type_for_alias(manifest.id_type),
+            text_precision=manifest.text_precision,
         )
         segments.add_report(entry, json.loads(report["report"][0].as_py()))
+    del entry["busy"], entry["encoders"]  # of a job's report
     small = dataclasses.replace(manifest, segments=[entry], job={})
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
 

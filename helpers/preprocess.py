@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from . import images, schema, segments, sources, storage, tokens
+from . import formats, images, schema, segments, sources, storage, tokens
 
 
 def transform(rows, *, config, augment=None):
     """An Arrow table of raw rows -> a table for the encoder; every row stays, bad ones with a `reason`.
 
     Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids) and, for each
-    resolution R, `pixels_R` (R x R x 3 bytes; null where the picture is smaller than that, it is not enlarged).
+    resolution R, `pixels_R` (R x R x 3 bytes; null where the picture is smaller than that, unless `upscale` is set).
     Arrays travel as plain bytes: between the stages nothing is parsed or converted. `augment`: for each row a function
     from the decoded picture to a square one; None: the largest centre square.
     """
@@ -29,7 +29,7 @@ def transform(rows, *, config, augment=None):
     results = [
         transform_row(data, caption, row_id, config, cut)
         for data, caption, row_id, cut in zip(
-            binary_column(rows[config.image_column]), text_column(rows[config.caption_column]), ids.to_pylist(),
+            image_bytes(rows, config), text_column(rows[config.caption_column]), ids.to_pylist(),
             augment or itertools.repeat(images.center_square, len(rows)), strict=True,
         )
     ]  # fmt: skip
@@ -54,35 +54,54 @@ def transform(rows, *, config, augment=None):
 
 
 def transform_row(data, caption, row_id, config, cut=images.center_square):
-    """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one."""
-    if row_id is None:
+    """`(resolution -> pixels, caption, reason)` of one raw row; `reason` is empty for a good one.
+
+    `data`: the bytes of a picture, or the `BadImage` that was found in their place.
+    """
+    if row_id is None or row_id == "":
         return {}, caption or "", "no id"
     if caption is None:
         return {}, "", "no caption"
     if not caption.strip():
         return {}, "", "empty caption"
     try:
-        picture = images.decode(data)
+        if isinstance(data, images.BadImage):
+            raise data
+        picture = images.decode(data, config.max_pixels)
+        if config.max_aspect_ratio is not None and max(picture.size) > config.max_aspect_ratio * min(picture.size):
+            raise images.BadImage(f"longer than {config.max_aspect_ratio:g} times its shorter side")
     except images.BadImage as bad:
         return {}, caption, str(bad)
-    # One decode for all sizes; a size that the picture does not reach is left out rather than blown up.
+    # One decode for all sizes; a size that the picture does not reach is left out rather than blown up, unless asked.
     square = cut(picture)
-    pixels = {r: images.to_pixels(images.resize(square, r)) for r in config.resolutions if min(picture.size) >= r}
+    fits = [r for r in config.resolutions if config.upscale or min(picture.size) >= r]
+    pixels = {r: images.to_pixels(images.resize(square, r)) for r in fits}
     return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
 
 
 def relative_paths(paths, config):
     """Input files' paths below `input_uri`."""
-    folder = storage.open_filesystem(config.input_uri or config.raw_uri)[1].rstrip("/")
+    folder = storage.open_filesystem(sources.base_folder(config.input_uri or config.raw_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
 
-def binary_column(column):
-    """Bytes or None a row, from a binary column or the {"bytes", "path"} structs that Hugging Face writes."""
+def image_bytes(rows, config):
+    """Bytes, None or a `BadImage` a row: from a binary column, the {"bytes", "path"} structs that Hugging Face writes, or
+    a column of paths, relative to the input's folder (in image folders to that of the row's table)."""
+    column = rows[config.image_column]
     if pa.types.is_struct(column.type):
         column = pc.struct_field(column, "bytes")
-    return column.to_pylist()
+    if not is_text(column.type):
+        return column.to_pylist()
+    base = sources.base_folder(config.input_uri or config.raw_uri)
+    beside_table = config.input_format == "imagefolder"
+    folders = [path.rpartition("/")[0] if beside_table else base for path in rows["path"].to_pylist()]
+    return formats.read_pictures(column.to_pylist(), folders, base)
+
+
+def is_text(kind):
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def text_column(column):
@@ -103,7 +122,7 @@ def id_type(column_type):
     return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
 
 
-def write_latents(rows, *, latents_uri, segment, shapes, ids):
+def write_latents(rows, *, latents_uri, segment, shapes, ids, text_precision="fp16"):
     """Write a table of encoded rows as one Parquet file of latents and one of rejects; return one row of accounts.
 
     File names are new on every try, so a retried task can never leave a half-written file under a committed name.
@@ -114,7 +133,7 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids):
     good, bad = rows.filter(is_good), rows.filter(pc.invert(is_good))
     report = {"files": [], "rejects": [], "written": len(good), "rejected": {}, "bytes": 0}
     if len(good):
-        layout = schema.latents_schema(ids, shapes)
+        layout = schema.latents_schema(ids, shapes, text_precision)
         report["bytes"] = write_parquet(good.select(layout.names).cast(layout), storage.join(latents_uri, "data", name))
         report["files"] = [{"name": name, "row_groups": schema.row_groups(len(good))}]
     if len(bad):
@@ -123,12 +142,29 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids):
         write_parquet(bad.select(layout.names).cast(layout), storage.join(latents_uri, "rejects", name))
         report["rejects"] = [name]
     report["encoded"] = [pc.min(rows["encoded_at"]).as_py(), pc.max(rows["encoded_at"]).as_py()]
+    report["encoders"] = pc.unique(rows["encoded_by"]).to_pylist()
+    report["busy"] = busy_seconds(rows)
     report["stages"] = {
         "transform": pc.sum(rows["transform_seconds"]).as_py(),
         "encode": pc.sum(rows["encode_seconds"]).as_py(),
         "write": time.perf_counter() - started,
     }
     return pa.table({"report": [json.dumps(report)]})
+
+
+def busy_seconds(rows):
+    """{second since 1970: [seconds that encoders computed in it, rows that they finished]} of a table of encoded rows."""
+    calls, busy = collections.defaultdict(lambda: [0.0, 0]), {}
+    for ended, seconds in zip(rows["encoded_at"].to_pylist(), rows["encode_seconds"].to_pylist(), strict=True):
+        calls[ended][0] += seconds
+        calls[ended][1] += 1
+    for ended, (seconds, finished) in calls.items():
+        started = ended - seconds
+        for second in range(int(started), int(ended) + 1):
+            part = busy.setdefault(second, [0.0, 0])
+            part[0] += max(0.0, min(ended, second + 1) - max(started, second))
+            part[1] += finished if second == int(ended) else 0
+    return busy
 
 
 def write_parquet(table, uri):
@@ -143,15 +179,18 @@ def write_parquet(table, uri):
     return filesystem.get_file_info(path).size
 
 
-def prepare(config, rows_per_segment=segments.ROWS_PER_SEGMENT):
+def prepare(config, rows_per_segment=None):
     """Check a preprocessing job and plan it, before any worker starts; draws nothing and encodes one empty caption.
 
     Returns the `segments.Job`. Raises FileNotFoundError or ValueError with what to change.
     """
     job = check(config)
+    # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
+    rows_per_segment = rows_per_segment or segments.ROWS_PER_SEGMENT * config.num_encoders
     return segments.Job(
         config.latents_uri, job["parameters"], job["description"],
-        functools.partial(segments.plan_segments, job["paths"], config.limit, rows_per_segment), job["listing"], job["id_type"],
+        functools.partial(segments.plan_segments, job["paths"], config, rows_per_segment), job["listing"], job["id_type"],
+        config.dollars_per_hour,
     )  # fmt: skip
 
 
@@ -160,22 +199,31 @@ def check(config):
 
     Raises FileNotFoundError or ValueError with what to change.
     """
-    paths = sources.list_parquet(config.input_uri or config.raw_uri)
+    input_uri = config.input_uri or config.raw_uri
+    paths = sources.list_inputs(input_uri, config.input_format)
     columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
-    found = sources.check_columns(paths[0], columns)
+    found = sources.reader(config).schema(paths[0])
+    sources.check_columns(paths[0], columns, found)
     for column in sources.filter_columns(config.row_filter):
-        sources.check_columns(paths[0], {"row_filter": column})
+        sources.check_columns(paths[0], {"row_filter": column}, found)
+    if "path" in sources.used_columns(config):
+        raise ValueError("A column called 'path' cannot be used, because readers note the file of each row there: rename it.")
     sources.check_filter(config.row_filter, found)
     check_types(found, config)
+    check_no_urls(found, config)
     from . import encoder  # here: the tasks that import this module for `transform` and `write_latents` need no PyTorch
 
-    parameters = {name: getattr(config, name) for name in (*columns, "row_filter", "limit", "resolutions", "input_format")}
-    parameters["input_uri"] = config.input_uri or config.raw_uri
+    deciding = (
+        "row_filter", "limit", "resolutions", "input_format", "upscale", "max_aspect_ratio", "max_pixels", "latents",
+        "text_precision",
+    )  # fmt: skip
+    parameters = {name: getattr(config, name) for name in (*columns, *deciding)}
+    parameters["input_uri"] = input_uri
     return {
         "paths": paths,
-        "listing": storage.sizes(parameters["input_uri"]),
+        "listing": sources.listing(paths, input_uri),
         "parameters": parameters,
-        "description": encoder.describe(config.encoder_model, config.resolutions, config.encoder_precision),
+        "description": encoder.describe(*encoder.arguments(config)),
         "id_type": id_type(found.field(config.id_column).type),
     }
 
@@ -185,14 +233,25 @@ def check_types(found, config):
     image = found.field(config.image_column).type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
-    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image) or is_text(image)):
         raise ValueError(
-            f"image_column={config.image_column!r} holds {image}, not the bytes of encoded pictures: name the column "
-            "that does; pictures behind paths or URLs must be downloaded into the Parquet first."
+            f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their paths: name "
+            "the column that does."
         )
     caption = found.field(config.caption_column).type
-    if not (pa.types.is_string(caption) or pa.types.is_large_string(caption) or pa.types.is_binary(caption)):
+    if not (is_text(caption) or pa.types.is_binary(caption)):
         raise ValueError(f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does.")
+
+
+def check_no_urls(found, config):
+    """Raises ValueError if the first pictures are named by URLs."""
+    if is_text(found.field(config.image_column).type):
+        names = [row[config.image_column] for row in sources.first_rows(config, num_rows=64)]
+        if url := next((name for name in names if formats.is_url(name)), None):
+            raise ValueError(
+                f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for example "
+                "with img2dataset, whose Parquet and WebDataset output is read here."
+            )
 
 
 def stage_rates(manifest, config):
@@ -206,16 +265,39 @@ def stage_rates(manifest, config):
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 
+def encoder_timeline(manifest):
+    """A frame for `figures.encoders_busy`: columns seconds, busy (share of the encoders' time), images_per_second."""
+    return pd.DataFrame(manifest.report["timeline"], columns=["seconds", "busy", "images_per_second"])
+
+
+def survey(config, num_rows=2000, seed=0):
+    """A look at random rows, on which one decides what a data set is good for: `(frame, pictures, captions)`.
+
+    The frame has a row each: `tokens` (of the whole caption, with begin and end), `width`, `height` (NaN where the picture
+    cannot be opened; nothing but its header is read). The twelve pictures are decoded, with their captions.
+    """
+    rows = sources.random_rows(config, num_rows, seed)
+    data, captions = image_bytes(rows, config), text_column(rows[config.caption_column])
+    sizes = [images.size(value) or (None, None) for value in data]
+    frame = pd.DataFrame({
+        "tokens": tokens.count_tokens([caption or "" for caption in captions], tokens.load_tokenizer(config.encoder_model)),
+        "width": pd.Series([width for width, _ in sizes], dtype=float),
+        "height": pd.Series([height for _, height in sizes], dtype=float),
+    })  # fmt: skip
+    shown = []
+    for value, caption, row_id in zip(data, captions, rows[config.id_column].to_pylist(), strict=True):
+        if len(shown) < 12 and transform_row(value, caption, row_id, config)[2] == "":
+            shown.append((images.decode(value, config.max_pixels), caption))
+    return frame, [picture for picture, _ in shown], [caption for _, caption in shown]
+
+
 def preview(config, num_rows):
     """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built."""
-    columns = [config.id_column, config.caption_column, config.image_column]
-    rows = sources.first_rows(config.input_uri or config.raw_uri, columns, 4 * num_rows)
+    rows = sources.first_rows(config, 4 * num_rows)
     found = []
-    for row in rows:
-        data = row[config.image_column]
-        data = data["bytes"] if isinstance(data, dict) else data
+    for row, data in zip(rows, image_bytes(pa.Table.from_pylist(rows), config), strict=True) if rows else ():
         if transform_row(data, row[config.caption_column], row[config.id_column], config)[2] == "":
-            found.append((row[config.id_column], images.decode(data), row[config.caption_column]))
+            found.append((row[config.id_column], images.decode(data, config.max_pixels), row[config.caption_column]))
     return found[:num_rows]
 
 

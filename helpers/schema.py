@@ -2,11 +2,12 @@
 
 A latents folder holds `data/*.parquet` (one row a sample), `rejects/*.parquet` (one row a rejected input row) and
 `manifest.json`. Tensors are stored as the plain bytes of fp16 arrays in `fixed_size_binary` columns: no copy and no
-conversion when they are read.
+conversion when they are read (but for captions in 8-bit floats, where that was asked for).
 """
 
 import base64
 import dataclasses
+import functools
 import zlib
 
 import numpy as np
@@ -19,6 +20,7 @@ SCHEMA_VERSION = 1
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE = "reason", "source"
 DTYPE = np.float16
+SCALE_BYTES, FLOAT8_MAX = 4, 448.0  # of captions' embeddings in 8-bit floats
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
 MANIFEST = "manifest.json"
 
@@ -33,14 +35,20 @@ def latents_column(resolution):
     return f"image_latents_{resolution}"
 
 
-def latents_shape(resolution, latent_channels=4, downsampling=8):
-    """(2, C, H/8, W/8): the VAE posterior's mean and standard deviation, unscaled."""
-    return (2, latent_channels, resolution // downsampling, resolution // downsampling)
+def latents_shape(resolution, latent_channels=4, downsampling=8, moments=2):
+    """(2, C, H/8, W/8): the VAE posterior's mean and standard deviation, unscaled; (1, ...): the mean alone."""
+    return (moments, latent_channels, resolution // downsampling, resolution // downsampling)
 
 
-def latents_schema(id_type, shapes):
+def column_bytes(column, shape, text_precision="fp16"):
+    """Bytes of one row of a tensor column."""
+    numbers = int(np.prod(shape))
+    return numbers + SCALE_BYTES if column == EMBEDDINGS and text_precision == "fp8" else numbers * DTYPE().itemsize
+
+
+def latents_schema(id_type, shapes, text_precision="fp16"):
     """Arrow schema of `data/*.parquet`: `shapes` maps each tensor column to the shape of one row."""
-    tensors = [pa.field(column, pa.binary(int(np.prod(shape)) * DTYPE().itemsize)) for column, shape in shapes.items()]
+    tensors = [pa.field(column, pa.binary(column_bytes(column, shape, text_precision))) for column, shape in shapes.items()]
     return pa.schema([pa.field(ID, id_type), pa.field(CAPTION, pa.string()), *tensors])
 
 
@@ -67,6 +75,30 @@ def from_binary(column, shape, dtype=DTYPE):
     start = column.offset * width
     values = np.frombuffer(column.buffers()[1], dtype=dtype, count=len(column) * width // np.dtype(dtype).itemsize, offset=start)
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
+
+
+@functools.cache
+def float8_values():
+    """(256,) fp32: what the bytes of 8-bit floats (E4M3: four bits of exponent, three of mantissa, no infinity) stand for."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return (np.where(code & 0x7F == 0x7F, np.nan, size) * np.where(code & 0x80, -1, 1)).astype(np.float32)
+
+
+def from_float8(bytes_BX, shape):
+    """(B, 4 + X) bytes, a fp32 scale and X 8-bit floats that it multiplies (`encoder.to_float8`), -> (B, *shape) fp16."""
+    scales = np.ascontiguousarray(bytes_BX[:, :SCALE_BYTES]).view(np.float32)
+    return (float8_values()[bytes_BX[:, SCALE_BYTES:]] * scales).astype(DTYPE).reshape(-1, *shape)
+
+
+def read_embeddings(column, manifest):
+    """`(text_BLD, valid_B)`: stored caption embeddings as fp16, from whatever the manifest says they are kept in."""
+    shape = manifest.shapes[EMBEDDINGS]
+    if manifest.text_precision == "fp16":
+        return from_binary(column, shape)
+    stored, valid = from_binary(column, (int(np.prod(shape)) + SCALE_BYTES,), np.uint8)
+    return from_float8(np.where(valid[:, None], stored, 0), shape), valid
 
 
 def held_out(ids, share):
@@ -97,6 +129,7 @@ class Manifest:
     job: dict  # the parameters that decide what is written
     segments: list
     report: dict = dataclasses.field(default_factory=dict)  # seconds and rows by stage
+    text_precision: str = "fp16"  # of `caption_embeddings`: "fp16", or "fp8": 8-bit floats with a scale a row
     schema_version: int = SCHEMA_VERSION
 
     def total(self, count):
@@ -131,7 +164,7 @@ class Manifest:
     @property
     def row_bytes(self):
         """Bytes of a row on its way to the trainers, where they are most: latents and text, or pixels."""
-        latents = sum(int(np.prod(shape)) for shape in self.shapes.values()) * DTYPE().itemsize
+        latents = sum(column_bytes(column, shape, self.text_precision) for column, shape in self.shapes.items())
         return max(latents, self.job.get("raw_row_bytes", 0))
 
     @property

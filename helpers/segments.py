@@ -8,12 +8,14 @@ before that it never happened, whatever files a killed job left. When all segmen
 import contextlib
 import dataclasses
 import json
+import statistics
 import time
 import zlib
 
 from . import schema, sources, storage
 
-ROWS_PER_SEGMENT = 200_000
+ROWS_PER_SEGMENT = 200_000  # for each encoder: some twenty minutes of an A10G at 256 pixels
+TIMELINE = 60  # points a segment in the report
 JOB, PLAN = "job.json", "plan.json"  # beside the segments' entries, while a job is not finished
 
 
@@ -27,15 +29,15 @@ class Segment:
     limit: int | None = None
 
 
-def plan_segments(paths, limit=None, rows_per_segment=ROWS_PER_SEGMENT):
-    """Cut files into segments of about `rows_per_segment` rows, up to `limit` rows in all.
+def plan_segments(paths, config, rows_per_segment=ROWS_PER_SEGMENT):
+    """Cut files into segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
 
-    A pure function of the files' footers. Raises ValueError when there is no row at all.
+    A pure function of the files' row counts. Raises ValueError when there is no row at all.
     """
-    segments, batch, rows, left = [], [], 0, limit
-    for start in range(0, len(paths), 256):  # footers are read a group at a time: a limit stops early
+    segments, batch, rows, left = [], [], 0, config.limit
+    for start in range(0, len(paths), 256):  # files are counted a group at a time: a limit stops early
         group = paths[start : start + 256]
-        for path, num_rows in zip(group, sources.count_rows(group), strict=True):
+        for path, num_rows in zip(group, sources.count_rows(group, config), strict=True):
             taken = num_rows if left is None else min(num_rows, left)
             if taken == 0:
                 continue
@@ -43,14 +45,15 @@ def plan_segments(paths, limit=None, rows_per_segment=ROWS_PER_SEGMENT):
             rows += taken
             left = None if left is None else left - taken
             if rows >= rows_per_segment or left == 0:
-                segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+                # A limit only where a file is cut: it would keep a filter from being pushed down into the read.
+                segments.append(Segment(len(segments), batch, rows, rows if taken < num_rows else None))
                 batch, rows = [], 0
         if left == 0:
             break
     if batch:
-        segments.append(Segment(len(segments), batch, rows, rows if limit is not None else None))
+        segments.append(Segment(len(segments), batch, rows))
     if not segments:
-        raise ValueError(f"The input holds no rows ({len(paths)} Parquet files, the first is {paths[0]}): give other data.")
+        raise ValueError(f"The input holds no rows ({len(paths)} files, the first is {paths[0]}): give other data.")
     return segments
 
 
@@ -65,19 +68,19 @@ class Job:
             input, so it is called once in the life of a job, and a rerun reads what it gave from `segments/plan.json`.
         listing: {path: bytes} of the input, by which a rerun knows it again.
         id_type: Arrow type of the ids.
+        dollars_per_hour: price of the machines that the job runs on, for the report.
     """
 
-    def __init__(self, latents_uri, parameters, description, plan, listing, id_type):
+    def __init__(self, latents_uri, parameters, description, plan, listing, id_type, dollars_per_hour=0.0):
         self.latents_uri = latents_uri
+        self.dollars_per_hour = dollars_per_hour
         self.description = description
         self.id_type = id_type
         files = json.dumps(sorted(listing.items()))
         self.parameters = {**parameters, "encoder": description["encoder"], "input_crc32": zlib.crc32(files.encode())}
         self.check_same()
         if self.finished:
-            limited = parameters.get("limit") is not None
-            entries = [entry for _, entry in sorted(self.committed().items())]
-            self.segments = [Segment(e["index"], e["sources"], e["read"], e["read"] if limited else None) for e in entries]
+            self.segments = [Segment(e["index"], e["sources"], e["read"], e.get("limit")) for _, e in sorted(self.committed().items())]
         elif storage.exists(self.uri("segments", PLAN)):
             self.segments = [Segment(**segment) for segment in storage.read_json(self.uri("segments", PLAN))]
         else:
@@ -138,11 +141,14 @@ class Job:
             try:
                 entry = self.collect(pipeline(segment), segment, lambda rows: progress and progress(done + rows, total))
                 storage.write_json(self.uri("segments", f"{segment.index:06d}.json"), entry)
-            except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+            except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
                 # Cancelled tasks end a moment later; what one still writes after this is never read, and goes at the
                 # next run.
-                while self.delete_uncommitted():
-                    time.sleep(0.5)
+                try:
+                    while self.delete_uncommitted():
+                        time.sleep(0.5)
+                except OSError as unreachable:
+                    error.add_note(f"{self.latents_uri} cannot be reached either; run the job again when it can. ({unreachable})")
                 raise
             done += entry["read"]
         return self.finish()
@@ -151,6 +157,7 @@ class Job:
         """What the write stage needs to know of the job and the segment."""
         return {
             "latents_uri": self.latents_uri, "segment": segment, "shapes": self.description["shapes"], "ids": self.id_type,
+            "text_precision": self.description["text_precision"],
         }  # fmt: skip
 
     def collect(self, reports, segment, progress):
@@ -171,6 +178,8 @@ class Job:
                 f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
             )
         entry["seconds"] = time.time() - started
+        entry["timeline"] = timeline(entry.pop("busy"), len(entry["encoders"]), started)
+        entry["encoders"] = len(entry["encoders"])
         return entry
 
     def delete_uncommitted(self):
@@ -192,7 +201,7 @@ class Job:
             id_type=str(self.id_type),
             job=json.loads(json.dumps(self.parameters)),
             segments=entries,
-            report=report(entries),
+            report=report(entries, self.dollars_per_hour),
         )
         storage.write_json(self.uri(schema.MANIFEST), manifest.to_dict())
         storage.delete(self.uri("segments"))
@@ -202,9 +211,10 @@ class Job:
 def new_entry(segment):
     """A segment's entry before any of its rows is written."""
     return {
-        "index": segment.index, "sources": segment.paths, "files": [], "rejects": [], "read": segment.rows,
-        "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
+        "index": segment.index, "sources": segment.paths, "limit": segment.limit, "files": [], "rejects": [],
+        "read": segment.rows, "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
         "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
+        "encoders": [], "busy": {},
     }  # fmt: skip
 
 
@@ -216,19 +226,52 @@ def add_report(entry, report):
     entry["bytes"] += report["bytes"]
     first, last = entry["encoded"] or report["encoded"]
     entry["encoded"] = [min(first, report["encoded"][0]), max(last, report["encoded"][1])]
+    entry["encoders"] = sorted({*entry["encoders"], *report["encoders"]})
+    for second, (seconds, rows) in report["busy"].items():
+        busy = entry["busy"].setdefault(int(second), [0.0, 0])  # JSON's keys are text
+        busy[0], busy[1] = busy[0] + seconds, busy[1] + rows
     for reason, rows in report["rejected"].items():
         entry["rejected"][reason] = entry["rejected"].get(reason, 0) + rows
     for stage, seconds in report["stages"].items():
         entry["stages"][stage] += seconds
 
 
-def report(entries):
-    """Bytes written, and seconds: by stage, summed over its workers; from start to end; between the encoders' first
-    batch and their last, which leaves out the start of the workers."""
+def timeline(busy, num_encoders, started):
+    """[seconds since the segment's start, share of the encoders' time in use, rows a second], in at most `TIMELINE` pieces.
+
+    `busy`: {second since 1970: [seconds that encoders computed in it, rows]}. The first and the last second, which are no
+    whole ones, are left out.
+    """
+    whole, found = range(min(busy) + 1, max(busy)) if busy else range(0), []
+    length = max(1, -(-len(whole) // TIMELINE))
+    for start in range(0, len(whole), length):
+        part = [busy.get(second, (0.0, 0)) for second in whole[start : start + length]]
+        share = sum(used for used, _ in part) / (num_encoders * len(part))
+        found.append([round(whole[start] - started, 1), round(share, 4), round(sum(rows for _, rows in part) / len(part), 1)])
+    return found
+
+
+def report(entries, dollars_per_hour=0.0):
+    """What a job took, as JSON: `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`,
+    summed over each stage's workers; `encoding_seconds` between the encoders' first batch and their last, which leaves out
+    the start of the workers; `timeline` and `encoders_busy`, the median of its shares; and what a million images cost."""
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
+    seconds, points = sum(entry["seconds"] for entry in entries), []
+    written, before = sum(entry["written"] for entry in entries), 0.0
+    for entry in entries:
+        points += [[round(before + at, 1), share, rate] for at, share, rate in entry["timeline"]]
+        before += entry["seconds"]
+    dollars = seconds / 3600 * dollars_per_hour
     return {
         "bytes": sum(entry["bytes"] for entry in entries),
         "stage_seconds": stages,
-        "seconds": sum(entry["seconds"] for entry in entries),
+        "seconds": seconds,
         "encoding_seconds": sum(entry["encoded"][1] - entry["encoded"][0] for entry in entries if entry["encoded"]),
+        "images_per_second": written / seconds if seconds else 0.0,
+        "encoders": max((entry["encoders"] for entry in entries), default=0),
+        "encoders_busy": statistics.median(share for _, share, _ in points) if points else None,
+        "timeline": points,
+        "dollars_per_hour": dollars_per_hour,
+        "dollars": dollars,
+        "dollars_per_million_images": dollars / written * 1e6 if written else 0.0,
     }

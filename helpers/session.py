@@ -21,7 +21,8 @@ from . import storage
 def connect(ray_address="local", num_cpus=None):
     """Start Ray on this machine ("local"), or join the cluster at an address; quiet, once a process.
 
-    Workers get this package through the runtime environment, so a cluster needs no more than requirements.txt.
+    Workers get this package, and the `AWS_*` variables, through the runtime environment, so a cluster needs no more than
+    requirements.txt.
     On a small machine Ray is told of at least four CPUs: stages that wait on each other may share a core.
     """
     if ray.is_initialized():
@@ -34,7 +35,7 @@ def connect(ray_address="local", num_cpus=None):
     with stderr_closed():
         ray.init(
             **options, log_to_driver=False, logging_level="ERROR",
-            runtime_env={"py_modules": [str(pathlib.Path(__file__).parent)]},
+            runtime_env={"py_modules": [str(pathlib.Path(__file__).parent)], "env_vars": store_variables()},
         )  # fmt: skip
     # A Jupyter kernel that is shut down gets SIGTERM while Ray is still tidying up, and Ray's handler prints a stack.
     if threading.current_thread() is threading.main_thread():
@@ -45,6 +46,11 @@ def connect(ray_address="local", num_cpus=None):
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # the same files from the same input, run after run
     context.target_max_block_size = 32 * 2**20  # small blocks keep the stages busy and memory low
+
+
+def store_variables():
+    """This process's `AWS_*` variables, by which workers on other machines reach the same object store as it does."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 @contextlib.contextmanager

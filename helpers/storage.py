@@ -1,5 +1,6 @@
 """Files on a local folder or an object store, by one path or URI: everything goes through `pyarrow.fs`."""
 
+import functools
 import json
 import os
 import pathlib
@@ -26,7 +27,27 @@ def resolve_folder(name):
 
 def open_filesystem(uri):
     """`(filesystem, path)` of a local path or URI (`s3://`, `gs://`, ...; credentials from the environment)."""
-    return fs.FileSystem.from_uri(resolve(uri))
+    uri = resolve(uri)
+    if uri.startswith("s3://"):
+        path = uri.removeprefix("s3://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
+        environment = [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")]
+        return _open_s3(path.partition("/")[0], environment[0] or environment[1], environment[2] or environment[3]), path
+    return fs.FileSystem.from_uri(uri)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_s3(bucket, endpoint, region):
+    """A client that is kept: making one looks up the bucket's region. A request is tried ten times, with growing pauses,
+    so that a store which fails now and then, or is away for some seconds, stops no job. What fits into one part is written
+    by one request in place of three (`allow_delayed_open`)."""
+    if endpoint:
+        scheme, _, host = endpoint.rpartition("://")
+        where = {"endpoint_override": host, "scheme": scheme or "https"}
+    else:
+        where = {}
+        region = region or fs.resolve_s3_region(bucket)
+    retries = fs.AwsStandardS3RetryStrategy(max_attempts=10)
+    return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
 
 
 def is_local(uri):
@@ -52,8 +73,15 @@ def is_file(uri):
     return filesystem.get_file_info(path).type == fs.FileType.File
 
 
+def version(uri):
+    """(bytes, time of the last change) of a file, by which a kept copy of what it says is known to be out of date."""
+    filesystem, path = open_filesystem(uri)
+    info = filesystem.get_file_info(path)
+    return info.size, info.mtime_ns
+
+
 def list_files(uri, suffix="", recursive=False):
-    """Sorted paths or URIs of the files under `uri` that end in `suffix`; none if the folder does not exist."""
+    """Sorted paths or URIs of the files under `uri` that end in `suffix` (or one of several); none if there is no folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
     inside = sorted(info.path[len(path):].lstrip("/") for info in found if info.type == fs.FileType.File)

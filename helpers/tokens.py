@@ -26,3 +26,8 @@ def tokenize(captions, tokenizer):
         return np.zeros((0, tokenizer.model_max_length), dtype=np.int32)
     encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=tokenizer.model_max_length)
     return np.array(encoded["input_ids"], dtype=np.int32)
+
+
+def count_tokens(captions, tokenizer):
+    """Token ids of each whole caption, with begin and end, nothing cut off."""
+    return [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]

@@ -18,6 +18,8 @@ PICTURE = RNG.integers(0, 256, (16, 16, 3), dtype=np.uint8)
 CAPTION = "a large red circle in the top left on a blue background"
 STAGES = pd.DataFrame({"stage": ["read", "transform", "encode", "write"], "images_per_second": [9000, 800, 300, 5000],
                        "workers": [1, 2, 1, 1]})  # fmt: skip
+TIMELINE = pd.DataFrame({"seconds": [5.0, 6.0, 7.0], "busy": [0.9, 0.96, 1.0], "images_per_second": [500.0, 600.0, 610.0]})
+SURVEY = pd.DataFrame({"tokens": [12, 30, 77, 120], "width": [256.0, 640, 300, np.nan], "height": [300.0, 512, 900, np.nan]})
 BLOCKS = pd.DataFrame({"block": ["down", "mid", "up"], "parameters": [300e3, 500e3, 200e3], "gflops": [0.1, 0.05, 0.2]})
 RUN = pd.DataFrame({"step": range(1, 101), "loss": np.linspace(1, 0.1, 100)})
 METRICS = RUN.assign(images_per_second=600.0, data_wait_share=0.02)
@@ -35,6 +37,8 @@ EVERY = {
     "transform_steps": lambda: figures.transform_steps({"decoded": PICTURE, "cropped": PICTURE[:8, :8]}),
     "latents": lambda: figures.latents(PICTURE, RNG.normal(size=(2, 4, 2, 2)), PICTURE),
     "stage_throughput": lambda: figures.stage_throughput(STAGES),
+    "encoders_busy": lambda: figures.encoders_busy(TIMELINE),
+    "distribution": lambda: figures.distribution(SURVEY, max_tokens=77, resolutions=[256, 512]),
     "noise_schedule": lambda: figures.noise_schedule(ALPHAS),
     "noised_strip": lambda: figures.noised_strip([PICTURE] * 3, [0, 500, 999]),
     "blocks": lambda: figures.blocks(BLOCKS),
@@ -139,6 +143,18 @@ def test_highlight_dims_the_other_half(half, dimmed, kept):
     lightness = {text.get_text().split(":")[0]: np.mean(matplotlib.colors.to_rgb(text.get_color()))
                  for text in figures.architecture(highlight=half).axes[0].texts}  # fmt: skip
     assert lightness[dimmed] > 0.6 > 0.3 > lightness[kept]
+
+
+def test_encoders_busy_shows_the_median_and_the_goal():
+    found = texts(figures.encoders_busy(TIMELINE))
+    assert "96% of their time" in found and "goal 95 %" in found
+
+
+def test_distribution_says_what_is_cut_off_and_what_is_large_enough():
+    found = texts(figures.distribution(SURVEY, max_tokens=77, resolutions=[256, 512]))
+    assert "25.0% are cut at 77" in found and "256: 75%, 512: 25%" in found and "33% are longer than 2 : 1" in found
+    nothing = SURVEY.assign(width=np.nan, height=np.nan)
+    assert "256: 0%" in texts(figures.distribution(nothing, max_tokens=77, resolutions=[256]))
 
 
 def test_stage_throughput_draws_the_rates_and_marks_the_slowest():

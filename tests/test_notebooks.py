@@ -38,7 +38,7 @@ NAMES = set(DEFAULTS) | {
     "init_from",
     # of this project's own
     "lr_schedule", "adam_beta2", "weight_decay", "hang_timeout", "random_crop", "horizontal_flip", "channels_last",
-    "activation_checkpointing",
+    "activation_checkpointing", "upscale", "max_aspect_ratio", "max_pixels", "latents", "text_precision", "dollars_per_hour",
 }  # fmt: skip
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},

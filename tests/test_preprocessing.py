@@ -14,10 +14,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
 from PIL import Image
 
-from helpers import captioned_shapes, encoder, images, preprocess, schema, session, sources, storage, tokens
+from helpers import (
+    captioned_shapes,
+    diffusion,
+    encoder,
+    images,
+    preprocess,
+    schema,
+    segments,
+    session,
+    sources,
+    storage,
+    tokens,
+)
 from helpers.config import PreprocessingConfig
+from helpers.learner import Unit
 from tests.pipelines import build_pipeline, encode
 
 ROWS = 600
@@ -56,14 +70,14 @@ def read_latents(latents_uri, name="data"):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished job over the sample data, with its config and manifest."""
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")))
+    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), dollars_per_hour=2.5)
     captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
     return config, encode(config)
 
 
 def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
     config, manifest = finished
-    raw = pa.concat_tables([pq.read_table(path) for path in sources.list_parquet(config.raw_uri)])
+    raw = pa.concat_tables([pq.read_table(path) for path in sources.list_inputs(config.raw_uri)])
     written, rejected = read_latents(config.latents_uri), read_latents(config.latents_uri, "rejects")
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
     assert manifest.total("read") == ROWS == manifest.total("written") + sum(manifest.rejected.values())
@@ -84,10 +98,49 @@ def test_the_manifest_on_disk_knows_each_file_and_its_row_groups(finished):
     assert on_disk["read"] == on_disk["written"] + sum(on_disk["rejected"].values()) + on_disk["filtered"]
 
 
+def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
+    config, manifest = finished
+    report = storage.read_json(storage.join(config.latents_uri, "manifest.json"))["report"]
+    on_disk = sum(os.path.getsize(path) for path in storage.list_files(f"{config.latents_uri}/data"))
+    assert report["bytes"] == on_disk and report["encoders"] == 1 and set(report["stage_seconds"]) == {"transform", "encode", "write"}
+    assert report["images_per_second"] == manifest.total("written") / report["seconds"]
+    million = report["seconds"] / 3600 * 2.5 / manifest.total("written") * 1e6
+    assert report["dollars_per_hour"] == 2.5 and report["dollars_per_million_images"] == pytest.approx(million)
+    assert list(preprocess.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second"]
+
+
+def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
+    calls = [(100.0, 100.5, 10), (101.25, 102.5, 20), (102.5, 103.0, 5), (104.0, 104.25, 5)]  # start, end, rows
+    rows = pa.table({
+        "encoded_at": [end for _, end, count in calls for _ in range(count)],
+        "encode_seconds": [(end - start) / count for start, end, count in calls for _ in range(count)],
+    })  # fmt: skip
+    busy = preprocess.busy_seconds(rows)
+    assert {second: (pytest.approx(used), finished) for second, (used, finished) in busy.items()} == {
+        100: (0.5, 10), 101: (0.75, 0), 102: (1.0, 20), 103: (0.0, 5), 104: (0.25, 5),
+    }  # fmt: skip
+    assert segments.timeline(busy, 1, started=99.0) == [[2.0, 0.75, 0], [3.0, 1.0, 20], [4.0, 0.0, 5]]
+    assert segments.timeline(busy, 2, started=99.0)[0] == [2.0, 0.375, 0] and segments.timeline({}, 1, 0.0) == []
+    long = segments.timeline(dict.fromkeys(range(1000), (0.9, 7)), 1, 0.0)
+    assert len(long) <= segments.TIMELINE and {(share, rate) for _, share, rate in long} == {(0.9, 7)}
+
+
+def test_a_survey_of_random_rows_knows_their_sizes_and_whole_captions(finished):
+    config, _ = finished
+    frame, pictures, captions = preprocess.survey(config, num_rows=150)
+    assert len(frame) == 150 and len(pictures) == len(captions) == 12
+    assert frame["width"].min() >= 1 and frame[["width", "height"]].isna().all(axis=1).any()  # spoilt rows are no pictures
+    assert tokens.count_tokens(["a large red circle", ""], tokens.load_tokenizer("tiny-sd")) == [6, 2]
+    long = tokens.count_tokens(["red " * 100], tokens.load_tokenizer("tiny-sd"))
+    assert long == [102]
+    again, _, _ = preprocess.survey(config, num_rows=150)
+    assert again.equals(frame) and not preprocess.survey(config, num_rows=150, seed=1)[0].equals(frame)
+
+
 def test_stored_latents_are_what_the_encoder_gives_for_each_row_alone(finished):
     config, manifest = finished
     table = read_latents(config.latents_uri)
-    raw = pa.concat_tables([pq.read_table(path) for path in sources.list_parquet(config.raw_uri)])
+    raw = pa.concat_tables([pq.read_table(path) for path in sources.list_inputs(config.raw_uri)])
     by_id = dict(zip(raw["hash"].to_pylist(), zip(raw["jpg"].to_pylist(), raw["caption"].to_pylist(), strict=True), strict=True))
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config))
     tokenizer = tokens.load_tokenizer("tiny-sd")
@@ -181,6 +234,20 @@ def test_a_picture_below_a_resolution_has_no_latents_there(tmp_path):
     assert table["image_latents_64"].is_valid().to_pylist() == [True, False, True]
 
 
+def test_small_pictures_are_enlarged_and_long_ones_kept_only_if_asked():
+    def reason(data, **changes):
+        pixels, _, text = preprocess.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
+        return text or sorted(pixels)
+
+    assert reason(picture((40, 300))) == [32]
+    assert reason(picture((40, 300)), upscale=True) == [32, 64] == reason(picture((3, 4)), upscale=True)
+    assert reason(picture((8, 300))) == "smaller than 32 pixels"
+    assert reason(picture((64, 129)), max_aspect_ratio=2) == "longer than 2 times its shorter side"
+    assert reason(picture((128, 64)), max_aspect_ratio=2) == [32, 64] == reason(picture((64, 64)), max_aspect_ratio=1)
+    assert reason(picture((300, 300)), max_pixels=90_000) == [32, 64]
+    assert reason(picture((300, 301)), max_pixels=90_000) == reason(picture((900, 900)), max_pixels=90_000) == "too many pixels"
+
+
 def test_filtered_rows_are_counted_and_limit_bounds_what_is_read(tmp_path):
     rows = [(number, "a caption", picture()) for number in range(100)]
     write_rows(tmp_path / "raw", rows, rows_per_file=30)
@@ -212,7 +279,7 @@ def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing
     assert sum(pq.read_metadata(path).num_rows for path in first) == 80
 
     pathlib.Path(config.latents_uri, "data", "000002-left-by-a-killed-job.parquet").write_bytes(b"half")
-    monkeypatch.setattr(sources, "count_rows", lambda paths: pytest.fail("the input's footers are read again"))
+    monkeypatch.setattr(sources, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
     again = preprocess.prepare(config, rows_per_segment=40)
     assert [segment.index for segment in again.pending()] == [2]
     again.run(build_pipeline(again, config))
@@ -244,7 +311,7 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_half_written_data(tmp_path)
         ({"image_column": "png"}, ValueError, r"image_column='png' is not a column of .*: it has hash, caption, width, height, jpg"),
         ({"caption_column": "text"}, ValueError, r"caption_column='text' is not a column"),
         ({"id_column": "key"}, ValueError, r"id_column='key' is not a column"),
-        ({"image_column": "caption"}, ValueError, r"image_column='caption' holds string, not the bytes of encoded pictures"),
+        ({"image_column": "width"}, ValueError, r"image_column='width' holds .*, neither the bytes of encoded pictures nor"),
         ({"caption_column": "width"}, ValueError, r"caption_column='width' holds double, not text"),
         ({"row_filter": "punsafe < 0.5"}, ValueError, r"row_filter='punsafe' is not a column"),
         ({"row_filter": "punsafe < 0.5 and width > 8"}, ValueError, r"row_filter='punsafe' is not a column"),
@@ -292,3 +359,23 @@ print(json.dumps({"written": manifest.total("written")}))
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"written": 40}
+
+
+def test_means_and_8_bit_captions_are_what_moments_and_16_bits_hold_in_half_the_space(finished, tmp_path):
+    config, manifest = finished
+    small = PreprocessingConfig(
+        storage=config.storage, latents_uri=str(tmp_path), latents="mean", text_precision="fp8", resolutions=[64]
+    )
+    found = encode(small)
+    assert found.shapes["image_latents_64"][0] == 1 and found.text_precision == "fp8"
+    few, full = (read_latents(uri).sort_by("id") for uri in (small.latents_uri, config.latents_uri))
+    few = few.filter(few["image_latents_64"].is_valid())
+    full = full.filter(full["image_latents_64"].is_valid())
+    assert few["id"].equals(full["id"])
+    mine, theirs = (Unit.from_arrow(rows, m, 64, 0) for rows, m in ((few, found), (full, manifest)))
+    assert torch.equal(mine.moments[:, 0], theirs.moments[:, 0])
+    torch.testing.assert_close(mine.text, theirs.text, rtol=1 / 15, atol=0.01)
+    sizes = [sum(schema.column_bytes(c, m.shapes[c], m.text_precision) for c in found.shapes) for m in (found, manifest)]
+    assert sizes[0] < 0.51 * sizes[1]
+    noise = torch.zeros(len(few), *mine.moments.shape[2:])
+    torch.testing.assert_close(diffusion.sample_latents(mine.moments, noise, 1.0), diffusion.sample_latents(theirs.moments, noise, 1.0))

@@ -5,11 +5,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from helpers import schema, storage
+from helpers import encoder, schema, storage
 
 
 def bits(array):
@@ -195,3 +196,26 @@ def test_numbers_are_held_out_as_their_text_is():
     """Ids are int64 in one file and text in another."""
     numbers = np.arange(500)
     assert np.array_equal(schema.held_out(numbers, 0.3), schema.held_out([str(i) for i in numbers], 0.3))
+
+
+# --- captions in 8-bit floats -------------------------------------------------------------------------
+
+
+def test_8_bit_floats_are_those_of_pytorch():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(schema.float8_values(), codes)
+
+
+def test_embeddings_in_8_bit_floats_come_back_within_a_sixteenth(build_manifest):
+    text = np.random.default_rng(1).normal(size=(5, 6, 128)).astype(np.float16)
+    text[0, 0, 0], text[3] = 900, 0  # an outlier, and a row of zeros
+    stored = encoder.to_float8(torch.from_numpy(text)).numpy()
+    column = schema.to_binary(stored, np.array([True, True, False, True, True]), np.uint8)
+    assert column.type.byte_width == 6 * 128 + 4 == schema.column_bytes("caption_embeddings", (6, 128), "fp8")
+    found, valid = schema.read_embeddings(column, build_manifest(text_precision="fp8"))
+    assert found.dtype == np.float16 and found.shape == text.shape and valid.tolist() == [True, True, False, True, True]
+    for row in (1, 4):
+        np.testing.assert_allclose(found[row], text[row], rtol=1 / 15, atol=1e-3)
+    assert (found[3] == 0).all() and found[0, 0, 0] == 900
+    found, _ = schema.read_embeddings(schema.to_binary(text), build_manifest())
+    np.testing.assert_array_equal(found, text)

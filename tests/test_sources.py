@@ -10,7 +10,7 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import preprocess, segments, sources, storage
+from helpers import formats, preprocess, segments, sources, storage
 from helpers.config import PreprocessingConfig
 
 
@@ -26,30 +26,30 @@ def write(path, **columns):
 def test_a_file_is_found_by_itself_whatever_its_name(tmp_path, monkeypatch):
     for name in ("a.parquet", "part-0000"):
         path = write(tmp_path / name, x=[1])
-        assert sources.list_parquet(path) == [path]
+        assert sources.list_inputs(path) == [path]
         monkeypatch.chdir(tmp_path)
-        assert sources.list_parquet(name) == [path]
+        assert sources.list_inputs(name) == [path]
 
 
 def test_a_folder_gives_its_parquet_files_sorted_nested_ones_too(tmp_path):
     paths = [write(tmp_path / name, x=[1]) for name in ("b.parquet", "a.parquet", "deep/er/c.parquet")]
     (tmp_path / "notes.txt").write_text("not data")
-    assert sources.list_parquet(str(tmp_path)) == sorted(paths) == sources.list_parquet(str(tmp_path) + "/")
+    assert sources.list_inputs(str(tmp_path)) == sorted(paths) == sources.list_inputs(str(tmp_path) + "/")
 
 
 def test_a_folder_may_be_called_like_a_file(tmp_path):
     path = write(tmp_path / "data.parquet" / "part-0.parquet", x=[1])
-    assert sources.list_parquet(str(tmp_path / "data.parquet")) == [path]
+    assert sources.list_inputs(str(tmp_path / "data.parquet")) == [path]
 
 
 def test_missing_and_empty_places_are_named(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file or a folder"
+        FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"
     ):
-        sources.list_parquet(str(tmp_path / "nowhere"))
+        sources.list_inputs(str(tmp_path / "nowhere"))
     (tmp_path / "a.jpg").write_text("")
-    with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no .parquet file"):
-        sources.list_parquet(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no Parquet file"):
+        sources.list_inputs(str(tmp_path))
 
 
 def damaged(path):
@@ -71,31 +71,33 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path, kind):
     path = write(tmp_path / "a.parquet", x=[1])
     (tmp_path / "a.parquet").write_bytes(damaged(path)[kind])
     with pytest.raises(ValueError, match=f"^{path} is not a readable Parquet file: remove or replace it"):
-        sources.open_parquet(path)
+        formats.Parquet().open(path)
     with pytest.raises(ValueError, match=f"^{path} is not"):
-        sources.count_rows([path])
+        formats.Parquet().row_groups(path)
 
 
 def test_a_file_that_went_away_is_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
-        sources.open_parquet(str(tmp_path / "a.parquet"))
+        formats.Parquet().open(str(tmp_path / "a.parquet"))
 
 
 def test_a_missing_column_is_named_with_those_that_there_are(tmp_path):
     path = write(tmp_path / "a.parquet", url=["u"], text=["t"])
+    found = formats.Parquet().schema(path)
     with pytest.raises(ValueError) as error:
-        sources.check_columns(path, {"caption_column": "text", "image_column": "jpg"})
+        sources.check_columns(path, {"caption_column": "text", "image_column": "jpg"}, found)
     assert str(error.value) == f"image_column='jpg' is not a column of {path}: it has url, text."
-    assert sources.check_columns(path, {"caption_column": "text"}).names == ["url", "text"]
+    sources.check_columns(path, {"caption_column": "text"}, found)
 
 
 def test_rows_are_counted_and_the_first_ones_looked_at_without_ray(tmp_path):
     first = write(tmp_path / "a.parquet", x=[1, 2], y=["a", "b"])
     second = write(tmp_path / "b.parquet", x=[3], y=[None])
-    assert sources.count_rows([first, second, first]) == [2, 1, 2]
-    assert sources.first_rows(str(tmp_path), ["x"], 2) == [{"x": 1}, {"x": 2}]
-    assert sources.first_rows(str(tmp_path), ["x", "y"], 9)[-1] == {"x": 3, "y": None}
-    assert len(sources.first_rows(str(tmp_path), ["x"], 9)) == 3
+    config = PreprocessingConfig(input_uri=str(tmp_path), id_column="x", caption_column="y", image_column="y")
+    assert sources.count_rows([first, second, first], config) == [2, 1, 2]
+    assert sources.first_rows(config, 2) == [{"x": 1, "y": "a", "path": first}, {"x": 2, "y": "b", "path": first}]
+    assert sources.first_rows(config, 9)[-1] == {"x": 3, "y": None, "path": second}
+    assert len(sources.first_rows(config, 9)) == 3
 
 
 # ---- the row filter, against an evaluation of our own, with three truth values as in SQL
@@ -350,12 +352,40 @@ def cluster():
     ray.shutdown()
 
 
+def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
+    """Where no limit cuts the file: a limit counts the rows before the filter."""
+    paths = [raw(tmp_path, number, 20) for number in range(2)]
+    config = PreprocessingConfig(row_filter="width >= 3", limit=30)
+    whole, cut = segments.plan_segments(paths, config, rows_per_segment=20)
+    plans = []
+    for segment in (whole, cut):
+        sources.read_rows(segment, config).explain()
+        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
+    assert "Filter" not in plans[0] and "Limit" not in plans[0]
+    assert "Filter" in plans[1] and "limit=10" in plans[1]
+    expected = pq.read_table(paths[0]).filter(sources.parse_filter(config.row_filter).to_pyarrow())
+    assert [row["hash"] for row in sources.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
+
+
+def test_a_scan_of_the_filters_columns_counts_what_each_clause_drops(tmp_path, cluster):
+    table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    text = "width >= 3 and (score > 0.5 or width > 9)"
+    found = sources.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text))
+    assert [tuple(row) for row in found.itertuples(index=False)] == [
+        ("width >= 3", 3, 2, 6), ("score > 0.5 or width > 9", 2, 1, 6), ("all", 4, 4, 6),
+    ]  # fmt: skip
+    assert sources.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and sources.clauses(" ") == []
+    with pytest.raises(ValueError, match="row_filter='' drops nothing"):
+        sources.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
+
+
 def test_ray_reads_the_columns_that_are_used_and_filters_as_arrow_does(tmp_path, cluster):
     """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
     paths = [raw(tmp_path, number, 20) for number in range(2)]
     text = "not width < 3 and hash != 7 or caption == 'none' and width > 100"
     config = PreprocessingConfig(row_filter=text, limit=25)
-    (segment,) = segments.plan_segments(paths, limit=25)
+    (segment,) = segments.plan_segments(paths, config)
     rows = sources.read_rows(segment, config).take_all()
     first = pa.concat_tables([pq.read_table(path) for path in paths])[:25]
     expected = first.filter(sources.parse_filter(text).to_pyarrow())

@@ -24,7 +24,7 @@ from tests.pipelines import encode
 
 def bare(config, rows):
     """Images a second of `LatentEncoder` alone."""
-    paths = sources.list_parquet(config.raw_uri)
+    paths = sources.list_inputs(config.raw_uri)
     table = pq.read_table(paths[0]).slice(0, 1024)
     prepared = preprocess.transform(table.append_column("path", pa.array([paths[0]] * len(table))), config=config)
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
