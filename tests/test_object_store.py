@@ -112,6 +112,7 @@ def test_a_server_that_fails_every_tenth_request_stops_no_job_and_loses_no_row(f
     )
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_ends_the_job_with_a_clear_error_and_a_rerun_completes_it(server, finished):
     config, manifest = finished
     away = PreprocessingConfig(storage="s3://bucket/sd", latents_uri="s3://bucket/again")
