@@ -261,7 +261,8 @@ def distribution(frame, *, max_tokens, resolutions):
     known = frame.dropna(subset=["width", "height"])
     shorter, longer = known[["width", "height"]].min(axis=1), known[["width", "height"]].max(axis=1)
     if len(known):
-        span = np.geomspace(max(1, shorter.min()) * 0.95, max(shorter.max(), *resolutions) * 1.05, 40)
+        # Room on both sides: data sets whose pictures are all of one size exist.
+        span = np.geomspace(max(1, min(shorter.min(), *resolutions)) * 0.7, max(shorter.max(), *resolutions) * 1.4, 30)
         middle.hist(shorter, bins=span, color=GREEN)
         middle.set_xscale("log", base=2)
         middle.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

@@ -33,6 +33,7 @@ def prepare(config, training):
     if rows == 0:
         raise ValueError(f"The input holds no rows ({len(job['paths'])} files): give other data.")
     raw_bytes = sum(job["listing"].values()) / rows
+    check_row_groups(files, raw_bytes)
     parameters = {**job["parameters"], "online": config.to_dict(), "raw_row_bytes": round(raw_bytes + pixel_bytes(config))}
     segment = {
         "index": 0, "files": [{"name": name, "row_groups": groups} for name, groups in files], "rejects": [],
@@ -50,6 +51,17 @@ def prepare(config, training):
     if training.validation_share and not storage.exists(storage.join(uri, ingest.VALIDATION, schema.MANIFEST)):
         write_validation(manifest, config, training)
     return manifest
+
+
+def check_row_groups(files, row_bytes):
+    """Say it where row groups are much larger than a chunk of the plan: each is read for every chunk that it is part of."""
+    largest = max(rows for _, groups in files for rows in groups)
+    if largest * row_bytes > 4 * ingest.CHUNK_BYTES:
+        print(
+            f"Row groups have up to {largest:,} rows, {largest * row_bytes / 2**20:,.0f} MiB, and the plan reads "
+            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data written again with "
+            f"row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
+        )
 
 
 def same_data(one, other):

@@ -198,3 +198,10 @@ def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     )
     assert rows["keep"].to_pylist() == [width > 64 for width in rows["width"].to_pylist()]
     assert 0 < sum(rows["keep"].to_pylist()) < len(rows)
+
+
+def test_row_groups_that_would_be_read_again_and_again_are_named_with_what_to_do(capsys):
+    online.check_row_groups([("a.parquet", [1000, 1000])], row_bytes=100_000)
+    assert capsys.readouterr().out == ""
+    online.check_row_groups([("a.parquet", [1000, 5000])], row_bytes=100_000)
+    assert "up to 5,000 rows, 477 MiB" in (said := capsys.readouterr().out) and "row_group_size=671" in said
