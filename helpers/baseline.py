@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import psutil
 import pyarrow as pa
-import ray.train
 import torch
 
 from . import encoder, ingest, online, schema, session, train
@@ -47,7 +46,7 @@ class PlannedImages(torch.utils.data.Dataset):
         tables = ingest.read_chunks(
             {"id": [number]}, plan=self.plan, first_chunk=0, first_step=0, num_steps=self.num_steps, read=self.read
         )
-        return {unit: rows for table in tables for unit, rows in train.cut(table.combine_chunks(), self.plan.unit_rows).items()}
+        return {unit: rows for table in tables for unit, rows in ingest.cut(table.combine_chunks(), self.plan.unit_rows).items()}
 
     def __getitem__(self, step):
         """`(pixels (U, H, W, 3) uint8, token ids (U, L), keep (U,), positions (U,), account)` of the rows of a step.
@@ -107,11 +106,10 @@ class DeviceEncoder:
 
 def steps(config, manifest, first_step, rejects, *, raw, **augmentation):
     """As `train.planned_steps`, for `train.train_loop_per_worker(..., steps=...)`: from a DataLoader, encoded by the worker."""
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
+    rank, world, device = train.place()
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     loader = iter(build_loader(plan, config, raw, first_step, rank, world, **augmentation))
-    encode = DeviceEncoder(raw, ray.train.torch.get_device())
+    encode = DeviceEncoder(raw, device)
     for _ in range(first_step, config.max_steps):
         started = time.perf_counter()
         item = next(loader)
@@ -149,7 +147,7 @@ def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None, **aug
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
-    few = dataclasses.replace(config, max_steps=min(config.max_steps, warm_up + num_steps))
+    few = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, few, raw, 0, **augmentation))
     watch = Stopwatch(device)
     encode, alone = DeviceEncoder(raw, device), Learner(few, manifest, device, phase=watch)

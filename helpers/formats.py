@@ -23,7 +23,7 @@ from .images import BadImage
 
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
-GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # of formats that have no row groups of their own
+GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # of formats that have no row groups of their own, as `schema.row_groups` cuts them
 
 
 class Parquet:
@@ -96,7 +96,7 @@ class WebDataset:
                 if is_first:
                     starts.append(member.offset)
                 end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        return split(len(starts)), [*starts[::GROUP_ROWS], end]
+        return schema.row_groups(len(starts)), [*starts[::GROUP_ROWS], end]
 
     def read(self, path, groups, columns, offsets=None):
         """One table for each group; without `offsets` the tar is read from its beginning."""
@@ -144,7 +144,7 @@ class ImageFolder:
 
     def row_groups(self, path):
         """(rows of each group, None)"""
-        return split(len(next(iter(load_metadata(path).values()), []))), None
+        return schema.row_groups(len(next(iter(load_metadata(path).values()), []))), None
 
     def stream(self, path, columns, groups=None):
         """The whole table, or some groups of it, a group at a time."""
@@ -246,12 +246,6 @@ def parse_json(text):
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def split(num_rows):
-    """Rows of each group of a file that has no row groups of its own."""
-    whole, rest = divmod(num_rows, GROUP_ROWS)
-    return [GROUP_ROWS] * whole + [rest] * (rest > 0)
 
 
 def convert(values, kind):

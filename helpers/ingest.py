@@ -325,6 +325,16 @@ def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
         yield rows.append_column(UNIT, pa.array(numbers))
 
 
+def cut(block, unit_rows):
+    """{unit number: its rows} of a block. Raises RuntimeError if its rows are not whole units."""
+    numbers = block[UNIT].to_numpy().reshape(-1, unit_rows)
+    if (numbers != numbers[:, :1]).any():
+        raise RuntimeError(f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}.")
+    return {
+        int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0
+    }
+
+
 def read_latents(pieces, source, *, resolution, validation_share):
     """The rows of `pieces` of a latents folder, and `keep`."""
     columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]

@@ -4,9 +4,13 @@ import functools
 import json
 import os
 import pathlib
+import time
 import uuid
 
 from pyarrow import fs
+
+# What pyarrow's S3 client says, and does not retry, where a store's message of an error is longer than the bytes asked for.
+LONG_MESSAGE = "Failed to flush response stream"
 
 
 def resolve(uri):
@@ -37,17 +41,21 @@ def open_filesystem(uri):
 
 @functools.lru_cache(maxsize=16)
 def _open_s3(bucket, endpoint, region):
-    """A client that is kept: making one looks up the bucket's region. A request is tried ten times, with growing pauses,
-    so that a store which fails now and then, or is away for some seconds, stops no job. What fits into one part is written
-    by one request in place of three (`allow_delayed_open`)."""
+    """A client that is kept: making one looks up the bucket's region. A request is tried ten times (or `AWS_MAX_ATTEMPTS`),
+    with growing pauses, so that a store which fails now and then, or is away for some seconds, stops no job. What fits into
+    one part is written by one request in place of three (`allow_delayed_open`)."""
     if endpoint:
         scheme, _, host = endpoint.rpartition("://")
         where = {"endpoint_override": host, "scheme": scheme or "https"}
     else:
         where = {}
         region = region or fs.resolve_s3_region(bucket)
-    retries = fs.AwsStandardS3RetryStrategy(max_attempts=10)
+    retries = fs.AwsStandardS3RetryStrategy(max_attempts=max_attempts())
     return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
+
+
+def max_attempts():
+    return int(os.environ.get("AWS_MAX_ATTEMPTS", 10))
 
 
 def is_local(uri):
@@ -113,8 +121,14 @@ def size_bytes(uri):
 def read_text(uri):
     """The text of a file; `FileNotFoundError` if it is not there."""
     filesystem, path = open_filesystem(uri)
-    with filesystem.open_input_stream(path) as stream:
-        return stream.read().decode()
+    for left in reversed(range(max_attempts())):
+        try:
+            with filesystem.open_input_stream(path) as stream:
+                return stream.read().decode()
+        except OSError as error:
+            if LONG_MESSAGE not in str(error) or not left:
+                raise
+            time.sleep(0.1)
 
 
 def write_text(uri, text):

@@ -76,8 +76,7 @@ def ablation_per_worker(values):
 
 def planned_steps(config, manifest, first_step, rejects):
     """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
+    rank, world, _ = place()
     blocks = iter(
         ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     )
@@ -89,7 +88,7 @@ def planned_steps(config, manifest, first_step, rejects):
             for _ in wanted:
                 block = next(blocks, None)
                 if block is not None:
-                    waiting.update(cut(block, config.unit_rows))
+                    waiting.update(ingest.cut(block, config.unit_rows))
         if not waiting.keys() >= set(wanted):
             raise RuntimeError(f"Worker {rank} got units {sorted(waiting)} in place of {wanted}.")
         units = []
@@ -102,14 +101,10 @@ def planned_steps(config, manifest, first_step, rejects):
         yield units, time.perf_counter() - started, started
 
 
-def cut(block, unit_rows):
-    """{unit number: its rows} of a block. Raises RuntimeError if its rows are not whole units."""
-    numbers = block[ingest.UNIT].to_numpy().reshape(-1, unit_rows)
-    if (numbers != numbers[:, :1]).any():
-        raise RuntimeError(f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}.")
-    return {
-        int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0
-    }
+def place():
+    """`(rank, number of workers, device)` of this worker."""
+    context = ray.train.get_context()
+    return context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
 
 
 def remaining_steps(config, stream=ingest.stream):

@@ -1,11 +1,16 @@
 """Made-up latents that several test modules train on, validate or look at."""
 
+import os
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from helpers import schema
+
+# Ray Train looks after its workers every half second in place of every two: short runs end sooner.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 

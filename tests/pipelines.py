@@ -14,7 +14,8 @@ from ray.train import (
 )
 from ray.train.torch import TorchTrainer
 
-from helpers import encoder, evaluate, ingest, learner, online, preprocess, runs, session, sources, storage, train
+from helpers import captioned_shapes, encoder, evaluate, ingest, learner, online, preprocess, runs, session, sources, storage, train
+from helpers.config import PreprocessingConfig, TrainingConfig
 
 
 def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder, on=None):
@@ -47,6 +48,22 @@ def encode(config, progress=None, **changes):
     return job.run(build_pipeline(job, config, **changes), progress)
 
 
+def draw_and_encode(storage_uri, num_rows):
+    """Drawn pictures, encoded at 32 pixels: data for `short_run`. Returns the storage."""
+    config = PreprocessingConfig(storage=str(storage_uri), resolutions=[32])
+    captioned_shapes.write_parquet(config.raw_uri, num_rows)
+    encode(config)
+    return config.storage
+
+
+def short_run(storage_uri, name, **changes):
+    """The parameters of a run of some seconds, two units a step, that saves every ten steps and is not validated."""
+    return TrainingConfig(**{
+        "storage": storage_uri, "run_name": name, "resolution": 32, "global_batch_size": 32, "units_per_step": 2,
+        "max_steps": 40, "warmup_steps": 4, "checkpoint_every": 10, "validate_every": 0, "validation_share": 0.05, **changes,
+    })  # fmt: skip
+
+
 def bare(config, num_steps):
     """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process."""
     manifests = ingest.read_manifests(config)
@@ -58,7 +75,7 @@ def bare(config, num_steps):
     )
     units = {}
     for table in tables:
-        units.update(train.cut(table, config.unit_rows))
+        units.update(ingest.cut(table, config.unit_rows))
     manifest = next(iter(manifests.values()))
     alone, found = learner.Learner(config, manifest), []
     for step in range(num_steps):

@@ -21,7 +21,7 @@ from ray import cloudpickle
 
 from helpers import captioned_shapes, encoder, ingest, preprocess, runs, session, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import bare, build_pipeline, encode, fit
+from tests.pipelines import bare, build_pipeline, draw_and_encode, encode, fit, short_run
 
 STEPS = 30
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -37,18 +37,11 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 500)
-    encode(config)
-    return config.storage
+    return draw_and_encode(tmp_path_factory.mktemp("storage"), 500)
 
 
 def run_of(data, name, **changes):
-    return TrainingConfig(**{
-        "storage": data, "resolution": 32, "global_batch_size": 32, "units_per_step": 2, "max_steps": STEPS, "warmup_steps": 4,
-        "checkpoint_every": 10, "validate_every": 0, "validation_share": 0.05, "max_failures": 1, "run_name": name,
-        "num_training_workers": 2, **changes,
-    })  # fmt: skip
+    return short_run(data, name, **{"max_steps": STEPS, "max_failures": 1, "num_training_workers": 2, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +151,11 @@ def test_a_worker_is_killed_while_it_writes_a_checkpoint_and_the_one_before_is_u
     assert_bit_equal(config, straight)
     torn = storage.join(config.run_uri, runs.checkpoint_name(20, 1))
     assert "bytes of" in runs.damage(torn)
-    assert [storage.name(uri) for uri in runs.list_checkpoints(config.run_uri) if runs.damage(uri) is None] == [
-        runs.checkpoint_name(30, 2), runs.checkpoint_name(20, 2)
-    ]  # fmt: skip
     train.open_run(config)
     assert not storage.exists(torn)
+    assert [storage.name(uri) for uri in runs.list_checkpoints(config.run_uri)] == [
+        runs.checkpoint_name(30, 2), runs.checkpoint_name(20, 2)
+    ]  # fmt: skip
 
 
 def stop():
@@ -288,7 +281,8 @@ def raw(tmp_path_factory):
     return config, sorted(ids)
 
 
-def test_an_encoder_actor_is_killed_and_every_row_is_there_once(raw, tmp_path):
+@pytest.mark.parametrize("stage", ["encoder", "transform"])
+def test_an_encoder_actor_or_a_transform_process_is_killed_and_every_row_is_there_once(raw, tmp_path, stage):
     config, ids = raw
     config = PreprocessingConfig(storage=config.storage, resolutions=[32], latents_uri=str(tmp_path / "latents"))
     flag = str(tmp_path / "flag")
@@ -300,21 +294,12 @@ def test_an_encoder_actor_is_killed_and_every_row_is_there_once(raw, tmp_path):
                 once(flag, die)
             return super().__call__(rows)
 
-    manifest = encode(config, latent_encoder=MortalEncoder)
-    assert os.path.exists(flag) and manifest.total("written") == 3000
-    assert ids_of(config.latents_uri) == ids
-
-
-def test_a_transform_process_is_killed_and_every_row_is_there_once(raw, tmp_path):
-    config, ids = raw
-    config = PreprocessingConfig(storage=config.storage, resolutions=[32], latents_uri=str(tmp_path / "latents"))
-    flag = str(tmp_path / "flag")
-
     def mortal_transform(rows, config):
         once(flag, die)
         return preprocess.transform(rows, config=config)
 
-    manifest = encode(config, transform=mortal_transform)
+    mortal = {"latent_encoder": MortalEncoder} if stage == "encoder" else {"transform": mortal_transform}
+    manifest = encode(config, **mortal)
     assert os.path.exists(flag) and manifest.total("written") == 3000
     assert ids_of(config.latents_uri) == ids
 

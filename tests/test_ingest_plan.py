@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers import ingest, schema, storage, train
+from helpers import ingest, schema, storage
 from helpers.config import TrainingConfig
 
 
@@ -344,10 +344,10 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
 
 def test_a_block_is_cut_into_its_units_and_one_that_holds_parts_of_units_is_refused():
     block = pa.table({"unit": np.repeat([4, 6, -1], 3), "id": range(9)})
-    found = train.cut(block, 3)
+    found = ingest.cut(block, 3)
     assert {number: rows["id"].to_pylist() for number, rows in found.items()} == {4: [0, 1, 2], 6: [3, 4, 5]}
     with pytest.raises(RuntimeError, match=r"A block of 6 rows holds parts of units: \[-1, 4, 6\]"):
-        train.cut(block[1:7], 3)
+        ingest.cut(block[1:7], 3)
 
 
 def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manifest):

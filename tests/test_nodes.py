@@ -18,8 +18,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from helpers import captioned_shapes, encoder, ingest, online, runs, session, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import bare, encode, fit, online_stream
+from helpers.config import PreprocessingConfig
+from tests.pipelines import bare, draw_and_encode, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,17 +42,11 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def data(cluster, tmp_path_factory):
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 500)
-    encode(config)
-    return config.storage
+    return draw_and_encode(tmp_path_factory.mktemp("storage"), 500)
 
 
 def run_of(data, name, **changes):
-    return TrainingConfig(**{
-        "storage": data, "resolution": 32, "global_batch_size": 32, "units_per_step": 2, "max_steps": 60, "warmup_steps": 4,
-        "checkpoint_every": 10, "validate_every": 0, "validation_share": 0.05, "max_failures": 3, "run_name": name, **changes,
-    })  # fmt: skip
+    return short_run(data, name, **{"max_steps": 60, "max_failures": 3, **changes})
 
 
 def when(reached, action):
@@ -128,7 +122,7 @@ def test_an_elastic_run_shrinks_when_a_node_is_lost_grows_when_one_comes_and_sta
 
 
 def counting_loop(config):
-    """`slow_loop` that notes how many workers each attempt has."""
+    """`slow_loop` that notes how many workers each attempt has; once there are two again, nothing holds it up."""
     folder = pathlib.Path(config.run_uri, "workers")
 
     def loop(values):
@@ -136,7 +130,8 @@ def counting_loop(config):
         if context.get_world_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{time.time_ns()}").write_text(str(context.get_world_size()))
-        slow_loop(values)
+        grown = context.get_world_size() == 2 and train.last_step(config) > 0
+        (train.train_loop_per_worker if grown else slow_loop)(values)
 
     return loop
 
@@ -251,7 +246,7 @@ def planned_samples(config, raw):
     tables = ingest.read_chunks(
         {"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read
     )
-    units = {number: rows for table in tables for number, rows in train.cut(table, config.unit_rows).items()}
+    units = {number: rows for table in tables for number, rows in ingest.cut(table, config.unit_rows).items()}
     per_step = config.units_per_step
     return [
         runs.samples_crc32([i for slot in range(per_step) for i in units[step * per_step + slot][raw.id_column].to_pylist()])

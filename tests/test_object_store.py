@@ -18,7 +18,8 @@ ROWS, STEPS = 300, 12
 
 @pytest.fixture(scope="module")
 def server():
-    with S3Server() as server, server.environment():
+    with pytest.MonkeyPatch.context() as patch, S3Server() as server, server.environment():
+        patch.setenv("AWS_MAX_ATTEMPTS", "6")  # a store that stays away is given up sooner
         yield server
 
 
@@ -78,6 +79,13 @@ def test_a_store_that_is_away_for_some_seconds_is_waited_for(server):
     storage.write_text("s3://bucket/waited.txt", "after")
     back.join()
     assert storage.read_text("s3://bucket/waited.txt") == "after"
+
+
+def test_a_text_shorter_than_the_stores_message_of_an_error_is_asked_for_again(server):
+    storage.write_text("s3://bucket/short.txt", "short")
+    server.fail_every, failures = 4, server.failures  # every second time that it is read
+    assert {storage.read_text("s3://bucket/short.txt") for _ in range(20)} == {"short"}
+    assert server.failures > failures
 
 
 # ---- a job

@@ -14,8 +14,8 @@ from PIL import Image
 from ray import cloudpickle
 
 from helpers import baseline, captioned_shapes, encoder, ingest, learner, online, runs, session, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import fit, online_stream
+from helpers.config import PreprocessingConfig
+from tests.pipelines import fit, online_stream, short_run
 
 STEPS = 24
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -38,11 +38,8 @@ def raw(tmp_path_factory):
 
 
 def run_of(raw, name, **changes):
-    return TrainingConfig(**{
-        "storage": raw.storage, "latents_uri": storage.join(raw.storage, "online"), "resolution": 32, "global_batch_size": 32,
-        "units_per_step": 2, "max_steps": STEPS, "warmup_steps": 4, "checkpoint_every": 8, "validate_every": 0,
-        "validation_share": 0.05, "max_failures": 1, "run_name": name, **changes,
-    })  # fmt: skip
+    values = {"latents_uri": storage.join(raw.storage, "online"), "max_steps": STEPS, "checkpoint_every": 8, "max_failures": 1}
+    return short_run(raw.storage, name, **{**values, **changes})
 
 
 AUGMENT = {"random_crop": 0.8, "horizontal_flip": True}
@@ -76,7 +73,7 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
         for start in range(0, len(table), rows):  # as the blocks travel
             block = table.slice(start, rows).combine_chunks()
             done = online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed, **AUGMENT)
-            units.update(train.cut(latent_encoder(done), config.unit_rows))
+            units.update(ingest.cut(latent_encoder(done), config.unit_rows))
     alone, losses, samples = learner.Learner(config, manifest), [], []
     for step in range(STEPS):
         batch = [learner.Unit.from_arrow(units[2 * step + slot], manifest, 32, slot * config.unit_rows) for slot in range(2)]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from helpers import captioned_shapes, checkpoint, evaluate, parallel, runs, session, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
-from tests.pipelines import bare, encode, fit
+from tests.pipelines import bare, draw_and_encode, encode, fit, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -32,17 +32,11 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 400)
-    encode(config)
-    return config.storage
+    return draw_and_encode(tmp_path_factory.mktemp("storage"), 400)
 
 
-def small(data, **changes):
-    return TrainingConfig(**{
-        "storage": data, "resolution": 32, "global_batch_size": 32, "units_per_step": 2, "max_steps": 40, "warmup_steps": 4,
-        "checkpoint_every": 10, "validate_every": 20, "validation_share": 0.05, "max_failures": 0, "run_name": "first", **changes,
-    })  # fmt: skip
+def small(data, run_name="first", **changes):
+    return short_run(data, run_name, **{"validate_every": 20, "max_failures": 0, **changes})
 
 
 @pytest.fixture(scope="module")
