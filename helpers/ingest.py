@@ -30,6 +30,7 @@ VALIDATION = "validation"  # of a run whose pictures are encoded on the way: a l
 CHUNK_BYTES = 64 * 2**20  # a few chunks are in memory at once, per reading task
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # enough to mix; more only makes the first batch late
 BLOCK_BYTES = 4 * 2**20  # units smaller than this travel together
+AHEAD_STEPS, AHEAD_BYTES = 32, 256 * 2**20  # how far ahead of the trainers data is made: the larger of the two
 PATTERN = 10_000  # proportions hold to 1 in this many
 
 
@@ -390,8 +391,13 @@ def _validation_rows(manifest, uri, config, missing):
     return found
 
 
-def execution_options():
-    """Options that keep units in order, for Ray Train's `DataConfig(execution_options=...)`, which would reset them."""
-    options = ray.data.ExecutionOptions()
-    options.preserve_order = True
-    return options
+def execution_options(config):
+    """Options for Ray Train's `DataConfig(execution_options=...)`: units in order, and a bound on what is made ahead.
+
+    Trainers that are slower than what feeds them would otherwise let half of the object store fill before Ray Data holds
+    back. The bound is `AHEAD_STEPS` global batches of `config`'s data, and at least `AHEAD_BYTES`.
+    """
+    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config).values())
+    ahead = max(AHEAD_BYTES, AHEAD_STEPS * config.global_batch_size * row_bytes)
+    limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
+    return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)

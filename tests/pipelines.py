@@ -124,7 +124,7 @@ def fit(config, validate=True, loop=train.train_loop_per_worker, scaling=None, s
             checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoints_kept),
         ),
         datasets={"train": functools.partial(train.remaining_steps, config, stream)} if stream else None,
-        dataset_config=DataConfig(execution_options=ingest.execution_options()),
+        dataset_config=DataConfig(execution_options=ingest.execution_options(config)),
         validation_config=validation if validate and config.validate_every else None,
     )  # fmt: skip
     with session.interruptible():

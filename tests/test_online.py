@@ -4,6 +4,8 @@ import functools
 import os
 import signal
 import sys
+import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -159,6 +161,66 @@ def test_a_trainer_and_an_encoder_are_killed_and_the_run_stays_the_same_bit_by_b
 def mortal(flag):
     """The encoder class that dies once, for `online_stream`."""
     return MortalEncoder, {"flag": flag}
+
+
+class CountingEncoder(encoder.LatentEncoder):
+    """Notes each of its rows as a byte of a file, and may take its time for each block."""
+
+    def __init__(self, *arguments, counted, seconds, **options):
+        super().__init__(*arguments, **options)
+        self.counted, self.seconds = counted, seconds
+
+    def __call__(self, rows):
+        time.sleep(self.seconds)
+        with open(self.counted, "ab") as file:
+            file.write(b"." * len(rows))
+        return super().__call__(rows)
+
+
+def counting(counted, seconds=0.0):
+    return CountingEncoder, {"counted": str(counted), "seconds": seconds}
+
+
+def test_a_trainer_that_stands_still_holds_back_what_feeds_it(raw, tmp_path, monkeypatch):
+    """Encoders make some steps ahead, stop, and go on when the trainer does: never the whole run into the object store."""
+    monkeypatch.setattr(ingest, "AHEAD_STEPS", 8)
+    monkeypatch.setattr(ingest, "AHEAD_BYTES", 2**20)
+    config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
+    manifest = online.prepare(raw, config)
+    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    rows = online_stream(
+        plan, 0, config.max_steps, resolution=32, validation_share=0.05, config=raw,
+        latent_encoder=functools.partial(counting, counted),
+    )  # fmt: skip
+    rows.context.execution_options = ingest.execution_options(config)
+    (feed,) = rows.streaming_split(1, equal=False)
+    blocks = iter(feed.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4))
+
+    def encoded_when_it_stops():
+        """Rows that were encoded once there have been no more for two seconds."""
+        before, quiet = -1, 0
+        while quiet < 20:
+            threading.Event().wait(0.1)
+            now = counted.stat().st_size
+            before, quiet = now, quiet + 1 if now == before else 0
+        return before
+
+    taken = len(next(blocks))
+    ahead = encoded_when_it_stops() - taken
+    assert 0 < ahead * manifest.row_bytes < 20 * 2**20 and ahead < config.max_steps * config.global_batch_size / 10
+    while taken < 2 * ahead:  # what was made ahead is used, and more is made
+        taken += len(next(blocks))
+    assert encoded_when_it_stops() - taken < 1.5 * ahead
+
+
+def test_a_slow_encoder_makes_the_trainer_wait_and_not_the_driver(raw, straight, tmp_path):
+    config, ticks = run_of(raw, "slow-encoder"), []
+    with session.meanwhile(lambda: ticks.append(time.monotonic()), every=0.1):
+        fit_online(raw, config, latent_encoder=functools.partial(counting, tmp_path / "counted", 0.3))
+    found = runs.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
+    assert runs.throughput(found, skip=0)[1] > 0.5  # of the time the trainer waits for data, and says so
+    assert np.diff(ticks).max() < 5
 
 
 def test_bad_pictures_are_masked_counted_and_listed_with_their_reason(raw, straight):

@@ -17,14 +17,15 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers import costs, ingest, runs, session, train
+from helpers import costs, ingest, runs, session
 from helpers.config import TrainingConfig
 from tests.benchmarks import made_up
 from tests.pipelines import fit
 
 BATCH, TRAINER_SECONDS, ENCODER_SECONDS = 64, 0.1, 1.0  # one trainer is as fast as ten encoders
 # Workers cannot import this module: what they need of it travels with the function that they run.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (sys.modules[__name__], made_up):
+    cloudpickle.register_pickle_by_value(module)
 
 
 class PlayedEncoder:
@@ -42,24 +43,13 @@ def online_stream(plan, first_step, num_steps, *, num_encoders, **options):
     )
 
 
-def played_step(self, step, units):
-    """A `Learner.step` that takes `TRAINER_SECONDS`."""
-    time.sleep(TRAINER_SECONDS)
-    return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
-
-
-def loop(values):
-    train.Learner.step = played_step
-    train.train_loop_per_worker(values)
-
-
 def measure(uri, name, num_steps, stream=ingest.stream):
     """(images a second, share of the time that the trainer waits for data), after the first third of the steps."""
     config = TrainingConfig(
         storage=uri, latents_uri=uri, run_name=name, resolution=32, global_batch_size=BATCH, max_steps=num_steps,
         checkpoint_every=num_steps, validate_every=0, validation_share=0,
     )  # fmt: skip
-    fit(config, loop=loop, stream=stream)
+    fit(config, loop=functools.partial(made_up.train_in, TRAINER_SECONDS), stream=stream)
     return runs.throughput(runs.read_metrics(config.run_uri), skip=num_steps // 3)
 
 

@@ -1,0 +1,120 @@
+"""A long preprocessing job: whether throughput and memory stay what they were at its beginning.
+
+    python -m tests.benchmarks.million_rows [--rows 1000000] [--rows-per-segment 200000] [--stand-in]
+
+Drawn pictures of 64 pixels go through the pipeline of Preprocessing.ipynb. With `--stand-in` the encoder is no network but
+a pooling of pixels and a table of numbers for tokens: all else is the same (files, decoding, blocks, commits), and two
+cores need minutes in place of an hour. Printed for each tenth of the rows: rows a second, and the memory of the driver and
+all Ray processes (proportional set size, Linux). Rates run from the first rows that are written; the pauses in which a new
+segment starts its workers are in them. Then the costs of a file, a row and a commit, and what they make of 2 billion rows.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from helpers import captioned_shapes, encoder, preprocess, schema, session, storage
+from helpers.config import PreprocessingConfig
+from tests.benchmarks.memory import session_memory
+from tests.pipelines import build_pipeline
+
+
+class StandInEncoder(encoder.LatentEncoder):
+    """Latents and embeddings of the right shapes, by arithmetic that costs next to nothing. No model."""
+
+    def __init__(self, model, resolutions, *arguments, **options):
+        self.resolutions, self.batch_size, self.name = resolutions, None, f"{os.getpid()}"
+        self.num_moments, self.text_precision = 2, "fp16"
+        self.table = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float16)
+
+    def encode_images(self, pixels_BHWC):
+        rows, height, width, _ = pixels_BHWC.shape
+        corners = pixels_BHWC[:, ::8, ::8].astype(np.float16).transpose(0, 3, 1, 2) / 255
+        mean = np.concatenate([corners, corners[:, :1]], axis=1)
+        return np.stack([mean, np.full_like(mean, 0.1)], axis=1).reshape(rows, 2, 4, height // 8, width // 8)
+
+    def encode_captions(self, caption_ids_BL):
+        return self.table[np.asarray(caption_ids_BL) % 256]
+
+
+class Progress:
+    """(seconds, rows, MiB) whenever another hundredth of the rows is written."""
+
+    def __init__(self):
+        self.points, self.session = [], os.getsid(0)
+
+    def __call__(self, done, total):
+        if not self.points or done - self.points[-1][1] >= total / 100:
+            self.points.append((time.perf_counter(), done, session_memory(self.session)[0]))
+
+
+def draw(folder, rows, parts=10):
+    """Drawn pictures in as many folders, by all cores: each folder's seed makes rows, and ids, of its own."""
+    write = functools.partial(captioned_shapes.write_parquet, num_rows=rows // parts, rows_per_file=10_000)
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        for drawing in [pool.submit(write, f"{folder}/{part}", seed=part) for part in range(parts)]:
+            drawing.result()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rows-per-segment", type=int, default=200_000)
+    parser.add_argument("--stand-in", action="store_true")
+    arguments = parser.parse_args()
+    if os.getsid(0) != os.getpid():  # a session of its own, by which its processes' memory is told from others'
+        command = [sys.executable, "-m", "tests.benchmarks.million_rows", *sys.argv[1:]]
+        raise SystemExit(subprocess.call(command, start_new_session=True))
+    with tempfile.TemporaryDirectory() as folder:
+        config = PreprocessingConfig(storage=folder, resolutions=[64], input_uri=f"{folder}/drawn")
+        started = time.perf_counter()
+        draw(config.input_uri, arguments.rows)
+        print(f"{arguments.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
+        session.connect()
+        started = time.perf_counter()
+        job = preprocess.prepare(config, arguments.rows_per_segment)
+        planning, progress = time.perf_counter() - started, Progress()
+        kind = StandInEncoder if arguments.stand_in else encoder.LatentEncoder
+        manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
+        points = np.array(progress.points)
+        edges = np.linspace(points[0, 1], points[-1, 1], 11)
+        times = np.interp(edges, points[:, 1], points[:, 0])
+        rates = np.diff(edges) / np.diff(times)
+        memory = [points[(points[:, 1] >= low) & (points[:, 1] <= high), 2].max() for low, high in zip(edges, edges[1:], strict=False)]
+        print("tenth   rows/s   MiB")
+        for number, (rate, size) in enumerate(zip(rates, memory, strict=True), start=1):
+            print(f"{number:5} {rate:8.0f} {size:6.0f}")
+        print(f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1] / memory[0]:.3f}")
+        report = manifest.report
+        print(f"the encoder computes for {report['encoders_busy']:.1%} of the time (median of seconds)")
+        estimate(manifest, planning, arguments.rows)
+
+
+def estimate(manifest, planning, rows):
+    """Costs of a file, a row and a commit, and 2 billion rows of them."""
+    files = sum(len(segment["sources"]) for segment in manifest.segments)
+    gaps = [segment["seconds"] - (segment["encoded"][1] - segment["encoded"][0]) for segment in manifest.segments]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        storage.write_json(storage.join(folder, "entry.json"), manifest.segments[0])
+        commit = time.perf_counter() - started
+    stages, entry = manifest.report["stage_seconds"], len(str(manifest.segments[0]))
+    print(f"a file: {planning / files * 1e3:.1f} ms of planning (16 at a time)")
+    print("a row: " + ", ".join(f"{seconds / rows * 1e3:.2f} ms {stage}" for stage, seconds in stages.items()))
+    print(f"a segment: {statistics.median(gaps):.1f} s without encoding, {commit * 1e3:.1f} ms and {entry / 1e3:.0f} kB for its commit")
+    per_segment = 200_000 * 40
+    print(f"2,000,000,000 rows in 200,000 files, 40 encoders, segments of {per_segment:,} rows: {2e9 / per_segment:.0f} segments; "
+          f"planning {planning / files * 200_000 / 60:.0f} min, pauses {2e9 / per_segment * statistics.median(gaps) / 60:.0f} min, "
+          f"manifest {entry / manifest.segments[0]['read'] * 2e9 / 1e6:.0f} MB, row groups of {schema.ROWS_PER_ROW_GROUP}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
