@@ -68,12 +68,10 @@ class PlannedImages(torch.utils.data.Dataset):
         return *tensors, rows.select([schema.ID, schema.REASON, schema.SOURCE])
 
 
-def build_loader(plan, config, raw, first_step, rank=0, world=1, **augmentation):
-    """A `DataLoader` of the steps from `first_step` on. `config`, `raw`: the parameters of training and of preprocessing."""
+def build_loader(plan, config, raw, first_step, rank=0, world=1):
+    """A `DataLoader` of the steps from `first_step` on. `config`: `TrainingConfig`, `raw`: `OnlineConfig`."""
     read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
-    transform = functools.partial(
-        online.transform, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed, **augmentation
-    )
+    transform = functools.partial(online.transform, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed)
     data = PlannedImages(plan, config.max_steps, rank, world, read, transform, config.resolution_at)
     return torch.utils.data.DataLoader(
         data, batch_size=None, sampler=range(first_step, config.max_steps), num_workers=raw.num_transform_workers,
@@ -104,11 +102,11 @@ class DeviceEncoder:
         return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist())
 
 
-def steps(config, manifest, first_step, rejects, *, raw, **augmentation):
+def steps(config, manifest, first_step, rejects, *, raw):
     """As `train.planned_steps`, for `train.train_loop_per_worker(..., steps=...)`: from a DataLoader, encoded by the worker."""
     rank, world, device = train.place()
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
-    loader = iter(build_loader(plan, config, raw, first_step, rank, world, **augmentation))
+    loader = iter(build_loader(plan, config, raw, first_step, rank, world))
     encode = DeviceEncoder(raw, device)
     for _ in range(first_step, config.max_steps):
         started = time.perf_counter()
@@ -140,7 +138,7 @@ class Profile:
         return seconds / seconds.sum()
 
 
-def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None, **augmentation):
+def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None):
     """Take some steps with encoders and U-Net on one device, in this process; returns their `Profile`.
 
     Phases: data (waiting for the loader), encode, forward, backward, optimizer (with clipping and EMA).
@@ -148,7 +146,7 @@ def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None, **aug
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     few = dataclasses.replace(config, max_steps=warm_up + num_steps)
-    loader = iter(build_loader(plan, few, raw, 0, **augmentation))
+    loader = iter(build_loader(plan, few, raw, 0))
     watch = Stopwatch(device)
     encode, alone = DeviceEncoder(raw, device), Learner(few, manifest, device, phase=watch)
     memory = []

@@ -18,6 +18,14 @@ def choice(name, value, choices):
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}.")
 
 
+def check_sections(sections, known):
+    """Raises ValueError if `sections` names one that the notebook does not have."""
+    if not isinstance(sections, (list, tuple)):
+        raise ValueError(f"sections={sections!r} must be a list, of {', '.join(map(repr, known))}; []: the main lesson alone.")
+    for section in sections:
+        choice("sections", section, known)
+
+
 def is_number(value):
     """Papermill passes what it cannot read as a number as text; "nan" it can read."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -133,6 +141,22 @@ class PreprocessingConfig(Parameters):
         return storage.join(self.storage, "raw")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlineConfig(PreprocessingConfig):
+    """Raw images and captions that are encoded on the way to the trainers, cut and mirrored anew in each epoch."""
+
+    random_crop: float = 1.0
+    horizontal_flip: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not is_number(self.random_crop) or not 0 < self.random_crop <= 1:
+            raise ValueError(
+                f"random_crop={self.random_crop!r} must be a share of the picture's shorter side: more than 0, at most 1 (the "
+                "centre square)."
+            )
+
+
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {
     "storage", "latents_uri", "num_training_workers", "use_gpu", "training_accelerator_type", "micro_batch_size",
@@ -221,6 +245,7 @@ class TrainingConfig(Parameters):
             storage=storage.resolve(self.storage),
             latents_uri=self.resolve_latents(),
             unet_config=storage.resolve_folder(self.unet_config),
+            init_from=self.init_from and storage.resolve_folder(self.init_from),
         )
 
     def check_workers(self):

@@ -171,6 +171,9 @@ FACTS = {
     "one A10G, online, at least": Fact(
         101.9, "images/s at 256 px", "slides, Ray Data vs Torch DataLoader", derived="4,075 images/s / 40 encoders",
         note="the trainers were the limit, so the encoders may have had room"),
+    "one A100, the fastest at 256 px": Fact(185, "images/s", "blog, Table 3.a"),
+    "one A100, the fastest at 512 px": Fact(42, "images/s", "blog, Table 3.b"),
+    "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA, MLPerf Training v4.0, the same size of U-Net"),
     "A100 hours": Fact(13_165, "A100-80G hours", "slides, Results; quickstart",
                        note="both phases at the last rates of Table 4.b; preprocessing is not in it"),
     "dollars, reserved for a year": Fact(39_511, "$", "slides, Results; quickstart"),
@@ -461,15 +464,17 @@ _WHY = {
 }
 
 
-def scale_up_table(parameters: dict) -> pd.DataFrame:
+def scale_up_table(parameters: dict, also: tuple = ()) -> pd.DataFrame:
     """The notebook's `parameters` (name -> value) beside the same names in the full SD2 run, one row each.
+
+    `also`: names of parameters that the notebook does not have, for the machines that it needs nothing to know of.
 
     Columns: "this notebook", "full run, 256 px", "full run, 512 px", "why". Sources are in FULL_RUN's comments and
     in DATA_PATHS, PHASES and FACTS; "not published" marks choices of our own.
     """
     rows = {
         name: [value, FULL_RUN[256].get(name, value), FULL_RUN[512].get(name, value), _WHY.get(name, "")]
-        for name, value in parameters.items()
+        for name, value in {**parameters, **dict.fromkeys(also, "-")}.items()
     }
     columns = ["this notebook", "full run, 256 px", "full run, 512 px", "why"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns, dtype=object)

@@ -106,11 +106,12 @@ class EMA:
     """Exponential moving average of a model's parameters, in fp32, from step `start` on.
 
     Before `start` it costs neither time nor memory: it begins as a copy of the parameters (MosaicML began theirs near
-    the end of training for that reason).
+    the end of training for that reason). `warm_up`: follow faster at first, so as not to hold on to a random
+    initialisation; not for weights that come from another run.
     """
 
-    def __init__(self, model, decay, start=0):
-        self.decay, self.start = decay, start
+    def __init__(self, model, decay, start=0, warm_up=True):
+        self.decay, self.start, self.warm_up = decay, start, warm_up
         self.model = model
         self.shadow = None
 
@@ -123,9 +124,8 @@ class EMA:
             self.shadow = self.copy()
             return
         parameters = [parameter.detach().float() for parameter in self.model.parameters()]
-        # Early on the average follows faster, or it would hold on to the random initialisation.
-        decay = min(self.decay, (1 + step - self.start) / (10 + step - self.start))
-        torch._foreach_lerp_(list(self.shadow.values()), parameters, 1 - decay)
+        early = (1 + step - self.start) / (10 + step - self.start) if self.warm_up else 1.0
+        torch._foreach_lerp_(list(self.shadow.values()), parameters, 1 - min(self.decay, early))
 
     def copy(self):
         return {name: parameter.detach().float().clone() for name, parameter in self.model.named_parameters()}

@@ -15,7 +15,7 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: E402
 
 transformers.logging.set_verbosity(_verbosity)
 
-from . import captioned_shapes, checkpoint, encoder, ingest, parallel, runs, schema, storage, tokens  # noqa: E402
+from . import captioned_shapes, checkpoint, encoder, ingest, online, parallel, runs, schema, storage, tokens  # noqa: E402
 from .config import TrainingConfig  # noqa: E402
 from .learner import validation_loss  # noqa: E402
 
@@ -63,7 +63,10 @@ def held_out_prompts(config, num_prompts):
     the captions of held-out rows, and None.
     """
     rows = ingest.validation_rows(config, num_prompts)
-    captions = [] if rows is None else rows[schema.CAPTION].to_pylist()
+    if rows is None or len(rows) == 0:  # nothing is held out: what it was trained on has to do
+        captions = online.first_captions(config, num_prompts)
+    else:
+        captions = rows[schema.CAPTION].to_pylist()
     try:
         for caption in captions:
             captioned_shapes.parse(caption)

@@ -629,27 +629,27 @@ def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
     return fig
 
 
-def online_throughput(measured, predicted, *, ceiling=None, title=None):
-    """Training throughput over the number of encoders: what was measured, what is predicted, and the trainers' limit.
+def online_throughput(measured, predicted, *, ceiling=None, others="trainers", title=None):
+    """Throughput over the number of encoders: what was measured, what is predicted, and the limit that others set.
 
     `measured`, `predicted`: frames with num_encoders, images_per_second; `measured` may be empty. `ceiling`: images/s
-    of the trainers alone.
+    of the `others` alone: of the trainers online, of the transforms in preprocessing.
     """
     predicted = _columns(predicted, "the prediction", "num_encoders", "images_per_second")
     fig = _figure(3.8)
     ax = _plain(fig.subplots(), "both")
     ax.plot(
         predicted["num_encoders"], predicted["images_per_second"], color=GREY, ls="--", marker=".",
-        label="predicted: min(n x encoder, trainers)",
+        label=f"predicted: min(n x encoder, {others})",
     )  # fmt: skip
     measured = pd.DataFrame(measured)
     if len(measured):
         measured = _columns(measured, "what was measured", "num_encoders", "images_per_second")
         ax.plot(measured["num_encoders"], measured["images_per_second"], "o", color=BLUE, ms=9, label="measured")
     if ceiling is not None:
-        ax.axhline(ceiling, color=GREEN, lw=1.5, label=f"trainers alone: {ceiling:,.0f} images/s")
+        ax.axhline(ceiling, color=GREEN, lw=1.5, label=f"{others} alone: {ceiling:,.0f} images/s")
     top = max(predicted["images_per_second"].max(), ceiling or 0, measured["images_per_second"].max() if len(measured) else 0)
-    ax.set(xlabel="encoders", ylabel="images/s trained", ylim=(0, 1.15 * top), title=title)
+    ax.set(xlabel="encoders", ylabel="images/s", ylim=(0, 1.15 * top), title=title)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
     return fig

@@ -55,7 +55,7 @@ class Learner:
         manifest: of the latents: shapes, scaling factor, the empty caption.
         device: this worker's device.
         phase: called as `with phase(name)` around the forward and backward passes and the optimizer's step.
-        fused: one kernel for all of AdamW, in place of one a parameter and operation; False is for comparison.
+        fused: one kernel for all of AdamW; None: PyTorch's default, for comparison.
     """
 
     def __init__(self, config, manifest, device="cpu", phase=contextlib.nullcontext, fused=True):
@@ -65,7 +65,7 @@ class Learner:
         self.schedule = diffusion.noise_schedule(config.prediction_type)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
         self.unet, self.model = parallel.build_model(config, self.device)
-        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start)
+        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
         # A U-Net that computes in bf16 by itself casts what comes in; autocast would take its norms back to fp32.
         self.autocast_to = "fp32" if parallel.computes_in_bf16(config) else config.precision
         self.optimizer = torch.optim.AdamW(
@@ -75,7 +75,8 @@ class Learner:
 
     def losses(self, unit, step):
         """(U,) losses of a unit's rows at a step; masked rows count 0."""
-        moments, text = unit.moments.to(self.device), unit.text.to(self.device).float()
+        moments, text = (values.to(self.device, non_blocking=True) for values in (unit.moments, unit.text))
+        text = text.float()
         draws = diffusion.draw(
             self.config.seed, step, unit.positions_U, moments.shape[2:],
             caption_dropout=self.config.caption_dropout, device=self.device,
@@ -101,7 +102,7 @@ class Learner:
         micros = [micro for unit in units for micro in unit.split(self.config.micro_batch_size or self.config.unit_rows)]
         total = torch.zeros((), device=self.device)
         for number, micro in enumerate(micros):
-            with parallel.synchronise_gradients(self.model, last=number == len(micros) - 1):
+            with parallel.synchronise_gradients(self.model, number == len(micros) - 1, self.config.strategy):
                 with self.phase("forward"):
                     loss = self.losses(micro, step).sum() / kept
                 with self.phase("backward"):  # the gradients of the workers are averaged: times their number makes it the sum

@@ -15,6 +15,7 @@ import pyarrow as pa
 from PIL import ImageOps
 
 from . import encoder, images, ingest, preprocess, schema, segments, sources, storage
+from .config import OnlineConfig
 
 NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest: where each tar's groups of samples lie
@@ -23,7 +24,7 @@ INDEX = "index"  # beside the manifest: where each tar's groups of samples lie
 def prepare(config, training):
     """Check the raw data of a run and describe it as a manifest; `training.latents_uri` is where that is kept.
 
-    `config`: `PreprocessingConfig`, `training`: `TrainingConfig`. Nothing is encoded but one empty caption and, once, the
+    `config`: `OnlineConfig`, `training`: `TrainingConfig`. Nothing is encoded but one empty caption and, once, the
     rows that are held out for validation. Raises FileNotFoundError or ValueError with what to change.
     """
     job = preprocess.check(config)
@@ -34,7 +35,11 @@ def prepare(config, training):
         raise ValueError(f"The input holds no rows ({len(job['paths'])} files): give other data.")
     raw_bytes = sum(job["listing"].values()) / rows
     check_row_groups(files, raw_bytes)
-    parameters = {**job["parameters"], "online": config.to_dict(), "raw_row_bytes": round(raw_bytes + pixel_bytes(config))}
+    parameters = {
+        **job["parameters"], "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip,
+        "listing_crc32": zlib.crc32(json.dumps(sorted(job["listing"].items())).encode()),
+        "raw_row_bytes": round(raw_bytes + pixel_bytes(config)), "online": config.to_dict(),
+    }  # fmt: skip
     segment = {
         "index": 0, "files": [{"name": name, "row_groups": groups} for name, groups in files], "rejects": [],
         "read": rows, "written": rows, "rejected": {}, "filtered": 0,
@@ -112,27 +117,31 @@ def read_raw(pieces, source, *, config, validation_share):
     """The raw rows of `pieces`, the file that each came from, and `keep`."""
     rows = sources.read_pieces(pieces, config, storage.join(source.uri, INDEX))
     keep = ~schema.held_out(rows[config.id_column].to_pylist(), validation_share)
+    return rows.append_column(ingest.KEEP, pa.array(keep & wanted(rows, config)))
+
+
+def wanted(rows, config):
+    """(B,) bool: which rows `row_filter` leaves in."""
     expression = sources.parse_filter(config.row_filter)
-    if expression is not None:
-        numbered = rows.append_column("row number", pa.array(range(len(rows))))
-        wanted = numbered.filter(expression.to_pyarrow())["row number"].to_numpy()
-        keep &= np.isin(np.arange(len(rows)), wanted)
-    return rows.append_column(ingest.KEEP, pa.array(keep))
+    if expression is None:
+        return np.ones(len(rows), dtype=bool)
+    numbered = rows.append_column("row number", pa.array(range(len(rows))))
+    return np.isin(np.arange(len(rows)), numbered.filter(expression.to_pyarrow())["row number"].to_numpy())
 
 
-def transform(rows, *, config, units_per_epoch, seed=0, random_crop=1.0, horizontal_flip=False):
+def transform(rows, *, config, units_per_epoch, seed=0):
     """`preprocess.transform` with an augmentation that changes every epoch, and is the same for the same row of it.
 
     Args:
         rows: Arrow table of raw rows with `unit`.
+        config: `OnlineConfig`, of which `random_crop` is the least side of the square that is cut out, as a share of the
+            largest (1: the centre square), and `horizontal_flip` says whether every second picture is mirrored.
         units_per_epoch: of the plan.
         seed: of the run.
-        random_crop: least side of the square that is cut out, as a share of the largest; 1: the centre square.
-        horizontal_flip: whether every second picture is mirrored.
     """
     epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
     ids = rows[config.id_column].to_pylist()
-    options = {"seed": seed, "random_crop": random_crop, "horizontal_flip": horizontal_flip}
+    options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     cuts = [functools.partial(cut, row_id=row_id, epoch=epoch, **options) for row_id, epoch in zip(ids, epochs, strict=True)]
     done = preprocess.transform(rows, config=config, augment=cuts)
     return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, rows[ingest.KEEP])
@@ -159,7 +168,7 @@ def write_validation(manifest, config, training):
     for name, groups in manifest.files:
         for group, num_rows in enumerate(groups):
             rows = sources.read_pieces([(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX))
-            mine = schema.held_out(rows[config.id_column].to_pylist(), training.validation_share)
+            mine = schema.held_out(rows[config.id_column].to_pylist(), training.validation_share) & wanted(rows, config)
             found.append(rows.filter(pa.array(mine))[:missing])
             missing -= found[-1].num_rows
         if missing <= 0:
@@ -180,6 +189,17 @@ def write_validation(manifest, config, training):
     del entry["busy"], entry["encoders"]  # of a job's report
     small = dataclasses.replace(manifest, segments=[entry], job={})
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
+
+
+def first_captions(training, num_rows):
+    """Captions of the first rows that a run is trained on, raw or encoded before."""
+    uri = next(iter(training.proportions))
+    job = schema.Manifest.read(uri).job
+    if "online" not in job:
+        return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
+    config = OnlineConfig.from_dict(job["online"])
+    rows = pa.Table.from_pylist(sources.first_rows(config, num_rows))
+    return [caption for caption in preprocess.text_column(rows[config.caption_column]) if caption]
 
 
 def read_rejects(run_uri):

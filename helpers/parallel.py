@@ -67,6 +67,11 @@ def check_latents(manifest, config, latents_uri):
                 f"resolution={resolution} is not in {latents_uri}, which holds "
                 f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
             )
+        if manifest.rows_at(resolution) == 0:
+            raise ValueError(
+                f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, or encode "
+                "the data again with upscale=True."
+            )
     if unet["cross_attention_dim"] != manifest.text_width:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes captions {unet['cross_attention_dim']} wide, and "
@@ -183,12 +188,18 @@ def shard(unet, strategy, precision, device):
     fully_shard(unet, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=whole)
 
 
-def synchronise_gradients(model, last):
-    """Reduce gradients in the backward pass of the last micro-batch only; a context manager."""
+def synchronise_gradients(model, last, strategy):
+    """Reduce gradients in the backward pass of the last micro-batch only; a context manager.
+
+    Until then weights that stay gathered after the forward pass stay so after the backward pass too: "fsdp" and "hsdp"
+    gather once a step, whatever the number of micro-batches.
+    """
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
+        if strategy != "fsdp-full":
+            model.set_reshard_after_backward(last)
     return contextlib.nullcontext()
 
 

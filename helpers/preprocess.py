@@ -136,6 +136,7 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids, text_precision="fp
         layout = schema.latents_schema(ids, shapes, text_precision)
         report["bytes"] = write_parquet(good.select(layout.names).cast(layout), storage.join(latents_uri, "data", name))
         report["files"] = [{"name": name, "row_groups": schema.row_groups(len(good))}]
+        report["at"] = {name: len(good) - good[name].null_count for name in shapes if name != schema.EMBEDDINGS}
     if len(bad):
         report["rejected"] = dict(collections.Counter(bad[schema.REASON].to_pylist()))
         layout = schema.rejects_schema(ids)
@@ -292,12 +293,20 @@ def survey(config, num_rows=2000, seed=0):
 
 
 def preview(config, num_rows):
-    """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built."""
+    """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built.
+
+    Raises ValueError if there are none.
+    """
     rows = sources.first_rows(config, 4 * num_rows)
     found = []
     for row, data in zip(rows, image_bytes(pa.Table.from_pylist(rows), config), strict=True) if rows else ():
         if transform_row(data, row[config.caption_column], row[config.id_column], config)[2] == "":
             found.append((row[config.id_column], images.decode(data, config.max_pixels), row[config.caption_column]))
+    if not found:
+        raise ValueError(
+            f"None of the first {len(rows)} rows of {config.input_uri or config.raw_uri} can be used at "
+            f"resolutions={list(config.resolutions)}: give smaller ones, upscale=True, or other data."
+        )
     return found[:num_rows]
 
 

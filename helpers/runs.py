@@ -208,6 +208,7 @@ def repair(run_uri):
     except (ValueError, KeyError):  # the driver was killed while it was written
         snapshot, listed = None, []
         storage.delete(listed_uri)
+        said.append(f"{SNAPSHOT} was cut short: Ray Train's list of checkpoints is made anew.")
     folders = {storage.name(uri): uri for uri in list_checkpoints(run_uri)}
     kept = []
     for name in listed:

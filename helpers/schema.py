@@ -136,6 +136,12 @@ class Manifest:
         """Sum over the segments of "read", "written" or "filtered"."""
         return sum(segment[count] for segment in self.segments)
 
+    def rows_at(self, resolution):
+        """Rows that have latents of a size; None where that is not known before they are encoded (online)."""
+        column = latents_column(resolution)
+        counts = [segment["at"].get(column, 0) for segment in self.segments if "at" in segment]
+        return sum(counts) if counts else None
+
     @property
     def rejected(self):
         """Reason -> rows."""

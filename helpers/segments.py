@@ -203,7 +203,8 @@ class Job:
             segments=entries,
             report=report(entries, self.dollars_per_hour),
         )
-        storage.write_json(self.uri(schema.MANIFEST), manifest.to_dict())
+        # On one line: of billions of rows it has millions of row groups.
+        storage.write_text(self.uri(schema.MANIFEST), json.dumps(manifest.to_dict()))
         storage.delete(self.uri("segments"))
         return manifest
 
@@ -213,7 +214,7 @@ def new_entry(segment):
     return {
         "index": segment.index, "sources": segment.paths, "limit": segment.limit, "files": [], "rejects": [],
         "read": segment.rows, "written": 0, "rejected": {}, "filtered": 0, "bytes": 0,
-        "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
+        "at": {}, "stages": {"transform": 0.0, "encode": 0.0, "write": 0.0}, "encoded": None,
         "encoders": [], "busy": {},
     }  # fmt: skip
 
@@ -230,6 +231,8 @@ def add_report(entry, report):
     for second, (seconds, rows) in report["busy"].items():
         busy = entry["busy"].setdefault(int(second), [0.0, 0])  # JSON's keys are text
         busy[0], busy[1] = busy[0] + seconds, busy[1] + rows
+    for column, rows in report.get("at", {}).items():
+        entry["at"][column] = entry["at"].get(column, 0) + rows
     for reason, rows in report["rejected"].items():
         entry["rejected"][reason] = entry["rejected"].get(reason, 0) + rows
     for stage, seconds in report["stages"].items():
@@ -253,11 +256,12 @@ def timeline(busy, num_encoders, started):
 
 def report(entries, dollars_per_hour=0.0):
     """What a job took, as JSON: `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`,
-    summed over each stage's workers; `encoding_seconds` between the encoders' first batch and their last, which leaves out
+    summed over each stage's workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` between the encoders' first batch and their last, which leaves out
     the start of the workers; `timeline` and `encoders_busy`, the median of its shares; and what a million images cost."""
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
     seconds, points = sum(entry["seconds"] for entry in entries), []
     written, before = sum(entry["written"] for entry in entries), 0.0
+    encoded = sum(entry["read"] - entry["filtered"] for entry in entries)
     for entry in entries:
         points += [[round(before + at, 1), share, rate] for at, share, rate in entry["timeline"]]
         before += entry["seconds"]
@@ -265,6 +269,7 @@ def report(entries, dollars_per_hour=0.0):
     return {
         "bytes": sum(entry["bytes"] for entry in entries),
         "stage_seconds": stages,
+        "images_per_second_by_stage": {stage: encoded / took for stage, took in stages.items() if took},
         "seconds": seconds,
         "encoding_seconds": sum(entry["encoded"][1] - entry["encoded"][0] for entry in entries if entry["encoded"]),
         "images_per_second": written / seconds if seconds else 0.0,

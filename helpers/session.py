@@ -112,8 +112,8 @@ def meanwhile(action, every):
         raise errors[0]
 
 
-def check_shared(uri):
-    """Raises ValueError unless every node of the cluster sees what this process writes to `uri`."""
+def check_shared(uri, parameter="storage"):
+    """Raises ValueError, naming the `parameter`, unless every node of the cluster sees what this process writes to `uri`."""
     others = [node for node in ray.nodes() if node["Alive"]]
     if len(others) < 2:
         return
@@ -134,7 +134,7 @@ def check_shared(uri):
                 continue  # a node that left since it was listed
             if not sees:
                 raise ValueError(
-                    f"storage={uri!r} is not shared: the node {address} does not see what is written there. "
+                    f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
                     "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
                 )
     finally:
@@ -161,9 +161,10 @@ def call(function, use_gpu, *arguments):
 
 
 def free_disk(storage_uri):
-    """Delete everything that the notebooks keep under `storage`: raw samples, latents, runs. Returns the bytes freed."""
+    """Delete everything that the notebooks keep under `storage`: raw samples, latents, runs, what the online run notes of
+    its data. Returns the bytes freed."""
     freed = 0
-    for folder in ("raw", "latents", "runs"):
+    for folder in ("raw", "latents", "online", "runs"):
         uri = storage.join(storage_uri, folder)
         freed += storage.size_bytes(uri)
         storage.delete(uri)

@@ -65,13 +65,17 @@ def train_loop_per_worker(config, steps=None):
 def ablation_per_worker(values):
     """What every worker runs to measure the ablation: `values` holds a `config`, as a dict, and the number of `steps`.
 
-    No data is read and nothing is saved; rank 0 writes the rows to `ablation.json` of the run.
+    No data is read and no checkpoint saved; rank 0 writes `hardware` and `rows` to `ablation.json` of the run.
     """
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
     use_cores(context.get_local_world_size())
-    rows = speed.ablation(config, ray.train.torch.get_device(), steps=values["steps"])
-    if context.get_world_rank() == 0:
-        storage.write_json(storage.join(config.run_uri, "ablation.json"), rows)
+    device = ray.train.torch.get_device()
+
+    def save(rows):
+        if context.get_world_rank() == 0:
+            storage.write_json(storage.join(config.run_uri, "ablation.json"), {"hardware": speed.hardware(device), "rows": rows})
+
+    speed.ablation(config, device, steps=values["steps"], done=save)
 
 
 def planned_steps(config, manifest, first_step, rejects):
@@ -173,7 +177,8 @@ def initialise(learner):
             averaged = learner.ema.copy()
             checkpoint.load_weights(folder, learner.unet, "model")
     else:
-        weights = UNet2DConditionModel.from_pretrained(config.init_from, torch_dtype=torch.float32, use_safetensors=True)
+        with ray.train.Checkpoint(*reversed(storage.open_filesystem(config.init_from))).as_directory() as folder:
+            weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(learner.unet, weights.state_dict(), options=options)
         averaged = learner.ema.copy()
@@ -182,13 +187,25 @@ def initialise(learner):
 
 
 def check_init_from(config):
-    """Raises ValueError if `init_from` names neither a run with a checkpoint nor a U-Net's folder."""
-    if config.init_from is None or first_checkpoint(config) or storage.exists(f"{config.init_from}/config.json"):
+    """Raises ValueError if `init_from` names neither a run with a checkpoint nor a U-Net's folder, or another U-Net's."""
+    if config.init_from is None:
         return
-    raise ValueError(
-        f"init_from={config.init_from!r} is neither a run with a checkpoint under {storage.join(config.storage, 'runs')} "
-        "nor a folder with a U-Net in diffusers layout: give one of these, or None."
-    )
+    if first_checkpoint(config):
+        run = storage.read_json(storage.join(config.storage, "runs", config.init_from, "config.json"))
+        found = parallel.load_unet_config(run["parameters"]["unet_config"])
+    elif storage.exists(storage.join(config.init_from, "config.json")):
+        found = storage.read_json(storage.join(config.init_from, "config.json"))
+    else:
+        raise ValueError(
+            f"init_from={config.init_from!r} is neither a run with a checkpoint under {storage.join(config.storage, 'runs')} "
+            "nor a folder with a U-Net in diffusers layout: give one of these, or None."
+        )
+    for name, value in parallel.load_unet_config(config.unet_config).items():
+        if name != "sample_size" and not name.startswith("_") and name in found and found[name] != value:
+            raise ValueError(
+                f"init_from={config.init_from!r} is a U-Net with {name}={found[name]}, and unet_config={config.unet_config!r} "
+                f"has {value}: start from one of the same shape."
+            )
 
 
 class Checkpoints:
@@ -201,6 +218,7 @@ class Checkpoints:
     def __init__(self, learner, log):
         self.learner, self.log = learner, log
         self.group = checkpoint.cpu_group()
+        self.filesystem = ray.train.get_context().get_storage().storage_filesystem  # as Ray Train knows its own folder again
         self.done = threading.Event()  # whether the one before is written and uploaded
         self.done.set()
 
@@ -233,8 +251,7 @@ class Checkpoints:
             finish()
             uri = storage.join(self.learner.config.run_uri, name)
             storage.copy_folder(local.path, uri)
-            filesystem, path = storage.open_filesystem(uri)
-            return ray.train.Checkpoint(path, filesystem)
+            return ray.train.Checkpoint(storage.open_filesystem(uri)[1], self.filesystem)
         finally:
             shutil.rmtree(local.path)
             self.done.set()
@@ -279,7 +296,7 @@ class PreemptionNotice:
     def arrived(self, step_seconds):
         """Call once a step, on every worker; True at the first step that sees a new notice."""
         self.step += 1
-        if self.every_steps is None or self.step == 10:  # the first step is slow, and not typical
+        if self.every_steps is None or self.step == 20:  # the first step is slow, and the tenth profiled (`speed.Meter`)
             self.every_steps = max(1, round(self.every_seconds / slowest_worker(step_seconds)))
         if self.step % self.every_steps:
             return False
@@ -413,11 +430,7 @@ def open_run(config):
     if storage.exists(uri) and runs.metrics_files(config.run_uri):  # not where a first try failed before its first step
         earlier = storage.read_json(uri)
         config.check_resume(earlier["parameters"])
-        if earlier["data"] != data:
-            raise ValueError(
-                f"run_name={config.run_name!r} was started on other latents than {', '.join(manifests)} holds now: "
-                "give another run_name."
-            )
+        check_same_data(config, earlier["data"], data)
     for sentence in runs.repair(config.run_uri):
         print(sentence)
     # A worker that is stopped cannot end itself: Ray Train asks after it, and waits for an answer as long as this.
@@ -437,7 +450,27 @@ def describe_data(manifest, proportion):
     return {
         "encoder": manifest.encoder, "scaling_factor": manifest.scaling_factor, "written": manifest.total("written"),
         "files_crc32": zlib.crc32(json.dumps(manifest.files).encode()), "proportion": proportion,
+        # Data that was moved is the same data; so is what more workers, or another batch size, made.
+        "made_with": {name: value for name, value in manifest.job.items() if name not in ("input_uri", "online", "raw_row_bytes")},
     }  # fmt: skip
+
+
+def check_same_data(config, before, now):
+    """Raises ValueError if a run's data is not what it was started on; both as `describe_data` gives them."""
+    if before == json.loads(json.dumps(now)):
+        return
+    for (uri, share), one, other in zip(config.proportions.items(), before, now, strict=False):
+        if share == one["proportion"] and {**one, "made_with": None} == {**other, "made_with": None}:
+            for name, value in one.get("made_with", {}).items():
+                if (mine := json.loads(json.dumps(other["made_with"].get(name)))) != value and name != "listing_crc32":
+                    raise ValueError(
+                        f"run_name={config.run_name!r} was started on data of {uri} made with {name}={value!r}, not {mine!r}: "
+                        "set it back to resume the run, or give another run_name."
+                    )
+    raise ValueError(
+        f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
+        "give another run_name."
+    )
 
 
 def git_revision():

@@ -90,20 +90,16 @@ def bare(config, num_steps):
 
 
 def online_stream(
-    plan, first_step, num_steps, *, resolution, validation_share, config, seed=0, random_crop=1.0, horizontal_flip=False,
-    num_encoders=1, latent_encoder=None, on=None,
+    plan, first_step, num_steps, *, resolution, validation_share, config, seed=0, num_encoders=1, latent_encoder=None, on=None, gpus=None
 ):  # fmt: skip
     """`stream` of Online_Preprocessing_and_Training.ipynb; `latent_encoder()`: another class and its keyword arguments."""
-    transform = functools.partial(
-        online.transform, config=config, units_per_epoch=plan.units_per_epoch, seed=seed, random_crop=random_crop,
-        horizontal_flip=horizontal_flip,
-    )  # fmt: skip
+    transform = functools.partial(online.transform, config=config, units_per_epoch=plan.units_per_epoch, seed=seed)
     kind, options = latent_encoder() if latent_encoder else (encoder.LatentEncoder, {})
     return (
         online.raw_rows(plan, first_step, num_steps, config=config, validation_share=validation_share)
         .map_batches(transform, batch_size=None, batch_format="pyarrow", compute=TaskPoolStrategy(size=1))
         .map_batches(
-            kind, fn_constructor_args=encoder.arguments(config), batch_size=None, batch_format="pyarrow", num_cpus=0.5,
+            kind, fn_constructor_args=encoder.arguments(config), batch_size=None, batch_format="pyarrow", num_cpus=0.5, num_gpus=gpus,
             fn_constructor_kwargs={"batch_size": config.encoder_batch_size, **options},
             compute=ActorPoolStrategy(size=num_encoders), **({"accelerator_type": on} if on else {}),
         )

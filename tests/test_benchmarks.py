@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_the_gpu_benchmark_measures_each_setting_and_tells_what_the_fastest_spends_its_time_on(monkeypatch, capsys):
     eager = {name: setting for name, setting in gpu_step.SETTINGS.items() if setting[1:] == (None, None)}
     assert len(eager) == 3
+    monkeypatch.setattr(gpu_step, "SLOW", {})
     monkeypatch.setattr(gpu_step, "SETTINGS", {**eager, "no such backend": ({}, None, gpu_step.SDPBackend.CUDNN_ATTENTION)})
     monkeypatch.setattr(sys, "argv", ["gpu_step", "--unet", "tiny", "--resolution", "32", "--batch", "2", "4", "--steps", "1"])
     gpu_step.main()

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from helpers import config as settings
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections
 
 BAD_PREPROCESSING = [
     ({"encoder_precision": "int8"}, "encoder_precision='int8' is unknown: choose one of 'fp32', 'fp16', 'bf16'."),
@@ -299,6 +299,25 @@ def test_a_run_of_a_version_with_more_or_fewer_parameters_can_be_resumed():
     earlier = stored(TrainingConfig())
     del earlier["adam_beta2"]
     TrainingConfig().check_resume({**earlier, "gone_since": 3})
+
+
+# ---- online, sections
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, "0.8", True, float("nan")])
+def test_a_wrong_random_crop_is_one_sentence(value):
+    with pytest.raises(ValueError, match=re.escape(f"random_crop={value!r} must be a share of the picture's shorter side")):
+        OnlineConfig(random_crop=value)
+    with pytest.raises(ValueError, match="horizontal_flip='yes' must be True or False"):
+        OnlineConfig(horizontal_flip="yes")
+
+
+def test_a_section_that_a_notebook_does_not_have_is_named_with_those_it_has():
+    check_sections([], ["faults", "workers"]), check_sections(["workers"], ["faults", "workers"])
+    with pytest.raises(ValueError, match="sections='fault' is unknown: choose one of 'faults', 'workers'"):
+        check_sections(["fault"], ["faults", "workers"])
+    with pytest.raises(ValueError, match="sections='faults' must be a list, of 'faults', 'workers'"):
+        check_sections("faults", ["faults", "workers"])
 
 
 # ---- mixed resolutions

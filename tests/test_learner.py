@@ -233,7 +233,7 @@ def gradients_of(state):
 
 
 def compiled_worker(rank, folder, manifest, rows):
-    """One of two processes that train eager and compiled: losses of ten steps, and the gradients of the first."""
+    """One of two processes that train eager and compiled: losses of 50 steps, and the gradients of the first."""
     torch.set_num_threads(1)
     manifest, result = schema.Manifest.from_dict(manifest), {}
     with group(folder, "compiled", rank, 2):
@@ -242,7 +242,7 @@ def compiled_worker(rank, folder, manifest, rows):
                 state = Learner(long_recipe(folder, strategy, 2, compile_unet=compiled), manifest)
                 taken = []
                 state.optimizer.register_step_pre_hook(lambda *_, state=state, taken=taken: taken.append(gradients_of(state)))
-                found = train(state, manifest, rows, 0, 10, rank, 2)
+                found = train(state, manifest, rows, 0, LONG, rank, 2)
                 result[strategy, compiled] = [line["loss"] for line in found], taken[0]
     if rank == 0:
         torch.save(result, f"{folder}/compiled.pt")
@@ -251,7 +251,7 @@ def compiled_worker(rank, folder, manifest, rows):
 @pytest.mark.slow
 @pytest.mark.skipif(not parallel.has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_strategies_have_the_losses_and_the_gradients_of_eager_ones(folder, manifest, build_latents):
-    torch.multiprocessing.spawn(compiled_worker, (str(folder), manifest.to_dict(), build_latents(BATCH * 10)), nprocs=2)
+    torch.multiprocessing.spawn(compiled_worker, (str(folder), manifest.to_dict(), build_latents(BATCH * LONG)), nprocs=2)
     found = torch.load(folder / "compiled.pt")
     expected_losses, expected = found["ddp", False]
     for (strategy, compiled), (values, gradients) in found.items():

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from helpers import captioned_shapes, encoder, ingest, online, runs, session, storage, train
-from helpers.config import PreprocessingConfig
+from helpers.config import OnlineConfig, PreprocessingConfig
 from tests.pipelines import bare, draw_and_encode, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -185,20 +185,28 @@ def test_a_node_under_encoders_is_lost_and_every_row_is_there_once(cluster, tmp_
 
 
 def test_online_encoders_and_trainers_stay_on_their_kind_of_node_and_either_kind_may_be_lost(cluster, tmp_path):
-    raw = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)
+    raw = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)
     captioned_shapes.write_parquet(raw.raw_uri, 300, spoilt_share=0.05)
     config = run_of(raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=40)
     online.prepare(raw, config)
-    nodes = {kind: [cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1})] for kind in ("A10G", "A100")}
+    # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
+    having = {"A10G": {"num_gpus": 1}, "A100": {}}
+
+    def add(kind):
+        return cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1}, **having[kind])
+
+    nodes = {kind: [add(kind)] for kind in having}
 
     def replace(kind):
-        nodes[kind].append(cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1}))
+        nodes[kind].append(add(kind))
         cluster.remove_node(nodes[kind][0], allow_graceful=False)
 
     encoder_lost = when(lambda: steps_done(config) >= 6, lambda: replace("A10G"))
     trainer_lost = when(lambda: steps_done(config) >= 24, lambda: replace("A100"))
     where = {kind: tmp_path / kind for kind in nodes}
-    stream = functools.partial(online_stream, config=raw, on="A10G", latent_encoder=functools.partial(placed, str(where["A10G"])))
+    stream = functools.partial(
+        online_stream, config=raw, on="A10G", gpus=0.5, num_encoders=2, latent_encoder=functools.partial(placed, str(where["A10G"]))
+    )
     scaling = {"resources_per_worker": {"CPU": 1}, "accelerator_type": "A100"}
     fit(config, loop=functools.partial(noting_loop, str(where["A100"])), scaling=scaling, stream=stream)
     encoder_lost(), trainer_lost()
@@ -207,7 +215,11 @@ def test_online_encoders_and_trainers_stay_on_their_kind_of_node_and_either_kind
         cluster.remove_node(nodes[kind][1], allow_graceful=False)
     found = runs.read_metrics(config.run_uri)
     assert found["samples_crc32"].tolist() == planned_samples(config, raw)
-    assert runs.read_metrics(config.run_uri, all_attempts=True)["attempt"].max() == 2
+    every = runs.read_metrics(config.run_uri, all_attempts=True)
+    assert every["attempt"].max() == 2
+    # Steps that both trainers did, on other nodes, have the same losses bit by bit.
+    redone = every.groupby("step")["loss"].agg(["size", "nunique"])
+    assert (redone["size"] == 2).any() and (redone["nunique"] == 1).all()
 
 
 def note_node(folder):

@@ -16,7 +16,7 @@ from PIL import Image
 from ray import cloudpickle
 
 from helpers import baseline, captioned_shapes, encoder, ingest, learner, online, runs, session, storage, train
-from helpers.config import PreprocessingConfig
+from helpers.config import OnlineConfig
 from tests.pipelines import fit, online_stream, short_run
 
 STEPS = 24
@@ -34,7 +34,9 @@ def cluster():
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory):
     """Raw rows of which some are spoilt."""
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32], encoder_batch_size=8)
+    config = OnlineConfig(
+        storage=str(tmp_path_factory.mktemp("storage")), resolutions=[32], encoder_batch_size=8, random_crop=0.8, horizontal_flip=True
+    )
     captioned_shapes.write_parquet(config.raw_uri, 300, spoilt_share=0.05, rows_per_file=120)
     return config
 
@@ -44,12 +46,9 @@ def run_of(raw, name, **changes):
     return short_run(raw.storage, name, **{**values, **changes})
 
 
-AUGMENT = {"random_crop": 0.8, "horizontal_flip": True}
-
-
 def fit_online(raw, config, **changes):
     online.prepare(raw, config)
-    fit(config, stream=functools.partial(online_stream, config=raw, seed=config.seed, **AUGMENT, **changes))
+    fit(config, stream=functools.partial(online_stream, config=raw, seed=config.seed, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
         rows = plan.unit_rows * plan.block_steps
         for start in range(0, len(table), rows):  # as the blocks travel
             block = table.slice(start, rows).combine_chunks()
-            done = online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed, **AUGMENT)
+            done = online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed)
             units.update(ingest.cut(latent_encoder(done), config.unit_rows))
     alone, losses, samples = learner.Learner(config, manifest), [], []
     for step in range(STEPS):
@@ -104,7 +103,7 @@ def test_the_data_loader_baseline_has_the_same_samples_and_losses(raw, straight)
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     encode, alone = baseline.DeviceEncoder(raw), learner.Learner(config, manifest)
     losses, samples = [], []
-    for step, item in enumerate(baseline.build_loader(plan, config, raw, first_step=0, **AUGMENT)):
+    for step, item in enumerate(baseline.build_loader(plan, config, raw, first_step=0)):
         unit = encode(item)
         losses.append(alone.step(step, [unit])["loss"])
         samples.append(runs.samples_crc32(unit.ids))
@@ -114,7 +113,7 @@ def test_the_data_loader_baseline_has_the_same_samples_and_losses(raw, straight)
 
 def test_the_data_loader_baseline_trains_on_two_workers_of_ray_train_and_survives_a_kill(raw, straight):
     config = run_of(raw, "baseline", num_training_workers=2)
-    steps = functools.partial(baseline.steps, raw=raw, **AUGMENT)
+    steps = functools.partial(baseline.steps, raw=raw)
     with train.accident(config, rank=1, at_step=13):
         fit(config, loop=functools.partial(train.train_loop_per_worker, steps=steps), stream=None)
     found = runs.read_metrics(config.run_uri)
@@ -213,6 +212,28 @@ def test_a_trainer_that_stands_still_holds_back_what_feeds_it(raw, tmp_path, mon
     assert encoded_when_it_stops() - taken < 1.5 * ahead
 
 
+def test_a_run_that_goes_on_at_a_step_decodes_and_encodes_no_more_than_the_block_that_it_is_in(raw, tmp_path):
+    config, counted = run_of(raw, "resumed", max_steps=60), tmp_path / "counted"
+    plan = ingest.plan_run({config.latents_uri: online.prepare(raw, config)}, config)
+    rows = online_stream(
+        plan, 45, config.max_steps, resolution=32, validation_share=0.05, config=raw,
+        latent_encoder=functools.partial(counting, counted),
+    )  # fmt: skip
+    assert rows.materialize().count() == counted.stat().st_size
+    steps = counted.stat().st_size / config.global_batch_size
+    assert 60 - 45 <= steps < 60 - 45 + 2 * plan.block_steps <= 60 - 45 + 16
+
+
+@pytest.mark.parametrize("change", [{"random_crop": 0.9}, {"row_filter": "width > 8"}, {"horizontal_flip": False}])
+def test_a_run_is_not_resumed_under_another_augmentation_or_filter(raw, straight, change):
+    config = run_of(raw, "straight")
+    with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
+        online.prepare(OnlineConfig(**{**raw.to_dict(), **change}), config)
+        train.open_run(config)
+    online.prepare(raw, config)
+    train.open_run(config)
+
+
 def test_a_slow_encoder_makes_the_trainer_wait_and_not_the_driver(raw, straight, tmp_path):
     config, ticks = run_of(raw, "slow-encoder"), []
     with session.meanwhile(lambda: ticks.append(time.monotonic()), every=0.1):
@@ -246,7 +267,7 @@ def test_the_augmentation_changes_with_the_epoch_and_with_nothing_else():
 
 
 def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
-    limited = PreprocessingConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
+    limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
     config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"))
     manifest = online.prepare(limited, config)
     assert manifest.total("read") == 150 and sum(sum(groups) for _, groups in manifest.files) == 150

@@ -327,6 +327,12 @@ def test_wrong_input_is_one_sentence_before_any_worker_starts(finished, tmp_path
     assert not storage.exists(storage.join(str(tmp_path), "latents"))
 
 
+def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
+    config, _ = finished
+    with pytest.raises(ValueError, match=r"None of the first 16 rows of .*raw can be used at resolutions=\[512\]: give smaller ones"):
+        preprocess.preview(PreprocessingConfig(storage=config.storage, resolutions=[512]), num_rows=4)
+
+
 def test_an_input_without_rows_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": pa.array([], pa.int64()), "caption": pa.array([], pa.string()), "jpg": pa.array([], pa.binary())}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="The input holds no rows"):

@@ -8,6 +8,8 @@ import sys
 import threading
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
@@ -15,8 +17,8 @@ from diffusers import StableDiffusionPipeline
 from ray import cloudpickle
 from safetensors.torch import load_file
 
-from helpers import captioned_shapes, checkpoint, evaluate, parallel, runs, session, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers import captioned_shapes, checkpoint, evaluate, online, parallel, runs, session, storage, train
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from tests.pipelines import bare, draw_and_encode, encode, fit, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -119,6 +121,7 @@ def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_b
     """Ctrl-C at step 33; fit again under the same name."""
     straight = runs.read_metrics(run[0].run_uri)
     config = small(data, run_name="interrupted", validate_every=0)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 
     def interrupt_at_33():
         if len(runs.read_metrics(config.run_uri)) == 33 and train.last_step(config) == 30:
@@ -129,7 +132,7 @@ def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_b
         fit(config, loop=stops_after_33)
     # All CPUs at once can only be had when no worker and no task is left.
     assert ray.get(ray.remote(num_cpus=5)(lambda: True).remote(), timeout=120)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
     assert train.last_step(config) == 30
     fit(config)
     every = runs.read_metrics(config.run_uri, all_attempts=True)
@@ -165,6 +168,20 @@ def test_a_run_starts_from_the_weights_of_another(run, data):
     fit(config)
     first, second = (runs.read_metrics(c.run_uri)["loss"] for c in (run[0], config))
     assert second.iloc[0] < 0.7 * first.iloc[0]
+    # Its average too, which three small steps hardly move.
+    before, after = (evaluate.load_unet(c, train.last_checkpoint(c)).state_dict() for c in (run[0], config))
+    assert all(torch.allclose(after[name], before[name], atol=1e-3) for name in before)
+
+
+def test_a_run_starts_from_a_unet_in_diffusers_layout_given_by_a_relative_path(data, tmp_path, monkeypatch):
+    parallel.build_unet("tiny", seed=5).save_pretrained(tmp_path / "unet")
+    monkeypatch.chdir(tmp_path)
+    config = small(data, run_name="from-a-folder", init_from="./unet", max_steps=1, learning_rate=1e-9, checkpoint_every=1, validate_every=0)
+    fit(config)
+    given, found = parallel.build_unet("tiny", seed=5).state_dict(), evaluate.load_unet(config, train.last_checkpoint(config)).state_dict()
+    assert all(torch.allclose(found[name], given[name], atol=1e-6) for name in given)
+    with pytest.raises(ValueError, match=r"init_from='.*/unet' is a U-Net with .*, and unet_config='small' has .*: start from one of"):
+        train.check_init_from(small(data, run_name="other", init_from="./unet", unet_config="small"))
 
 
 def test_a_run_may_mix_resolutions_a_step_each_and_is_validated_at_the_largest(tmp_path):
@@ -208,11 +225,47 @@ def test_the_pipeline_is_opened_by_stock_diffusers_and_draws_the_same_picture(ru
         ({"global_batch_size": 4096, "run_name": "new"}, r"global_batch_size=4096 is more than the 400 rows"),
         ({"learning_rate": 1.0}, r"run_name='first' was started with learning_rate=0.003, not 1.0"),
         ({"init_from": "nobody", "run_name": "new"}, r"init_from='nobody' is neither a run with a checkpoint"),
+        ({"latents_uri": {"/no/such/folder": 1}, "run_name": "new"}, r"[Nn]o latents at .*/no/such/folder"),
     ],
 )
 def test_wrong_parameters_are_one_sentence_before_any_worker_starts(run, data, change, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
         train.open_run(small(data, **change))
+
+
+def test_data_that_changed_under_a_runs_name_is_refused_and_named(run, data, tmp_path):
+    config, _ = run
+    manifest = storage.read_json(f"{config.latents_uri}/manifest.json")
+
+    def latents_with(**changes):
+        storage.write_json(tmp_path / "manifest.json", {**manifest, **changes})
+        return small(data, latents_uri=str(tmp_path))
+
+    train.open_run(latents_with())  # the same data at another place
+    with pytest.raises(ValueError, match=r"made with row_filter='', not 'width > 8': set it back to resume the run, or give"):
+        train.open_run(latents_with(job={**manifest["job"], "row_filter": "width > 8"}))
+    (segment,) = manifest["segments"]
+    with pytest.raises(ValueError, match="run_name='first' was started on other data than .* holds now: give another run_name"):
+        train.open_run(latents_with(segments=[{**segment, "files": segment["files"][:-1]}]))
+    with pytest.raises(ValueError, match="resolution=32: none of the pictures of .* is as large: choose a smaller one, or encode"):
+        train.open_run(latents_with(segments=[{**segment, "at": {"image_latents_32": 0}}]))
+
+
+def test_prompts_for_ones_own_data_are_its_own_captions_where_no_row_is_held_out(run, data, tmp_path):
+    assert evaluate.held_out_prompts(small(data, validation_share=0.0, validate_every=0), 4)[1] is captioned_shapes.agreement
+    rows = pa.table({"caption": ["a dog", "a cat"], "hash": [1, 2], "jpg": [b"", b""]})
+    pq.write_table(rows, tmp_path / "raw.parquet")
+    raw = OnlineConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw.parquet"), resolutions=[32])
+    config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0)
+    online.prepare(raw, config)
+    assert evaluate.held_out_prompts(config, 4) == (["a dog", "a cat"], None)
+
+
+def test_one_call_frees_the_disk(tmp_path):
+    for folder in ("raw", "latents", "online", "runs", "mine"):
+        storage.write_text(tmp_path / folder / "file", "12345")
+    assert session.free_disk(tmp_path) == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_training_without_latents_names_the_command_that_makes_them(tmp_path):

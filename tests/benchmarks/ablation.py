@@ -1,7 +1,7 @@
 """Images a second as one thing after another is switched on: the documents' ablation on hardware of your own.
 
     python -m tests.benchmarks.ablation                                                # the tiny U-Net, two workers, this CPU
-    python -m tests.benchmarks.ablation --unet sd2-base --resolution 512 --workers 8 --gpus --batch 256 --micro-batch 32 \\
+    python -m tests.benchmarks.ablation --unet sd2-base --resolution 256 512 --workers 8 --gpus --batch 256 --micro-batch 16 \\
         --address auto --storage /shared/folder
 
 Random latents, full training steps, all rows in one fit. Printed beside the published Tables 3.a and 3.b, which say the
@@ -12,7 +12,6 @@ import argparse
 import tempfile
 
 import pandas as pd
-import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -21,26 +20,30 @@ from helpers.config import TrainingConfig
 
 
 def measure(config, steps):
-    """A frame with a row a setting."""
+    """(a frame with a row a setting, the workers' hardware)"""
     trainer = TorchTrainer(
         train.ablation_per_worker,
         train_loop_config={"config": config.to_dict(), "steps": steps},
-        scaling_config=ScalingConfig(num_workers=config.num_training_workers, use_gpu=config.use_gpu),
+        scaling_config=ScalingConfig(
+            num_workers=config.num_training_workers, use_gpu=config.use_gpu, accelerator_type=config.training_accelerator_type
+        ),
         run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
     )
     trainer.fit()
-    return pd.DataFrame(storage.read_json(storage.join(config.run_uri, "ablation.json"))).set_index("setting")
+    found = storage.read_json(storage.join(config.run_uri, "ablation.json"))
+    return pd.DataFrame(found["rows"]).set_index("setting"), found["hardware"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unet", default="tiny")
-    parser.add_argument("--resolution", type=int, default=64)
+    parser.add_argument("--resolution", type=int, nargs="+", default=[64])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="one GPU a worker")
     parser.add_argument("--batch", type=int, default=64, help="global batch size")
     parser.add_argument("--micro-batch", type=int, default=None)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accelerator-type", default=None, help="of the workers' GPUs, for example A100")
     parser.add_argument("--address", default="local")
     parser.add_argument("--storage", default=None, help="a folder that every node reaches")
     given = parser.parse_args()
@@ -49,17 +52,17 @@ def main():
     else:
         session.connect(given.address)
     with tempfile.TemporaryDirectory() as folder:
-        table = measure(TrainingConfig(
-            storage=given.storage or folder, run_name="ablation", unet_config=given.unet, resolution=given.resolution,
-            num_training_workers=given.workers, use_gpu=given.gpus, global_batch_size=given.batch,
-            units_per_step=given.workers, micro_batch_size=given.micro_batch,
-        ), given.steps)  # fmt: skip
-    hardware = torch.cuda.get_device_name() if given.gpus and torch.cuda.is_available() else "CPU"
-    print(f"{given.unet} at {given.resolution}, {given.workers} workers ({hardware}), batch {given.batch}, torch {torch.__version__}")
-    print(table.round(3).to_string())
-    if given.resolution in (256, 512):
-        print("\npublished (blog, Tables 3.a and 3.b)")
-        print(costs.published_ablation(given.resolution).round(2).to_string())
+        for resolution in given.resolution:
+            table, hardware = measure(TrainingConfig(
+                storage=given.storage or folder, run_name=f"ablation-{resolution}", unet_config=given.unet, resolution=resolution,
+                num_training_workers=given.workers, use_gpu=given.gpus, training_accelerator_type=given.accelerator_type,
+                global_batch_size=given.batch, units_per_step=given.workers, micro_batch_size=given.micro_batch,
+            ), given.steps)  # fmt: skip
+            print(f"{given.unet} at {resolution}, {given.workers} workers ({hardware}), batch {given.batch}")
+            print(table.round(3).to_string(), flush=True)
+    for resolution in (256, 512):
+        print(f"\npublished, {resolution} pixels (blog, Tables 3.a and 3.b)")
+        print(costs.published_ablation(resolution).round(2).to_string())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pandas as pd
 from ray import cloudpickle
 
 from helpers import captioned_shapes, online, session
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.config import OnlineConfig, TrainingConfig
 from tests.benchmarks import made_up
 from tests.pipelines import encode, fit, online_stream
 
@@ -58,7 +58,7 @@ def measure(job, rows):
 
 
 def run(job, rows, folder):
-    raw = PreprocessingConfig(storage=folder)
+    raw = OnlineConfig(storage=folder)
     captioned_shapes.write_parquet(raw.raw_uri, rows)
     session.connect()
     if job == "preprocessing":

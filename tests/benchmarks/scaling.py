@@ -28,6 +28,7 @@ def measure_per_worker(values):
     train.use_cores(context.get_local_world_size())
     found = speed.measure_step(config, get_device(), steps=values["steps"])
     if context.get_world_rank() == 0:
+        found["hardware"] = speed.hardware(get_device())
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
 
 
@@ -35,7 +36,9 @@ def measure(config, steps):
     TorchTrainer(
         measure_per_worker,
         train_loop_config={"config": config.to_dict(), "steps": steps},
-        scaling_config=ScalingConfig(num_workers=config.num_training_workers, use_gpu=config.use_gpu),
+        scaling_config=ScalingConfig(
+            num_workers=config.num_training_workers, use_gpu=config.use_gpu, accelerator_type=config.training_accelerator_type
+        ),
         run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
     ).fit()
     return storage.read_json(storage.join(config.run_uri, "speed.json"))
@@ -52,6 +55,7 @@ def main():
     parser.add_argument("--gpus", action="store_true", help="one GPU a worker")
     parser.add_argument("--batch", type=int, default=32, help="of a worker")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accelerator-type", default=None, help="of the workers' GPUs, for example A100")
     parser.add_argument("--address", default="local")
     parser.add_argument("--storage", default=None, help="a folder that every node reaches")
     parser.add_argument("--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s")
@@ -66,15 +70,16 @@ def main():
                     storage=given.storage or folder, run_name=f"scaling-{strategy}-{count}", unet_config=given.unet,
                     resolution=given.resolution, num_training_workers=count, use_gpu=given.gpus, strategy=strategy,
                     global_batch_size=given.batch * count, units_per_step=count, precision=given.precision,
-                    compile_unet=given.compile,
+                    compile_unet=given.compile, training_accelerator_type=given.accelerator_type,
                 )  # fmt: skip
                 found = measure(config, given.steps)
                 each = found["images/s"] / count
                 rows.append({"workers": count, "images/s": found["images/s"], "a worker": each,
                              "efficiency": each / (rows[0]["a worker"] if rows else each),
                              "communication": found["communication"]})  # fmt: skip
-            print(f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker")
-            print(pd.DataFrame(rows).round(3).to_string(index=False))
+            what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
+            print(f"{what} ({found['hardware']})")
+            print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
     for bandwidth in given.bandwidth:
         for strategy in ("ddp", "fsdp"):
             print(f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a GPU")
