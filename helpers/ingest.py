@@ -96,6 +96,11 @@ class Plan:
     def batch_rows(self):
         return self.unit_rows * self.units_per_step
 
+    @property
+    def block_rows(self):
+        """Rows of every block that travels: as `batch_size`, a stage is handed one block at a time."""
+        return self.unit_rows * self.block_steps
+
     @functools.cached_property
     def pattern(self):
         """Which source each of `PATTERN` consecutive rows is drawn from: always the one that is furthest behind."""
@@ -299,7 +304,7 @@ def planned(plan, first_step, num_steps, read):
     return (
         ray.data.range(len(chunks), override_num_blocks=num_tasks(len(chunks)))
         .map_batches(deal, batch_size=1)
-        .repartition(target_num_rows_per_block=plan.unit_rows * plan.block_steps)
+        .repartition(target_num_rows_per_block=plan.block_rows)
     )
 
 

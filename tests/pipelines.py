@@ -99,7 +99,8 @@ def online_stream(
         online.raw_rows(plan, first_step, num_steps, config=config, validation_share=validation_share)
         .map_batches(transform, batch_size=None, batch_format="pyarrow", compute=TaskPoolStrategy(size=1))
         .map_batches(
-            kind, fn_constructor_args=encoder.arguments(config), batch_size=None, batch_format="pyarrow", num_cpus=0.5, num_gpus=gpus,
+            kind, fn_constructor_args=encoder.arguments(config), batch_size=plan.block_rows, batch_format="pyarrow",
+            num_cpus=0.5, num_gpus=gpus,
             fn_constructor_kwargs={"batch_size": config.encoder_batch_size, **options},
             compute=ActorPoolStrategy(size=num_encoders), **({"accelerator_type": on} if on else {}),
         )

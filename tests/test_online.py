@@ -70,7 +70,7 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
     units = {}
     for table in tables:
-        rows = plan.unit_rows * plan.block_steps
+        rows = plan.block_rows
         for start in range(0, len(table), rows):  # as the blocks travel
             block = table.slice(start, rows).combine_chunks()
             done = online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed)

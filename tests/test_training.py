@@ -246,7 +246,7 @@ def test_data_that_changed_under_a_runs_name_is_refused_and_named(run, data, tmp
         train.open_run(latents_with(job={**manifest["job"], "row_filter": "width > 8"}))
     (segment,) = manifest["segments"]
     with pytest.raises(ValueError, match="run_name='first' was started on other data than .* holds now: give another run_name"):
-        train.open_run(latents_with(segments=[{**segment, "files": segment["files"][:-1]}]))
+        train.open_run(latents_with(segments=[{**segment, "files": [{**file, "name": f"new-{file['name']}"} for file in segment["files"]]}]))
     with pytest.raises(ValueError, match="resolution=32: none of the pictures of .* is as large: choose a smaller one, or encode"):
         train.open_run(latents_with(segments=[{**segment, "at": {"image_latents_32": 0}}]))
 

@@ -39,7 +39,7 @@ class PlayedEncoder:
 def online_stream(plan, first_step, num_steps, *, num_encoders, **options):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
     return ingest.stream(plan, first_step, num_steps, **options).map_batches(
-        PlayedEncoder, batch_size=None, batch_format="pyarrow", compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01
+        PlayedEncoder, batch_size=plan.block_rows, batch_format="pyarrow", compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01
     )
 
 
