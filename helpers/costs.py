@@ -17,6 +17,7 @@ SOURCES = {
     "slides": 'Anyscale, "Efficient Stable Diffusion Pre-Training on Billions of Images with Ray"',
     "quickstart": 'Anyscale, "Quickstart: Stable diffusion pre-training"',
     "MosaicML": 'MosaicML, "Training Stable Diffusion from Scratch for <$50k with MosaicML (Part 2)"',
+    "NVIDIA": "NVIDIA's results in MLPerf Training v4.0, Stable Diffusion v2",
 }
 
 # --- published: rates -------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ FACTS = {
         note="the trainers were the limit, so the encoders may have had room"),
     "one A100, the fastest at 256 px": Fact(185, "images/s", "blog, Table 3.a"),
     "one A100, the fastest at 512 px": Fact(42, "images/s", "blog, Table 3.b"),
-    "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA, MLPerf Training v4.0, the same size of U-Net"),
+    "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA", note="a U-Net of the same size"),
     "A100 hours": Fact(13_165, "A100-80G hours", "slides, Results; quickstart",
                        note="both phases at the last rates of Table 4.b; preprocessing is not in it"),
     "dollars, reserved for a year": Fact(39_511, "$", "slides, Results; quickstart"),

@@ -1,6 +1,7 @@
 """Made-up latents that several test modules train on, validate or look at."""
 
 import os
+import signal
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,8 @@ import torch
 
 from helpers import schema
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for jobs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray Train looks after its workers every half second in place of every two: short runs end sooner.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 

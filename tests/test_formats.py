@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from helpers import captioned_shapes, formats, ingest, online, preprocess, schema, session, sources, storage
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from tests.pipelines import encode
 
 ROWS = 150
@@ -86,7 +86,7 @@ def inputs(tmp_path_factory):
 
 
 def config_of(inputs, name, tmp_path, **changes):
-    return PreprocessingConfig(**{
+    return OnlineConfig(**{
         "storage": str(tmp_path), "input_uri": str(inputs[name]), "resolutions": [32], **COLUMNS[name], **changes,
     })  # fmt: skip
 

@@ -180,7 +180,7 @@ def test_alone_a_unet_is_neither_wrapped_nor_held_back():
     for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
         unet, model = parallel.build_model(TrainingConfig(strategy=strategy))
         assert model is unet
-    with parallel.synchronise_gradients(unet, last=False):
+    with parallel.synchronise_gradients(unet, last=False, strategy="ddp"):
         gradients(unet)
     assert all(parameter.grad is not None for parameter in unet.parameters())
 

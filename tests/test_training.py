@@ -121,7 +121,6 @@ def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_b
     """Ctrl-C at step 33; fit again under the same name."""
     straight = runs.read_metrics(run[0].run_uri)
     config = small(data, run_name="interrupted", validate_every=0)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 
     def interrupt_at_33():
         if len(runs.read_metrics(config.run_uri)) == 33 and train.last_step(config) == 30:
@@ -132,7 +131,7 @@ def test_an_interrupted_run_leaves_nothing_running_and_resumes_inside_an_epoch_b
         fit(config, loop=stops_after_33)
     # All CPUs at once can only be had when no worker and no task is left.
     assert ray.get(ray.remote(num_cpus=5)(lambda: True).remote(), timeout=120)
-    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train.last_step(config) == 30
     fit(config)
     every = runs.read_metrics(config.run_uri, all_attempts=True)
