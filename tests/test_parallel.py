@@ -38,6 +38,12 @@ def test_sd2_base_has_the_published_size_and_cost(size, teraflops):
     assert blocks["gflops"].sum() / 1000 == pytest.approx(teraflops, abs=0.0006)
 
 
+@pytest.mark.parametrize(("name", "parameters", "gigaflops"), [("tiny", 1_034_596, 0.052), ("small", 94_398_084, 2.77)])
+def test_the_smaller_presets_have_the_size_and_the_cost_that_are_shown_at_64_pixels(name, parameters, gigaflops):
+    blocks = parallel.measure(name, (4, 8, 8), (77, parallel.load_unet_config(name)["cross_attention_dim"]))
+    assert blocks["parameters"].sum() == parameters and blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_the_blocks_are_the_whole_unet_in_the_order_of_its_forward_pass(name):
     config = parallel.load_unet_config(name)
