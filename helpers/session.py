@@ -29,7 +29,10 @@ def connect(ray_address="local", num_cpus=None):
         return
     options = {"address": ray_address}
     if ray_address == "local":
-        options.update(num_cpus=num_cpus or max(4, os.cpu_count()), include_dashboard=False)
+        num_cpus = num_cpus or max(4, os.cpu_count())
+        options.update(num_cpus=num_cpus, include_dashboard=False)
+        # Ray warns of four times as many processes as it starts at once, by default one a core: a few on a laptop.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(2 * num_cpus))
     # Ray's C++ layer warns of matters inside Ray Data; that it was told not to, it says too, before it listens.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with stderr_closed():
