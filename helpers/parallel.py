@@ -155,13 +155,18 @@ def build_model(config, device="cpu"):
 def lay_channels_last(unet, weights_too):
     """Compute on (B, H, W, C) in memory, which tensor cores want: convolutions hand the layout of their input on.
 
-    FSDP2 takes only weights in the usual order; then each convolution rearranges its own.
+    FSDP2 takes only weights in the usual order; then each convolution rearranges its own, and its input where diffusers'
+    attention laid it out in the usual order again.
     """
     if weights_too:
         unet.to(memory_format=torch.channels_last)
-    unet.register_forward_pre_hook(
-        lambda module, arguments: (arguments[0].contiguous(memory_format=torch.channels_last), *arguments[1:])
-    )
+
+    def lay(module, arguments):
+        return (arguments[0].contiguous(memory_format=torch.channels_last), *arguments[1:])
+
+    for module in unet.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(lay)
 
 
 def computes_in_bf16(config):
@@ -244,12 +249,14 @@ def measure(name, latents_shape, text_shape):
     return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
 
 
-def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8):
+def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8, accumulates=False):
     """Bytes that the state of training takes on the rank that holds most of it; activations come on top.
 
     Returns a dict: "parameters", "gradients" and "optimizer" (AdamW's two moments), all fp32, are there between steps
     (gradients after the backward pass); "gathered" are the whole weights that a sharded rank holds while it computes,
-    in the precision of computing: all of them, or under "fsdp-full" the largest block with what belongs to none.
+    in the precision of computing: all of them, or under "fsdp-full" the largest block with what belongs to none. With
+    `accumulates` (`micro_batch_size` smaller than a unit) a sharded rank holds, as "accumulated", the whole fp32 gradients
+    until the last micro-batch sends them out.
 
     FSDP2 cuts each parameter along its first dimension into `torch.chunk`s, so the first rank holds a little more than
     its share. "hsdp" shards over the ranks of a node.
@@ -264,7 +271,10 @@ def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8):
         sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
         total = sum(p.numel() for p in unet.parameters())
         gathered = (2 if precision == "bf16" else 4) * (total - sum(sizes) + max(sizes) if strategy == "fsdp-full" else total)
-    return {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}
+    found = {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}
+    if accumulates:
+        found["accumulated"] = 4 * sum(p.numel() for p in unet.parameters()) if across > 1 else 0
+    return found
 
 
 def memory_table(name, ranks=(1, 8, 32, 128), **options):

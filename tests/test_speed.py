@@ -86,6 +86,8 @@ def test_the_state_of_sd2_base_takes_sixteen_bytes_a_parameter_and_sharded_its_s
     assert ddp == {"parameters": whole, "gradients": whole, "optimizer": 2 * whole, "gathered": 0}
     for strategy, across in (("fsdp", ranks), ("fsdp-full", ranks), ("hsdp", min(8, ranks))):
         found = parallel.memory("sd2-base", strategy, ranks, precision="bf16")
+        more = parallel.memory("sd2-base", strategy, ranks, precision="bf16", accumulates=True)
+        assert more == {**found, "accumulated": 4 * 865_910_724 if across > 1 else 0}
         # Parameters are cut into rows: a few have fewer than there are ranks.
         assert whole / across <= found["parameters"] == found["gradients"] == found["optimizer"] / 2 <= 1.02 * whole / across
         assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
