@@ -316,7 +316,7 @@ class Rest(ExecutionCallback):
     """
 
     def on_execution_step(self, executor):
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def num_tasks(num_chunks):
