@@ -1,14 +1,16 @@
 """Training throughput over the number of encoders: min(n x encoder rate, trainer rate), with both at a fixed speed.
 
-    python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 20]
+    python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 30]
 
 Encoders and trainer are played: each waits as long as its service time says, so that two cores can be sixteen encoders.
 All else is real: the plan over Parquet files, Ray Data's actor pool, Ray Train's worker and its data feed. Offline, the
-same trainer reads the latents that the encoders would have made. Rates are those of the steps after the pipeline filled.
+same trainer reads the latents that the encoders would have made. Encoders begin when the trainer does, so that nothing is
+made ahead while it starts; rates are those of the steps after the first third.
 """
 
 import argparse
 import functools
+import os
 import sys
 import tempfile
 import time
@@ -29,18 +31,28 @@ for module in (sys.modules[__name__], made_up):
 
 
 class PlayedEncoder:
-    """Takes `ENCODER_SECONDS` for a global batch, whatever is in it."""
+    """Takes `ENCODER_SECONDS` for a global batch, whatever is in it, from when the file `started` is there."""
+
+    def __init__(self, started):
+        self.started = started
 
     def __call__(self, rows):
+        while not os.path.exists(self.started):
+            time.sleep(0.05)
         time.sleep(ENCODER_SECONDS * len(rows) / BATCH)
         return rows
 
 
-def online_stream(plan, first_step, num_steps, *, num_encoders, **options):
+def online_stream(plan, first_step, num_steps, *, num_encoders, started, **options):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
     return ingest.stream(plan, first_step, num_steps, **options).map_batches(
-        PlayedEncoder, batch_size=plan.block_rows, batch_format="pyarrow", compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01
+        PlayedEncoder, fn_constructor_args=[started], batch_size=plan.block_rows, batch_format="pyarrow", compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01
     )
+
+
+def loop(started, values):
+    open(started, "w").close()
+    made_up.train_in(TRAINER_SECONDS, values)
 
 
 def measure(uri, name, num_steps, stream=ingest.stream):
@@ -49,14 +61,14 @@ def measure(uri, name, num_steps, stream=ingest.stream):
         storage=uri, latents_uri=uri, run_name=name, resolution=32, global_batch_size=BATCH, max_steps=num_steps,
         checkpoint_every=num_steps, validate_every=0, validation_share=0,
     )  # fmt: skip
-    fit(config, loop=functools.partial(made_up.train_in, TRAINER_SECONDS), stream=stream)
+    fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)
     return runs.throughput(runs.read_metrics(config.run_uri), skip=num_steps // 3)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoders", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=20, help="of each run, about")
+    parser.add_argument("--seconds", type=float, default=30, help="of each run, about")
     arguments = parser.parse_args()
     session.connect(num_cpus=8)
     trainer_rate, encoder_rate, rows = BATCH / TRAINER_SECONDS, BATCH / ENCODER_SECONDS, []
@@ -65,8 +77,9 @@ def main():
         ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
         for count in arguments.encoders:
             expected = costs.online_throughput(count, encoder_rate, trainer_rate)
-            stream = functools.partial(online_stream, num_encoders=count)
-            rate, waits = measure(uri, f"online-{count}", max(24, int(arguments.seconds * expected / BATCH)), stream)
+            name = f"online-{count}"
+            stream = functools.partial(online_stream, num_encoders=count, started=f"{uri}/{name}")
+            rate, waits = measure(uri, name, max(24, int(arguments.seconds * expected / BATCH)), stream)
             rows.append((count, expected, rate, rate / expected, rate / ceiling, waits))
     columns = ["encoders", "expected", "measured", "measured / expected", "measured / offline", "trainer waits"]
     print(f"one encoder {encoder_rate:.0f}, the trainer {trainer_rate:.0f} images/s; offline {ceiling:.0f}")
