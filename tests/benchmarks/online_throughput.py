@@ -46,7 +46,7 @@ class PlayedEncoder:
 def online_stream(plan, first_step, num_steps, *, num_encoders, started, **options):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
     return ingest.stream(plan, first_step, num_steps, **options).map_batches(
-        PlayedEncoder, fn_constructor_args=[started], batch_size=plan.block_rows, batch_format="pyarrow",
+        PlayedEncoder, fn_constructor_args=[started], batch_size=None, batch_format="pyarrow",
         compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01,
     )  # fmt: skip
 
