@@ -43,4 +43,4 @@ def train_in(step_seconds, values):
 
 
 SD2_256 = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}
-SMALL = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (1, 128)}
+SMALL = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (4, 16)}
