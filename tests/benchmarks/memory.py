@@ -4,7 +4,7 @@
 
 Each size runs in a process of its own with a Ray of its own. Memory is the proportional set size (shared pages counted
 once) of the driver and all Ray processes, sampled twice a second, the object store among them; the object store alone is
-what the node's shared memory holds of it at its peak. The online run is one epoch, and its trainer is played: it takes a
+of it the shared memory. The online run is one epoch, and its trainer is played: it takes a
 fifth of a second for 64 rows. Linux only.
 """
 
@@ -36,9 +36,7 @@ def session_memory(session_id):
             if int((process / "stat").read_text().rsplit(")", 1)[1].split()[3]) == session_id:
                 lines = (process / "smaps_rollup").read_text().splitlines()
                 total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-                if (process / "comm").read_text().strip() == "raylet":
-                    status = (process / "status").read_text().splitlines()
-                    store += next(int(line.split()[1]) for line in status if line.startswith("RssShmem:"))
+                store += next(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended since the listing
     return total / 1024, store / 1024
