@@ -32,7 +32,9 @@ VALIDATION = "validation"  # of a run whose pictures are encoded on the way: a l
 CHUNK_BYTES = 64 * 2**20  # a few chunks are in memory at once, per reading task
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # enough to mix; more only makes the first batch late
 BLOCK_BYTES = 4 * 2**20  # units smaller than this travel together
-AHEAD_STEPS, AHEAD_BYTES = 32, 256 * 2**20  # how far ahead of the trainers data is made: the larger of the two
+# How far ahead of the trainers data is made: the larger of the two. Ray Data counts 32 MiB for each task in flight, whatever it
+# will be, so a smaller bound would leave some of sixteen encoders without work.
+AHEAD_STEPS, AHEAD_BYTES = 32, 2**30
 PATTERN = 10_000  # proportions hold to 1 in this many
 
 
