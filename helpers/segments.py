@@ -255,9 +255,13 @@ def timeline(busy, num_encoders, started):
 
 
 def report(entries, dollars_per_hour=0.0):
-    """What a job took, as JSON: `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`,
-    summed over each stage's workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` between the encoders' first batch and their last, which leaves out
-    the start of the workers; `timeline` and `encoders_busy`, the median of its shares; and what a million images cost."""
+    """What a job took, as JSON.
+
+    `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`, summed over each stage's
+    workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` between the encoders' first batch and their
+    last, which leaves out the start of the workers; `timeline` and `encoders_busy`, the median of its shares; and what a
+    million images cost.
+    """
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
     seconds, points = sum(entry["seconds"] for entry in entries), []
     written, before = sum(entry["written"] for entry in entries), 0.0
