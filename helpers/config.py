@@ -62,6 +62,8 @@ class Parameters:
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{field.name}={value!r} must be a text.")
+            if field.type == str | None and value is not None and not (isinstance(value, (str, os.PathLike)) and str(value)):
+                raise ValueError(f"{field.name}={value!r} must be a text, or None.")
             if field.type is bool and not isinstance(value, bool):
                 raise ValueError(f"{field.name}={value!r} must be True or False.")
 

@@ -172,8 +172,6 @@ FACTS = {
     "one A10G, online, at least": Fact(
         101.9, "images/s at 256 px", "slides, Ray Data vs Torch DataLoader", derived="4,075 images/s / 40 encoders",
         note="the trainers were the limit, so the encoders may have had room"),
-    "one A100, the fastest at 256 px": Fact(185, "images/s", "blog, Table 3.a"),
-    "one A100, the fastest at 512 px": Fact(42, "images/s", "blog, Table 3.b"),
     "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA", note="a U-Net of the same size"),
     "A100 hours": Fact(13_165, "A100-80G hours", "slides, Results; quickstart",
                        note="both phases at the last rates of Table 4.b; preprocessing is not in it"),

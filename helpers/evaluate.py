@@ -63,7 +63,7 @@ def held_out_prompts(config, num_prompts):
     the captions of held-out rows, and None.
     """
     rows = ingest.validation_rows(config, num_prompts)
-    if rows is None or len(rows) == 0:  # nothing is held out: what it was trained on has to do
+    if rows is None:  # nothing is held out: what it was trained on has to do
         captions = online.first_captions(config, num_prompts)
     else:
         captions = rows[schema.CAPTION].to_pylist()

@@ -629,7 +629,7 @@ def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
     return fig
 
 
-def online_throughput(measured, predicted, *, ceiling=None, others="trainers", title=None):
+def throughput_over_encoders(measured, predicted, *, ceiling=None, others="trainers", title=None):
     """Throughput over the number of encoders: what was measured, what is predicted, and the limit that others set.
 
     `measured`, `predicted`: frames with num_encoders, images_per_second; `measured` may be empty. `ceiling`: images/s

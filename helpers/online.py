@@ -194,10 +194,10 @@ def write_validation(manifest, config, training):
 def first_captions(training, num_rows):
     """Captions of the first rows that a run is trained on, raw or encoded before."""
     uri = next(iter(training.proportions))
-    job = schema.Manifest.read(uri).job
-    if "online" not in job:
+    raw = schema.Manifest.read(uri).online
+    if raw is None:
         return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
-    config = OnlineConfig.from_dict(job["online"])
+    config = OnlineConfig.from_dict(raw)
     rows = pa.Table.from_pylist(sources.first_rows(config, num_rows))
     return [caption for caption in preprocess.text_column(rows[config.caption_column]) if caption]
 

@@ -257,12 +257,9 @@ def check_no_urls(found, config):
 
 def stage_rates(manifest, config):
     """Images a second of each stage, all its workers together: a frame for `figures.stage_throughput`."""
-    rows = manifest.total("read") - manifest.total("filtered")
     workers = {"transform": config.num_transform_workers, "encode": config.num_encoders, "write": 1}
-    rates = [
-        (stage, rows / max(seconds, 1e-9) * workers[stage], workers[stage])
-        for stage, seconds in manifest.report["stage_seconds"].items()
-    ]
+    one = manifest.report["images_per_second_by_stage"]
+    rates = [(stage, rate * workers[stage], workers[stage]) for stage, rate in one.items()]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 

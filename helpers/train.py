@@ -457,20 +457,19 @@ def describe_data(manifest, proportion):
 
 def check_same_data(config, before, now):
     """Raises ValueError if a run's data is not what it was started on; both as `describe_data` gives them."""
-    if before == json.loads(json.dumps(now)):
-        return
-    for (uri, share), one, other in zip(config.proportions.items(), before, now, strict=False):
-        if share == one["proportion"] and {**one, "made_with": None} == {**other, "made_with": None}:
-            for name, value in one.get("made_with", {}).items():
-                if (mine := json.loads(json.dumps(other["made_with"].get(name)))) != value and name != "listing_crc32":
-                    raise ValueError(
-                        f"run_name={config.run_name!r} was started on data of {uri} made with {name}={value!r}, not {mine!r}: "
-                        "set it back to resume the run, or give another run_name."
-                    )
-    raise ValueError(
-        f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
-        "give another run_name."
-    )
+    now = json.loads(json.dumps(now))
+    for uri, one, other in zip(config.proportions, before, now, strict=False):
+        for name in one["made_with"].keys() & other["made_with"].keys() - {"listing_crc32"}:
+            if one["made_with"][name] != other["made_with"][name]:
+                raise ValueError(
+                    f"run_name={config.run_name!r} was started on data of {uri} made with {name}={one['made_with'][name]!r}, "
+                    f"not {other['made_with'][name]!r}: set it back to resume the run, or give another run_name."
+                )
+    if before != now:
+        raise ValueError(
+            f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
+            "give another run_name."
+        )
 
 
 def git_revision():

@@ -36,9 +36,13 @@ BAD_PREPROCESSING = [
     ({"row_filter": None}, "row_filter=None must be a text."),
     ({"storage": None}, "storage=None must be a text."),
     ({"image_column": 3}, "image_column=3 must be a text."),
+    ({"encoder_accelerator_type": 5}, "encoder_accelerator_type=5 must be a text, or None."),
 ]
 
 BAD_TRAINING = [
+    ({"init_from": 5}, "init_from=5 must be a text, or None."),
+    ({"init_from": ""}, "init_from='' must be a text, or None."),
+    ({"training_accelerator_type": 4}, "training_accelerator_type=4 must be a text, or None."),
     ({"prediction_type": "sample"}, "prediction_type='sample' is unknown: choose one of 'v_prediction', 'epsilon'."),
     ({"strategy": "zero"}, "strategy='zero' is unknown: choose one of 'ddp'"),
     ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of 'fp32', 'bf16'"),

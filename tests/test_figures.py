@@ -47,7 +47,7 @@ EVERY = {
     "throughput": lambda: figures.throughput(METRICS),
     "before_after": lambda: figures.before_after([PICTURE] * 3, [PICTURE] * 3, [CAPTION] * 3),
     "iteration": lambda: figures.iteration(PHASES, MEMORY),
-    "online_throughput": lambda: figures.online_throughput(ENCODERS, ENCODERS),
+    "throughput_over_encoders": lambda: figures.throughput_over_encoders(ENCODERS, ENCODERS),
     "agreement": lambda: figures.agreement(SCORES),
     "phases": lambda: figures.phases({"32 px": RUN, "64 px": RUN}),
     "time_shares": lambda: figures.time_shares(pd.DataFrame({"data": [0.1], "communication": [0.2], "checkpoints": [0.1]}, index=["run"])),
@@ -363,11 +363,11 @@ def test_an_iteration_shows_each_phase_with_its_share_of_the_time_and_the_memory
 
 
 def test_the_throughput_over_encoders_keeps_measured_and_predicted_apart_and_draws_the_ceiling():
-    ax = figures.online_throughput(ENCODERS[:2], ENCODERS, ceiling=350).axes[0]
+    ax = figures.throughput_over_encoders(ENCODERS[:2], ENCODERS, ceiling=350).axes[0]
     assert line(ax, "measured").get_xdata().tolist() == [1, 2]
     assert line(ax, "predicted: min(n x encoder, trainers)").get_ydata().tolist() == [100, 200, 350]
     assert line(ax, "trainers alone: 350 images/s").get_ydata()[0] == 350
-    only = figures.online_throughput([], ENCODERS).axes[0]
+    only = figures.throughput_over_encoders([], ENCODERS).axes[0]
     assert "measured" not in [entry.get_label() for entry in only.lines]
 
 

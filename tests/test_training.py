@@ -175,9 +175,11 @@ def test_a_run_starts_from_the_weights_of_another(run, data):
 def test_a_run_starts_from_a_unet_in_diffusers_layout_given_by_a_relative_path(data, tmp_path, monkeypatch):
     parallel.build_unet("tiny", seed=5).save_pretrained(tmp_path / "unet")
     monkeypatch.chdir(tmp_path)
-    config = small(data, run_name="from-a-folder", init_from="./unet", max_steps=1, learning_rate=1e-9, checkpoint_every=1, validate_every=0)
+    one_step = {"max_steps": 1, "learning_rate": 1e-9, "checkpoint_every": 1, "validate_every": 0}
+    config = small(data, run_name="from-a-folder", init_from="./unet", **one_step)
     fit(config)
-    given, found = parallel.build_unet("tiny", seed=5).state_dict(), evaluate.load_unet(config, train.last_checkpoint(config)).state_dict()
+    given = parallel.build_unet("tiny", seed=5).state_dict()
+    found = evaluate.load_unet(config, train.last_checkpoint(config)).state_dict()
     assert all(torch.allclose(found[name], given[name], atol=1e-6) for name in given)
     with pytest.raises(ValueError, match=r"init_from='.*/unet' is a U-Net with .*, and unet_config='small' has .*: start from one of"):
         train.check_init_from(small(data, run_name="other", init_from="./unet", unet_config="small"))
@@ -245,7 +247,8 @@ def test_data_that_changed_under_a_runs_name_is_refused_and_named(run, data, tmp
         train.open_run(latents_with(job={**manifest["job"], "row_filter": "width > 8"}))
     (segment,) = manifest["segments"]
     with pytest.raises(ValueError, match="run_name='first' was started on other data than .* holds now: give another run_name"):
-        train.open_run(latents_with(segments=[{**segment, "files": [{**file, "name": f"new-{file['name']}"} for file in segment["files"]]}]))
+        renamed = [{**file, "name": f"new-{file['name']}"} for file in segment["files"]]
+        train.open_run(latents_with(segments=[{**segment, "files": renamed}]))
     with pytest.raises(ValueError, match="resolution=32: none of the pictures of .* is as large: choose a smaller one, or encode"):
         train.open_run(latents_with(segments=[{**segment, "at": {"image_latents_32": 0}}]))
 
