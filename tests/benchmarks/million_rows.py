@@ -94,7 +94,8 @@ def main():
             print(f"{number:5} {rate:8.0f} {size:6.0f}")
         print(f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1] / memory[0]:.3f}")
         report = manifest.report
-        print(f"the encoder computes for {report['encoders_busy']:.1%} of the time (median of seconds)")
+        busy = report["encoders_busy"]
+        print(f"the encoder computes for {'an unknown share' if busy is None else f'{busy:.1%}'} of the time (median of seconds)")
         estimate(manifest, planning, arguments.rows)
 
 
