@@ -1,16 +1,19 @@
 """Images a second on 1, 2, 4, ... workers, the share of a step that is communication, and what arithmetic predicts beyond.
 
-    python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp]                # the tiny U-Net on this CPU
+    python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp] [--rounds 3]   # the tiny U-Net on this CPU
     python -m tests.benchmarks.scaling --unet sd2-base --resolution 256 --workers 8 16 32 --gpus --batch 128 --precision bf16 \\
         --compile --address auto --storage /shared/folder
 
 --batch is a worker's, so the global batch grows with the workers (weak scaling), and efficiency is images/s a worker over
-that of the fewest workers. Workers that share two cores cannot scale: there, the share of communication is what to read.
+that of the fewest workers; numbers of workers take turns, medians are printed. On a CPU each worker has the same threads
+however many there are: the cores over the most workers, at least one; workers beyond the cores share them and cannot scale.
 The prediction holds for sd2-base (865.9 M parameters) at the step time given, and stands beside MosaicML's "near-perfect
 strong scaling up to 128 GPUs".
 """
 
 import argparse
+import itertools
+import statistics
 import tempfile
 
 import pandas as pd
@@ -25,17 +28,17 @@ from helpers.config import TrainingConfig
 def measure_per_worker(values):
     """What every worker runs; rank 0 writes what it found."""
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
-    train.use_cores(context.get_local_world_size())
+    train.use_cores(values["most_workers"])
     found = speed.measure_step(config, get_device(), steps=values["steps"])
     if context.get_world_rank() == 0:
         found["hardware"] = speed.hardware(get_device())
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
 
 
-def measure(config, steps):
+def measure(config, **values):
     TorchTrainer(
         measure_per_worker,
-        train_loop_config={"config": config.to_dict(), "steps": steps},
+        train_loop_config={"config": config.to_dict(), **values},
         scaling_config=ScalingConfig(
             num_workers=config.num_training_workers, use_gpu=config.use_gpu, accelerator_type=config.training_accelerator_type
         ),
@@ -54,7 +57,8 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--gpus", action="store_true", help="one GPU a worker")
     parser.add_argument("--batch", type=int, default=32, help="of a worker")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--accelerator-type", default=None, help="of the workers' GPUs, for example A100")
     parser.add_argument("--address", default="local")
     parser.add_argument("--storage", default=None, help="a folder that every node reaches")
@@ -64,21 +68,23 @@ def main():
     session.connect(given.address, max(given.workers) + 1)
     with tempfile.TemporaryDirectory() as folder:
         for strategy in given.strategy:
-            rows = []
-            for count in given.workers:
+            found = {count: [] for count in given.workers}
+            for number, count in itertools.product(range(given.rounds), given.workers):
                 config = TrainingConfig(
-                    storage=given.storage or folder, run_name=f"scaling-{strategy}-{count}", unet_config=given.unet,
+                    storage=given.storage or folder, run_name=f"scaling-{strategy}-{count}-{number}", unet_config=given.unet,
                     resolution=given.resolution, num_training_workers=count, use_gpu=given.gpus, strategy=strategy,
                     global_batch_size=given.batch * count, units_per_step=count, precision=given.precision,
                     compile_unet=given.compile, training_accelerator_type=given.accelerator_type,
                 )  # fmt: skip
-                found = measure(config, given.steps)
-                each = found["images/s"] / count
-                rows.append({"workers": count, "images/s": found["images/s"], "a worker": each,
-                             "efficiency": each / (rows[0]["a worker"] if rows else each),
-                             "communication": found["communication"]})  # fmt: skip
+                found[count].append(measure(config, steps=given.steps, most_workers=max(given.workers)))
+            rows = []
+            for count, runs in found.items():
+                rate, talk = (statistics.median(run[what] for run in runs) for what in ("images/s", "communication"))
+                rows.append({"workers": count, "images/s": rate, "a worker": rate / count,
+                             "efficiency": rate / count / (rows[0]["a worker"] if rows else rate / count),
+                             "communication": talk})  # fmt: skip
             what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
-            print(f"{what} ({found['hardware']})")
+            print(f"{what} ({runs[0]['hardware']})")
             print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
     for bandwidth in given.bandwidth:
         for strategy in ("ddp", "fsdp"):
