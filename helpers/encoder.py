@@ -65,9 +65,12 @@ class LatentEncoder:
 
     @torch.no_grad()
     def moments(self, pixels_BHWC):
-        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled."""
+        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled.
+
+        NaN throughout where one of a row's numbers is not finite; so are `embeddings`.
+        """
         posterior = self.vae.encode(images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
-        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16)
+        return mark_overflow(torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16))
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL):
@@ -75,7 +78,7 @@ class LatentEncoder:
 
         With `text_precision="fp8"` the bytes that `to_float8` makes of it.
         """
-        text = self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
+        text = mark_overflow(self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16))
         return to_float8(text) if self.text_precision == "fp8" else text
 
     def encode_images(self, pixels_BHWC):
@@ -90,7 +93,8 @@ class LatentEncoder:
     def __call__(self, rows):
         """An Arrow table of transformed rows -> the same rows with latents and embeddings in place of pixels and tokens.
 
-        Rejected rows, and pictures too small for a resolution, are not encoded: they become null there.
+        Rejected rows, and pictures too small for a resolution, are not encoded: they become null there. A row of which a
+        number is not finite, as half precision may overflow, is rejected: it would stop the training that meets it.
         """
         started = time.perf_counter()
         # What is not encoded passes through.
@@ -98,16 +102,33 @@ class LatentEncoder:
         kept = pc.equal(rows[schema.REASON], "").to_numpy()
         ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
         text = scatter(self.encode_captions, ids, kept, self.batch_size)
-        columns[schema.EMBEDDINGS] = schema.to_binary(text, kept, text.dtype)
+        encoded, finite = {schema.EMBEDDINGS: (text, kept)}, is_finite(text)
         for resolution in self.resolutions:
             pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
             latents = scatter(self.encode_images, pixels, kept & fits, self.batch_size)
-            columns[schema.latents_column(resolution)] = schema.to_binary(latents[:, : self.num_moments], kept & fits)
+            encoded[schema.latents_column(resolution)] = latents[:, : self.num_moments], kept & fits
+            finite &= is_finite(latents)
+        for name, (values, there) in encoded.items():
+            columns[name] = schema.to_binary(values, there & finite, values.dtype)
+        if not finite.all():
+            columns[schema.REASON] = pc.if_else(pa.array(finite), columns[schema.REASON], "encoded to no finite numbers")
         seconds = (time.perf_counter() - started) / len(rows)
         columns["encode_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(rows))
         columns["encoded_at"] = pa.repeat(time.time(), len(rows))
         columns["encoded_by"] = pa.repeat(self.name, len(rows))
         return pa.table(columns)
+
+
+def mark_overflow(values):
+    """(B, ...) with NaN in the whole of each row that holds a number that is not finite: one look at a row then tells."""
+    finite = values.isfinite().flatten(1).all(dim=1).view(-1, *[1] * (values.ndim - 1))
+    return torch.where(finite, values, torch.nan)
+
+
+def is_finite(values):
+    """(B,) bool: which rows `mark_overflow` left alone; of 8-bit floats their scale tells."""
+    first = values.reshape(len(values), -1)[:, : schema.SCALE_BYTES if values.dtype == np.uint8 else 1]
+    return np.isfinite(np.ascontiguousarray(first).view(np.float32)[:, 0] if values.dtype == np.uint8 else first[:, 0])
 
 
 def to_float8(text_BLD):
@@ -198,7 +219,6 @@ def revision(model, vae_config):
 def hash_file(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
 
 
 @torch.inference_mode()

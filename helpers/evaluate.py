@@ -4,6 +4,8 @@ import tempfile
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import transformers
 from PIL import Image
@@ -130,7 +132,7 @@ def validate(found, config):
     """
     config = TrainingConfig.from_dict(config)
     manifest = first_manifest(config)
-    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
+    rows = validation_rows(config)
     if rows is None:
         return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,6 +145,20 @@ def validate(found, config):
     result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}
     storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
     return result
+
+
+def validation_rows(config):
+    """The run's held-out rows, kept in its `validation/rows.parquet`: to find a few among billions takes a while."""
+    uri = storage.join(config.run_uri, "validation", "rows.parquet")
+    if storage.exists(uri):
+        filesystem, path = storage.open_filesystem(uri)
+        return pq.read_table(path, filesystem=filesystem)
+    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
+    if rows is not None:
+        file = pa.BufferOutputStream()
+        pq.write_table(rows, file, compression="none")
+        storage.write_bytes(uri, file.getvalue())
+    return rows
 
 
 def read_validation(run_uri):

@@ -23,6 +23,8 @@ from .images import BadImage
 
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+MAX_BYTES = 2**28  # of one picture, one text: what is larger is no sample, and would not fit many at a time
+BUFFER_BYTES = 2**20  # read of a Parquet file's column at a time: without it a row group's whole column, however large
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # of formats that have no row groups of their own, as `schema.row_groups` cuts them
 
 
@@ -38,7 +40,7 @@ class Parquet:
         """A `ParquetFile` on any storage; ValueError naming a file that is not Parquet."""
         filesystem, inner = storage.open_filesystem(path)
         try:
-            return pq.ParquetFile(inner, filesystem=filesystem)
+            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
         except (FileNotFoundError, PermissionError):
             raise
         except (pa.ArrowInvalid, OSError) as error:  # OSError: a footer that is there and makes no sense
@@ -60,7 +62,7 @@ class Parquet:
                 yield file.read_row_group(group, columns=columns)
 
     def stream(self, path, columns, groups=None):
-        """All rows, or those of some row groups, some at a time: row groups may be larger than memory."""
+        """All rows, or those of some row groups, some at a time: row groups may be larger than memory (`BUFFER_BYTES`)."""
         with self.open(path) as file:
             for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
                 yield pa.Table.from_batches([batch])
@@ -203,13 +205,18 @@ def samples(tar):
         if is_first:
             sample = {KEY: key}
         if extension in PICTURES:
-            sample["jpg"] = tar.extractfile(member).read()
+            sample["jpg"] = member_bytes(tar, member)
         elif extension == "txt":
-            sample["txt"] = tar.extractfile(member).read()
+            sample["txt"] = member_bytes(tar, member)
         elif extension == "json":
-            sample = {**parse_json(tar.extractfile(member).read()), **sample}
+            sample = {**parse_json(member_bytes(tar, member)), **sample}
     if sample is not None:
         yield sample
+
+
+def member_bytes(tar, member):
+    """The bytes of a tar's member; none of one that is too large, or sparse: a few bytes that claim to be terabytes."""
+    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
 
 
 # --- tables -------------------------------------------------------------------------------------------
@@ -314,7 +321,8 @@ def read_picture(name, folder, base):
         return BadImage("image path outside of the input")
     try:
         with filesystem.open_input_stream(inner) as stream:
-            return stream.read()
+            data = stream.read(MAX_BYTES + 1)
+        return data if len(data) <= MAX_BYTES else BadImage("too many bytes")
     except FileNotFoundError:
         return BadImage("image file not found")
     except (pa.ArrowInvalid, ValueError, UnicodeError):

@@ -15,8 +15,10 @@ its unit's number, and the training loop checks it. Nothing after the plan may d
 unwanted rows are masked in the loss.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import time
 
 import numpy as np
@@ -396,16 +398,22 @@ def validation_rows(config, num_rows):
 def _validation_rows(manifest, uri, config, missing):
     columns = [schema.ID, schema.CAPTION, schema.latents_column(config.largest_resolution), schema.EMBEDDINGS]
     found, folder = [], storage.join(uri, "data")
-    for name, row_groups in manifest.files:
-        for group in range(len(row_groups)):
-            ids = read_pieces([(name, group, 0, row_groups[group])], [schema.ID], folder)
-            mine = schema.held_out(ids[schema.ID].to_pylist(), config.validation_share)
-            if mine.any():
-                rows = read_pieces([(name, group, 0, row_groups[group])], columns, folder).filter(pa.array(mine))
+
+    def held_out(file):
+        """[(piece of a row group that has such rows, which they are)]"""
+        pieces = [(file[0], group, 0, rows) for group, rows in enumerate(file[1])]
+        mine = schema.held_out(read_pieces(pieces, [schema.ID], folder)[schema.ID].to_pylist(), config.validation_share)
+        masks = np.split(mine, np.cumsum(file[1])[:-1])
+        return [(piece, mask) for piece, mask in zip(pieces, masks, strict=True) if mask.any()]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # the ids of many files at a time: few rows are held out
+        for start in range(0, len(manifest.files), 64):
+            for piece, mask in itertools.chain.from_iterable(pool.map(held_out, manifest.files[start : start + 64])):
+                rows = read_pieces([piece], columns, folder).filter(pa.array(mask))
                 found.append(rows.filter(rows[columns[2]].is_valid())[:missing])
                 missing -= found[-1].num_rows
-            if missing <= 0:
-                return found
+                if missing <= 0:
+                    return found
     return found
 
 

@@ -116,7 +116,7 @@ def raw_rows(plan, first_step, num_steps, *, config, validation_share):
 def read_raw(pieces, source, *, config, validation_share):
     """The raw rows of `pieces`, the file that each came from, and `keep`."""
     rows = sources.read_pieces(pieces, config, storage.join(source.uri, INDEX))
-    keep = ~schema.held_out(rows[config.id_column].to_pylist(), validation_share)
+    keep = ~schema.held_out(preprocess.row_ids(rows[config.id_column]).to_pylist(), validation_share)
     return rows.append_column(ingest.KEEP, pa.array(keep & wanted(rows, config)))
 
 
@@ -140,7 +140,7 @@ def transform(rows, *, config, units_per_epoch, seed=0):
         seed: of the run.
     """
     epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
-    ids = rows[config.id_column].to_pylist()
+    ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     cuts = [functools.partial(cut, row_id=row_id, epoch=epoch, **options) for row_id, epoch in zip(ids, epochs, strict=True)]
     done = preprocess.transform(rows, config=config, augment=cuts)
@@ -165,12 +165,18 @@ def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=Fals
 def write_validation(manifest, config, training):
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     found, missing = [], NUM_VALIDATION_ROWS
+    without_pictures = [config.id_column, *sources.filter_columns(config.row_filter)]
     for name, groups in manifest.files:
         for group, num_rows in enumerate(groups):
-            rows = sources.read_pieces([(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX))
-            mine = schema.held_out(rows[config.id_column].to_pylist(), training.validation_share) & wanted(rows, config)
-            found.append(rows.filter(pa.array(mine))[:missing])
-            missing -= found[-1].num_rows
+            read = functools.partial(
+                sources.read_pieces, [(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX)
+            )  # fmt: skip
+            rows = read(without_pictures)
+            ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
+            mine = schema.held_out(ids, training.validation_share) & wanted(rows, config)
+            if mine.any() or not found:  # one table at least, for its columns
+                found.append(read().filter(pa.array(mine))[:missing])
+                missing -= found[-1].num_rows
         if missing <= 0:
             break
     rows = pa.concat_tables(found)
@@ -198,7 +204,7 @@ def first_captions(training, num_rows):
     if raw is None:
         return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig.from_dict(raw)
-    rows = pa.Table.from_pylist(sources.first_rows(config, num_rows))
+    rows = sources.first_rows(config, num_rows)
     return [caption for caption in preprocess.text_column(rows[config.caption_column]) if caption]
 
 

@@ -25,7 +25,7 @@ def transform(rows, *, config, augment=None):
     from the decoded picture to a square one; None: the largest centre square.
     """
     started = time.perf_counter()
-    ids = rows[config.id_column]
+    ids = row_ids(rows[config.id_column])
     results = [
         transform_row(data, caption, row_id, config, cut)
         for data, caption, row_id, cut in zip(
@@ -36,7 +36,7 @@ def transform(rows, *, config, augment=None):
     captions = [caption for _, caption, _ in results]
     caption_ids = tokens.tokenize(captions, tokens.load_tokenizer(config.encoder_model))
     columns = {
-        schema.ID: ids.cast(id_type(ids.type)),
+        schema.ID: ids,
         schema.CAPTION: pa.array(captions, pa.string()),
         schema.REASON: pa.array([reason for _, _, reason in results], pa.string()),
         schema.SOURCE: relative_paths(rows["path"], config),
@@ -97,24 +97,35 @@ def image_bytes(rows, config):
     base = sources.base_folder(config.input_uri or config.raw_uri)
     beside_table = config.input_format == "imagefolder"
     folders = [path.rpartition("/")[0] if beside_table else base for path in rows["path"].to_pylist()]
-    return formats.read_pictures(column.to_pylist(), folders, base)
+    return formats.read_pictures(text_column(column), folders, base)
 
 
 def is_text(kind):
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def is_bytes(kind):
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
 def text_column(column):
-    """Captions as text; bytes that are no UTF-8 count as missing."""
-    values = []
-    for value in column.to_pylist():
-        if isinstance(value, bytes):
-            try:
-                value = value.decode()
-            except UnicodeDecodeError:
-                value = None
-        values.append(value)
-    return values
+    """A column of text, or of bytes that are text, as a list; what is no UTF-8, which no reader of Parquet checks, is None."""
+    found = []
+    for value in column.cast(pa.large_binary()).to_pylist():
+        try:
+            found.append(value if value is None else value.decode())
+        except UnicodeDecodeError:
+            found.append(None)
+    return found
+
+
+def row_ids(column):
+    """Ids as they are stored (`id_type`); bytes that are no UTF-8, such as a raw hash, by their hexadecimal digits."""
+    if not (is_text(column.type) or is_bytes(column.type)):
+        return column.cast(id_type(column.type))
+    values = column.cast(pa.large_binary()).to_pylist()
+    texts = text_column(column)
+    return pa.array([value and value.hex() if text is None else text for value, text in zip(values, texts, strict=True)], pa.string())
 
 
 def id_type(column_type):
@@ -191,7 +202,7 @@ def prepare(config, rows_per_segment=None):
     return segments.Job(
         config.latents_uri, job["parameters"], job["description"],
         functools.partial(segments.plan_segments, job["paths"], config, rows_per_segment), job["listing"], job["id_type"],
-        config.dollars_per_hour,
+        config.dollars_per_hour, config.num_encoders,
     )  # fmt: skip
 
 
@@ -234,20 +245,23 @@ def check_types(found, config):
     image = found.field(config.image_column).type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
-    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image) or is_text(image)):
+    if not (is_bytes(image) or is_text(image)):
         raise ValueError(
             f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their paths: name "
             "the column that does."
         )
     caption = found.field(config.caption_column).type
-    if not (is_text(caption) or pa.types.is_binary(caption)):
+    if not (is_text(caption) or is_bytes(caption)):
         raise ValueError(f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does.")
+    ids = found.field(config.id_column).type
+    if pa.types.is_nested(ids):
+        raise ValueError(f"id_column={config.id_column!r} holds {ids}, neither numbers nor text: name the column that does.")
 
 
 def check_no_urls(found, config):
     """Raises ValueError if the first pictures are named by URLs."""
     if is_text(found.field(config.image_column).type):
-        names = [row[config.image_column] for row in sources.first_rows(config, num_rows=64)]
+        names = text_column(sources.first_rows(config, num_rows=64)[config.image_column])
         if url := next((name for name in names if formats.is_url(name)), None):
             raise ValueError(
                 f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for example "
@@ -272,7 +286,7 @@ def survey(config, num_rows=2000, seed=0):
     """A look at random rows, on which one decides what a data set is good for: `(frame, pictures, captions)`.
 
     The frame has a row each: `tokens` (of the whole caption, with begin and end), `width`, `height` (NaN where the picture
-    cannot be opened; nothing but its header is read). The twelve pictures are decoded, with their captions.
+    cannot be opened; nothing but its header is decoded). The twelve pictures are decoded, with their captions.
     """
     rows = sources.random_rows(config, num_rows, seed)
     data, captions = image_bytes(rows, config), text_column(rows[config.caption_column])
@@ -283,7 +297,7 @@ def survey(config, num_rows=2000, seed=0):
         "height": pd.Series([height for _, height in sizes], dtype=float),
     })  # fmt: skip
     shown = []
-    for value, caption, row_id in zip(data, captions, rows[config.id_column].to_pylist(), strict=True):
+    for value, caption, row_id in zip(data, captions, row_ids(rows[config.id_column]).to_pylist(), strict=True):
         if len(shown) < 12 and transform_row(value, caption, row_id, config)[2] == "":
             shown.append((images.decode(value, config.max_pixels), caption))
     return frame, [picture for picture, _ in shown], [caption for _, caption in shown]
@@ -295,10 +309,11 @@ def preview(config, num_rows):
     Raises ValueError if there are none.
     """
     rows = sources.first_rows(config, 4 * num_rows)
+    ids, captions = row_ids(rows[config.id_column]).to_pylist(), text_column(rows[config.caption_column])
     found = []
-    for row, data in zip(rows, image_bytes(pa.Table.from_pylist(rows), config), strict=True) if rows else ():
-        if transform_row(data, row[config.caption_column], row[config.id_column], config)[2] == "":
-            found.append((row[config.id_column], images.decode(data, config.max_pixels), row[config.caption_column]))
+    for row_id, caption, data in zip(ids, captions, image_bytes(rows, config), strict=True):
+        if transform_row(data, caption, row_id, config)[2] == "":
+            found.append((row_id, images.decode(data, config.max_pixels), caption))
     if not found:
         raise ValueError(
             f"None of the first {len(rows)} rows of {config.input_uri or config.raw_uri} can be used at "
@@ -315,10 +330,10 @@ def summary(manifest):
     return pd.DataFrame(rows, columns=["what", "reason", "rows"])
 
 
-def read_rejects(latents_uri):
-    """All rejected rows as a frame with columns id, reason, source."""
+def read_rejects(latents_uri, max_files=None):
+    """Rejected rows as a frame with columns id, reason, source: all, or those of the first `max_files` files."""
     tables = []
-    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet"):
+    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]:
         filesystem, path = storage.open_filesystem(uri)
         tables.append(pq.read_table(path, filesystem=filesystem))
     columns = [schema.ID, schema.REASON, schema.SOURCE]

@@ -5,9 +5,11 @@ before that it never happened, whatever files a killed job left. When all segmen
 `manifest.json`, which is written last. Running a job again does what is missing; running a finished one does nothing.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import re
 import statistics
 import time
 import zlib
@@ -17,6 +19,7 @@ from . import schema, sources, storage
 ROWS_PER_SEGMENT = 200_000  # for each encoder: some twenty minutes of an A10G at 256 pixels
 TIMELINE = 60  # points a segment in the report
 JOB, PLAN = "job.json", "plan.json"  # beside the segments' entries, while a job is not finished
+FILE_NAME = re.compile(r"\d{6}-[0-9a-f]{12}\.parquet")  # what a job calls its files, and deletes of an uncommitted segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +72,11 @@ class Job:
         listing: {path: bytes} of the input, by which a rerun knows it again.
         id_type: Arrow type of the ids.
         dollars_per_hour: price of the machines that the job runs on, for the report.
+        num_encoders: how many there should be, for the share of time that they are busy.
     """
 
-    def __init__(self, latents_uri, parameters, description, plan, listing, id_type, dollars_per_hour=0.0):
-        self.latents_uri = latents_uri
+    def __init__(self, latents_uri, parameters, description, plan, listing, id_type, dollars_per_hour=0.0, num_encoders=1):
+        self.latents_uri, self.num_encoders = latents_uri, num_encoders
         self.dollars_per_hour = dollars_per_hour
         self.description = description
         self.id_type = id_type
@@ -90,9 +94,14 @@ class Job:
         return storage.join(self.latents_uri, *parts)
 
     def check_same(self):
-        """Raises ValueError naming a parameter in which the data that is already there differs."""
+        """Raises ValueError naming a parameter in which the data that is already there differs, or files of something else."""
         earlier_uri = self.uri(schema.MANIFEST) if self.finished else self.uri("segments", JOB)
         if not storage.exists(earlier_uri):
+            if found := [*storage.list_files(self.uri("data")), *storage.list_files(self.uri("rejects"))]:
+                raise ValueError(
+                    f"latents_uri={self.latents_uri!r} holds files that are of no job to go on with ({found[0]}): give another "
+                    "latents_uri, or delete them."
+                )
             return
         earlier = storage.read_json(earlier_uri)
         earlier = earlier["job"] if self.finished else earlier
@@ -178,7 +187,8 @@ class Job:
                 f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
             )
         entry["seconds"] = time.time() - started
-        entry["timeline"] = timeline(entry.pop("busy"), len(entry["encoders"]), started)
+        # Of all encoders that there should be: one that got nothing to do was idle.
+        entry["timeline"] = timeline(entry.pop("busy"), self.num_encoders, started)
         entry["encoders"] = len(entry["encoders"])
         return entry
 
@@ -186,9 +196,9 @@ class Job:
         """Remove the files of segments that were not committed; returns how many."""
         kept = {name for entry in self.committed().values() for name in [f["name"] for f in entry["files"]] + entry["rejects"]}
         found = storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
-        left = [uri for uri in found if storage.name(uri) not in kept]
-        for uri in left:
-            storage.delete(uri)
+        left = [uri for uri in found if storage.name(uri) not in kept and FILE_NAME.fullmatch(storage.name(uri))]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores answer late
+            list(pool.map(storage.delete, left))
         return len(left)
 
     def finish(self):
@@ -259,8 +269,8 @@ def report(entries, dollars_per_hour=0.0):
 
     `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`, summed over each stage's
     workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` between the encoders' first batch and their
-    last, which leaves out the start of the workers; `timeline` and `encoders_busy`, the median of its shares; and what a
-    million images cost.
+    last, which leaves out the start of the workers; `timeline`, and of its shares `encoders_busy`, the median, and
+    `encoders_busy_mean`; and what a million images cost.
     """
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in ("transform", "encode", "write")}
     seconds, points = sum(entry["seconds"] for entry in entries), []
@@ -279,6 +289,7 @@ def report(entries, dollars_per_hour=0.0):
         "images_per_second": written / seconds if seconds else 0.0,
         "encoders": max((entry["encoders"] for entry in entries), default=0),
         "encoders_busy": statistics.median(share for _, share, _ in points) if points else None,
+        "encoders_busy_mean": statistics.mean(share for _, share, _ in points) if points else None,
         "timeline": points,
         "dollars_per_hour": dollars_per_hour,
         "dollars": dollars,

@@ -19,6 +19,7 @@ COMPARISONS = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
+OPPOSITES = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 
 
 # --- files --------------------------------------------------------------------------------------------
@@ -132,19 +133,26 @@ def column_types(config):
 
 
 def first_rows(config, num_rows):
-    """The first rows as a list of dicts, for a look at the data before any pipeline is built."""
-    rows, read = [], reader(config)
+    """The first rows as an Arrow table with `path`, for a look at the data before any pipeline is built."""
+    tables, left, read = [], num_rows, reader(config)
     for path in list_inputs(config.input_uri or config.raw_uri, config.input_format):
         for table in read.stream(path, used_columns(config)):
-            rows += [{**row, "path": path} for row in table[:num_rows].to_pylist()]
-            if len(rows) >= num_rows:
-                return rows[:num_rows]
-    return rows
+            tables.append(table[:left].append_column("path", pa.repeat(path, min(left, len(table)))))
+            left -= len(tables[-1])
+            if left == 0:
+                return pa.concat_tables(tables, promote_options="permissive")
+    if not tables:
+        raise ValueError(f"The input holds no rows ({config.input_uri or config.raw_uri}): give other data.")
+    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def random_rows(config, num_rows, seed=0):
-    """Rows from random places of up to 16 random files, as an Arrow table with `path`; of tars, which would have to be
-    read as a whole to find a place in them, their first rows."""
+    """Rows of up to 16 random files that `row_filter` leaves in, as an Arrow table with `path`.
+
+    Of each file the first rows of some random row groups; of a tar, which would have to be read as a whole to find a place
+    in it, its first rows.
+    """
+    expression = parse_filter(config.row_filter)
     random, read = np.random.default_rng(seed), reader(config)
     paths = list_inputs(config.input_uri or config.raw_uri, config.input_format)
     chosen, tables = [paths[place] for place in random.permutation(len(paths))[:16]], []
@@ -158,7 +166,7 @@ def random_rows(config, num_rows, seed=0):
         for place in places:
             share = max(wanted // 4, wanted // len(places), 1)  # of one row group, which may be all there is
             for table in read.stream(path, used_columns(config), place):
-                table = table[: min(left, share)]
+                table = (table if expression is None else table.filter(expression.to_pyarrow()))[: min(left, share)]
                 tables.append(table.append_column("path", pa.repeat(path, len(table))))
                 left, share = left - len(table), share - len(table)
                 if min(left, share) <= 0:
@@ -203,16 +211,17 @@ def read_files(batch, *, columns, read):
             yield table.append_column("path", pa.repeat(path, len(table)))
 
 
-def read_pieces(pieces, config, index_uri):
+def read_pieces(pieces, config, index_uri, columns=None):
     """The rows of `pieces` (see `ingest.Plan.chunk`), laid end to end, and `path`; each file is opened once.
 
-    `index_uri`: where `write_index` left the offsets of tars.
+    `index_uri`: where `write_index` left the offsets of tars. `columns`: all that are used, if None.
     """
+    columns = columns or used_columns(config)
     base, read, tables = base_folder(config.input_uri or config.raw_uri), reader(config), [None] * len(pieces)
     for name in dict.fromkeys(piece[0] for piece in pieces):
         mine = [position for position, piece in enumerate(pieces) if piece[0] == name]
         path = f"{base}/{name}"
-        found = read.read(path, [pieces[position][1] for position in mine], used_columns(config), offsets_of(index_uri, name, config))
+        found = read.read(path, [pieces[position][1] for position in mine], columns, offsets_of(index_uri, name, config))
         for position, table in zip(mine, found, strict=True):
             _, _, first, num_rows = pieces[position]
             tables[position] = table.slice(first, num_rows).append_column("path", pa.repeat(path, num_rows))
@@ -242,7 +251,8 @@ def parse_filter(text):
     """`"aesthetic >= 4.5 and width >= 256"` -> a Ray Data expression; None for an empty text.
 
     Comparisons of a column with a number or a quoted text, joined by `and`, `or`, `not` and parentheses. The text is
-    parsed, never evaluated. Raises ValueError naming the part that is something else.
+    parsed, never evaluated. Null and NaN fulfil no comparison, and no negated one. Raises ValueError naming the part that is
+    something else.
     """
     if not text.strip():
         return None
@@ -285,8 +295,8 @@ def clauses(text):
 def scan_filter(config):
     """What `row_filter` drops, by clause: a frame with columns clause, dropped, dropped_by_it_alone; "all" is the last row.
 
-    Reads no picture, only the columns of the filter, of the whole input or its first `limit` rows. A row counts for each
-    clause that it does not meet, so the clauses may add up to more than "all".
+    Reads only the columns of the filter (of tars, which have none, all there is), of the whole input or its first `limit`
+    rows. A row counts for each clause that it does not meet, so the clauses may add up to more than "all".
     """
     texts, columns = clauses(config.row_filter), filter_columns(config.row_filter)
     if not texts:
@@ -336,30 +346,39 @@ def filter_types(text):
     return types
 
 
-def _build(node, text):
+def _build(node, text, negated=False):
+    # `not` is carried inwards to the comparisons, and "!=" is "<" or ">": then NaN fulfils none of them, as null does not.
+    # A negated comparison would be true of it, but for the statistics of a row group, which know of no NaN.
     if isinstance(node, ast.BoolOp):
-        join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-        return functools.reduce(join, [_build(value, text) for value in node.values])
+        join = operator.and_ if isinstance(node.op, ast.And) is not negated else operator.or_
+        return functools.reduce(join, [_build(value, text, negated) for value in node.values])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return ~_build(node.operand, text)
+        return _build(node.operand, text, not negated)
     if isinstance(node, ast.Compare) and all(type(op) in COMPARISONS for op in node.ops):
         nodes = [node.left, *node.comparators]
         sides = [_operand(side, text) for side in nodes]
         if all(isinstance(left, ast.Name) or isinstance(right, ast.Name) for left, right in itertools.pairwise(nodes)):
-            pairs = [COMPARISONS[type(op)](sides[i], sides[i + 1]) for i, op in enumerate(node.ops)]
-            return functools.reduce(operator.and_, pairs)
+            kinds = [OPPOSITES[type(op)] if negated else type(op) for op in node.ops]
+            pairs = [_compare(kind, *pair) for kind, pair in zip(kinds, itertools.pairwise(sides), strict=True)]
+            return functools.reduce(operator.or_ if negated else operator.and_, pairs)
     raise ValueError(
         f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by "
         "and, or, not."
     )
 
 
+def _compare(kind, left, right):
+    if kind is ast.NotEq and not isinstance(left, bool) and not isinstance(right, bool):  # truth values have no order
+        return (left < right) | (left > right)
+    return COMPARISONS[kind](left, right)
+
+
 def _operand(node, text):
     if isinstance(node, ast.Name):
         return col(node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        if isinstance(node.operand.value, (int, float)):
-            return -node.operand.value
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    if negative and isinstance(node.operand.value, (int, float)):
+        return -node.operand.value
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
         return node.value
     raise ValueError(f"row_filter={text!r}: {ast.unparse(node)!r} is neither a column, a number nor a quoted text.")

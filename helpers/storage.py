@@ -132,7 +132,11 @@ def read_text(uri):
 
 
 def write_text(uri, text):
-    """Write a file so that a reader sees the whole text or the file before it, never a part.
+    write_bytes(uri, text.encode())
+
+
+def write_bytes(uri, data):
+    """Write a file so that a reader sees all of it or the file before it, never a part.
 
     Object stores make an object visible when its upload ends; on a file system a rename does that.
     """
@@ -143,7 +147,7 @@ def write_text(uri, text):
     target = f"{path}.{uuid.uuid4().hex}.part" if local else path
     try:
         with filesystem.open_output_stream(target) as stream:
-            stream.write(text.encode())
+            stream.write(data)
         if local:
             os.replace(target, path)
     except BaseException:  # an interrupted cell (KeyboardInterrupt) too

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from helpers import captioned_shapes, formats, ingest, online, preprocess, schema, session, sources, storage
+from helpers import captioned_shapes, formats, images, ingest, online, preprocess, schema, session, sources, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from tests.pipelines import encode
 
@@ -240,6 +240,37 @@ def test_a_tar_that_cannot_be_read_to_its_end_is_named(tmp_path):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=f"^{path} is not a readable WebDataset tar: remove or replace it"):
             webdataset().row_groups(str(path))
+
+
+def sparse_member(name, data, size):
+    """GNU tar's sparse member: `data` in the file, `size` bytes when it is read."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(data), tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:410], header[483:495] = b"%011o\0%011o\0" % (512, len(data)), b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + data.ljust(512, b"\0")
+
+
+def test_a_member_that_claims_more_than_a_picture_can_have_is_no_picture(tmp_path, monkeypatch):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for key, data in (("0", b"x" * 1001), ("1", b"x" * 1000)):
+            member = tarfile.TarInfo(f"{key}.jpg")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        end = tar.offset
+    with open(tmp_path / "a.tar", "wb") as file:
+        file.write(buffer.getvalue()[:end] + sparse_member("2.jpg", b"x" * 100, 900) + bytes(1024))
+    monkeypatch.setattr(formats, "MAX_BYTES", 1000)
+    with formats.open_tar(str(tmp_path / "a.tar")) as tar:
+        assert [(member.size, member.issparse()) for member in tar.getmembers()] == [(1001, False), (1000, False), (900, True)]
+    with formats.open_tar(str(tmp_path / "a.tar")) as tar:
+        assert [len(sample["jpg"]) for sample in formats.samples(tar)] == [0, 1000, 0]
+    (tmp_path / "large.jpg").write_bytes(b"x" * 1001)
+    found = formats.read_picture("large.jpg", str(tmp_path), str(tmp_path))
+    assert isinstance(found, images.BadImage) and str(found) == "too many bytes"
 
 
 def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):

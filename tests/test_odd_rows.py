@@ -187,6 +187,21 @@ def odd_rows():
     return rows
 
 
+def text_of_bytes(values):
+    """A column of text that holds whatever bytes; writers that do not check make such."""
+    return pa.array([value.encode() if isinstance(value, str) else value for value in values], pa.binary()).view(pa.string())
+
+
+# Bytes that are no UTF-8 in a column of text: (id, caption, what becomes of it, the id that is stored)
+NO_TEXT = [
+    (b"latin-1 caption", "für".encode("latin-1"), "no caption", "latin-1 caption"),
+    (b"utf-16 caption", "für".encode("utf-16"), "no caption", "utf-16 caption"),
+    (b"half a character", "für".encode()[:2], "no caption", "half a character"),
+    (bytes.fromhex("d41d8cd98f00b204e9800998ecf8427e"), b"raw md5 as id", WRITTEN, "d41d8cd98f00b204e9800998ecf8427e"),
+    (b"\xff", b"\xff", "no caption", "ff"),
+]
+
+
 def test_each_kind_is_converted_or_rejected_with_its_reason():
     assert len({name for name, *_ in odd_rows()}) >= 100
     config = PreprocessingConfig(resolutions=[32])
@@ -202,12 +217,13 @@ def cluster():
 
 
 def test_a_job_over_all_of_them_completes_and_writes_every_good_row_once(cluster, tmp_path):
-    rows = odd_rows() * 3
+    rows = odd_rows() * 3 + [("no text", row_id, caption, PNG, reason) for row_id, caption, reason, _ in NO_TEXT]
     random = np.random.default_rng(0)
     rows = [rows[place] for place in random.permutation(len(rows))]
     _, ids, captions, data, reasons = zip(*rows, strict=True)
-    kinds = pa.schema([("hash", pa.string()), ("caption", pa.string()), ("jpg", pa.binary())])
-    table = pa.table([ids, captions, data], schema=kinds)
+    table = pa.table({"hash": text_of_bytes(ids), "caption": text_of_bytes(captions), "jpg": pa.array(data, pa.binary())})
+    stored = {row_id: name for row_id, *_, name in NO_TEXT}
+    rows = [(name, stored.get(row_id, row_id), caption, *rest) for name, row_id, caption, *rest in rows]
     pq.write_table(table, tmp_path / "odd.parquet", row_group_size=100)
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "odd.parquet"), resolutions=[32])
     manifest = encode(config)
@@ -215,7 +231,7 @@ def test_a_job_over_all_of_them_completes_and_writes_every_good_row_once(cluster
         pa.concat_tables([pq.read_table(path) for path in storage.list_files(storage.join(config.latents_uri, name))])
         for name in ("data", "rejects")
     )
-    good = [(row_id, caption) for _, row_id, caption, _, reason in rows if not reason]
+    good = [(row_id, caption.decode() if isinstance(caption, bytes) else caption) for _, row_id, caption, _, reason in rows if not reason]
     assert collections.Counter(zip(written["id"].to_pylist(), written["caption"].to_pylist(), strict=True)) == collections.Counter(good)
     bad = collections.Counter((row_id, reason) for _, row_id, _, _, reason in rows if reason)
     assert collections.Counter(zip(rejected["id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)) == bad

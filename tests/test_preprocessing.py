@@ -1,6 +1,7 @@
 """The preprocessing job on a real Ray: what is written, what is rejected, and what happens when it is run again."""
 
 import collections
+import dataclasses
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -278,7 +280,7 @@ def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing
     first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(storage.join(config.latents_uri, "data"))}
     assert sum(pq.read_metadata(path).num_rows for path in first) == 80
 
-    pathlib.Path(config.latents_uri, "data", "000002-left-by-a-killed-job.parquet").write_bytes(b"half")
+    pathlib.Path(config.latents_uri, "data", "000002-0123456789ab.parquet").write_bytes(b"half")
     monkeypatch.setattr(sources, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
     again = preprocess.prepare(config, rows_per_segment=40)
     assert [segment.index for segment in again.pending()] == [2]
@@ -325,6 +327,58 @@ def test_wrong_input_is_one_sentence_before_any_worker_starts(finished, tmp_path
     with pytest.raises(error, match=sentence):
         preprocess.prepare(PreprocessingConfig(**values))
     assert not storage.exists(storage.join(str(tmp_path), "latents"))
+
+
+def test_files_that_no_job_left_are_never_deleted(finished, tmp_path):
+    config, _ = finished
+    (tmp_path / "latents/data").mkdir(parents=True)
+    (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
+    mine = dataclasses.replace(config, latents_uri=str(tmp_path / "latents"))
+    with pytest.raises(ValueError, match=r"latents_uri='.*' holds files that are of no job to go on with \(.*train-00000.parquet\)"):
+        preprocess.prepare(mine)
+    (tmp_path / "latents/data/train-00000.parquet").unlink()
+    job = preprocess.prepare(mine)
+    (tmp_path / "latents/data/notes.txt").write_text("put there while the job ran")
+    job.run(build_pipeline(job, mine))
+    assert (tmp_path / "latents/data/notes.txt").exists()
+
+
+def test_a_row_that_overflows_half_precision_is_rejected_and_stops_no_training(finished):
+    config, _ = finished
+    table = pq.read_table(sources.list_inputs(config.raw_uri)[0])[:8]
+    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    good = pc.equal(rows["reason"], "").to_numpy()
+
+    class Overflowing(encoder.LatentEncoder):
+        def encode_images(self, pixels_BHWC):
+            with torch.no_grad():
+                self.vae.quant_conv.bias[0] = torch.inf if self.calls == 1 else 0  # the second call's, of three rows
+            self.calls += 1
+            return super().encode_images(pixels_BHWC)
+
+    for text_precision in ("fp16", "fp8"):
+        actor = Overflowing(*encoder.arguments(dataclasses.replace(config, text_precision=text_precision)), batch_size=3)
+        actor.calls = 0
+        found = actor(rows)
+        overflown = np.flatnonzero(good)[3:6]
+        assert (np.array(found["reason"].to_pylist())[overflown] == "encoded to no finite numbers").all()
+        expected = good.copy()
+        expected[overflown] = False
+        for column in (f"image_latents_{config.resolutions[0]}", "caption_embeddings"):
+            assert found[column].is_valid().to_pylist() == expected.tolist()
+
+
+@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
+def test_a_caption_that_overflows_is_rejected_too(finished, text_precision):
+    config, _ = finished
+    table = pq.read_table(sources.list_inputs(config.raw_uri)[0])[:8]
+    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    actor = encoder.LatentEncoder(*encoder.arguments(dataclasses.replace(config, text_precision=text_precision)))
+    with torch.no_grad():
+        actor.text_encoder.text_model.final_layer_norm.bias[0] = 1e6
+    found = actor(rows)
+    assert found["caption_embeddings"].null_count == 8
+    assert set(found["reason"].to_pylist()) <= {"encoded to no finite numbers", *rows["reason"].to_pylist()} - {""}
 
 
 def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
