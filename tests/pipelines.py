@@ -30,7 +30,8 @@ def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=e
             )
             .map_batches(
                 latent_encoder, fn_constructor_args=encoder.arguments(config), batch_format="pyarrow",
-                batch_size=config.encoder_batch_size, compute=ActorPoolStrategy(size=config.num_encoders), num_cpus=0.5,
+                fn_constructor_kwargs={"batch_size": config.encoder_batch_size}, batch_size=8 * config.encoder_batch_size,
+                compute=ActorPoolStrategy(size=config.num_encoders), num_cpus=0.5,
                 **({"accelerator_type": on} if on else {}),
             )
             .map_batches(

@@ -12,6 +12,7 @@ segment starts its workers are in them. Then the costs of a file, a row and a co
 import argparse
 import concurrent.futures
 import functools
+import json
 import os
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ import time
 
 import numpy as np
 
-from helpers import captioned_shapes, encoder, preprocess, schema, session, storage
+from helpers import captioned_shapes, encoder, preprocess, segments, session, sources, storage
 from helpers.config import PreprocessingConfig
 from tests.benchmarks.memory import session_memory
 from tests.pipelines import build_pipeline
@@ -79,9 +80,7 @@ def main():
         draw(config.input_uri, arguments.rows)
         print(f"{arguments.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
         session.connect()
-        started = time.perf_counter()
-        job = preprocess.prepare(config, arguments.rows_per_segment)
-        planning, progress = time.perf_counter() - started, Progress()
+        job, progress = preprocess.prepare(config, arguments.rows_per_segment), Progress()
         kind = StandInEncoder if arguments.stand_in else encoder.LatentEncoder
         manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
         points = np.array(progress.points)
@@ -95,26 +94,33 @@ def main():
         print(f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1] / memory[0]:.3f}")
         report = manifest.report
         busy = report["encoders_busy"]
-        print(f"the encoder computes for {'an unknown share' if busy is None else f'{busy:.1%}'} of the time (median of seconds)")
-        estimate(manifest, planning, arguments.rows)
+        if busy is not None:
+            mean = report["encoders_busy_mean"]
+            print(f"the encoder computes for {busy:.1%} of its time (median over the job; mean {mean:.1%}, segments' ends included)")
+        estimate(manifest, config, arguments.rows)
 
 
-def estimate(manifest, planning, rows):
-    """Costs of a file, a row and a commit, and 2 billion rows of them."""
-    files = sum(len(segment["sources"]) for segment in manifest.segments)
+def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
+    """Costs of a file, a row and a commit, and 2 billion rows of them on an object store."""
+    paths = sources.list_inputs(config.input_uri)
+    started = time.perf_counter()
+    sources.count_rows(paths, config)
+    footer = (time.perf_counter() - started) / len(paths)
     gaps = [segment["seconds"] - (segment["encoded"][1] - segment["encoded"][0]) for segment in manifest.segments]
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         storage.write_json(storage.join(folder, "entry.json"), manifest.segments[0])
         commit = time.perf_counter() - started
-    stages, entry = manifest.report["stage_seconds"], len(str(manifest.segments[0]))
-    print(f"a file: {planning / files * 1e3:.1f} ms of planning (16 at a time)")
+    stages, files, size = manifest.report["stage_seconds"], len(manifest.files), len(json.dumps(manifest.to_dict()))
+    print(f"a file: {footer * 1e3:.1f} ms to count its rows (16 at a time, on this disk)")
     print("a row: " + ", ".join(f"{seconds / rows * 1e3:.2f} ms {stage}" for stage, seconds in stages.items()))
-    print(f"a segment: {statistics.median(gaps):.1f} s without encoding, {commit * 1e3:.1f} ms and {entry / 1e3:.0f} kB for its commit")
-    per_segment = 200_000 * 40
-    print(f"2,000,000,000 rows in 200,000 files, 40 encoders, segments of {per_segment:,} rows: {2e9 / per_segment:.0f} segments; "
-          f"planning {planning / files * 200_000 / 60:.0f} min, pauses {2e9 / per_segment * statistics.median(gaps) / 60:.0f} min, "
-          f"manifest {entry / manifest.segments[0]['read'] * 2e9 / 1e6:.0f} MB, row groups of {schema.ROWS_PER_ROW_GROUP}")  # fmt: skip
+    print(f"a segment: {statistics.median(gaps):.1f} s in which nothing is encoded, {commit * 1e3:.1f} ms for its commit")
+    print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of the manifest")
+    scale, number = 2e9 / rows, 2e9 / (segments.ROWS_PER_SEGMENT * encoders)
+    print(f"2,000,000,000 rows in 200,000 files, {encoders} encoders, three requests of {request_seconds * 1e3:.0f} ms a file: "
+          f"{200_000 * (footer + 3 * request_seconds / 16) / 60:.0f} min of planning, {number:.0f} segments with "
+          f"{number * statistics.median(gaps) / 60:.0f} min of pauses, {files * scale / 1e6:.1f} M files, "
+          f"{size * scale / 1e6:.0f} MB of manifest")  # fmt: skip
 
 
 if __name__ == "__main__":
