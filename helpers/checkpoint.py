@@ -29,7 +29,7 @@ def save(folder, *, model, optimizer, ema, step):
     lacks something is told from a complete one (`runs.damage`).
     """
     with expected_single_process():
-        dcp.save(gather_state(model, optimizer, ema), checkpoint_id=folder, no_dist=alone())
+        dcp.save(gather_state(model, optimizer, ema), storage_writer=open_writer(folder), no_dist=alone())
     write_progress(folder, step)
 
 
@@ -41,7 +41,7 @@ def start(folder, *, model, optimizer, ema, step, group=None):
     """
     with expected_single_process():
         writing = dcp.async_save(
-            gather_state(model, optimizer, ema), checkpoint_id=folder, process_group=group, no_dist=alone()
+            gather_state(model, optimizer, ema), storage_writer=open_writer(folder), process_group=group, no_dist=alone()
         )  # fmt: skip
 
     def finish():
@@ -50,6 +50,11 @@ def start(folder, *, model, optimizer, ema, step, group=None):
         write_progress(folder, step, group)
 
     return finish
+
+
+def open_writer(folder):
+    """Writes one tensor after another. With copies ahead, the thread that writes would use the first GPU on every rank."""
+    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def cpu_group():
