@@ -53,7 +53,10 @@ def start(folder, *, model, optimizer, ema, step, group=None):
 
 
 def open_writer(folder):
-    """Writes one tensor after another. With copies ahead, the thread that writes would use the first GPU on every rank."""
+    """Copies a state into the CPU's memory for `start`, and writes one tensor after another.
+
+    With copies ahead, as is the default, the thread that writes would use the first GPU on every rank.
+    """
     return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
