@@ -254,7 +254,7 @@ def test_every_strategy_has_the_weights_and_the_average_of_one_process(folder, s
         return checkpoint.load_weights(folder / f"{when}{name}", parallel.build_unet(f"{folder}/unet.json", seed=9), which).state_dict()
 
     expected = {which: read("alone", which) for which in ("model", "ema")}
-    assert all((value - expected["ema"][name]).norm() > 1e-3 * value.norm() for name, value in expected["model"].items())
+    assert any((value - expected["ema"][name]).norm() > 1e-2 * value.norm() for name, value in expected["model"].items())
     for strategy in strategies["straight"]:
         for which in ("model", "ema"):
             found = read(strategy, which)
