@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .runs import PROGRESS, step_of
@@ -29,7 +30,7 @@ def save(folder, *, model, optimizer, ema, step):
     lacks something is told from a complete one (`runs.damage`).
     """
     with expected_single_process():
-        dcp.save(gather_state(model, optimizer, ema), checkpoint_id=folder, no_dist=alone())
+        dcp.save(gather_state(model, optimizer, ema), storage_writer=open_writer(folder), no_dist=alone())
     write_progress(folder, step)
 
 
@@ -39,17 +40,26 @@ def start(folder, *, model, optimizer, ema, step, group=None):
     Returns `finish()`, which waits until everything is written. Call it on every rank, from any thread, before the next
     `start`. `group`: what `cpu_group` gave, because training has the default one to itself.
     """
+    # The default of `async_save`, were it not that a writer which is given copies in its own way, twice where it is sharded.
+    stager = DefaultStager(StagingOptions(*[False] * 4))
     with expected_single_process():
         writing = dcp.async_save(
-            gather_state(model, optimizer, ema), checkpoint_id=folder, process_group=group, no_dist=alone()
+            gather_state(model, optimizer, ema), storage_writer=open_writer(folder), async_stager=stager,
+            process_group=group, no_dist=alone(),
         )  # fmt: skip
 
     def finish():
         with expected_single_process():
             writing.result()
+        stager.close()  # or the copy stays
         write_progress(folder, step, group)
 
     return finish
+
+
+def open_writer(folder):
+    """Writes one tensor after another. With copies ahead, the thread that writes would use the first GPU on every rank."""
+    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def cpu_group():

@@ -59,8 +59,8 @@ def draw(seed, step, positions, shape, *, caption_dropout=0.0, num_timesteps=100
     uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64
     return Draws(
         normals[:, 0], normals[:, 1],
-        torch.from_numpy(timesteps.astype(np.int64)).to(device),
-        torch.from_numpy(uniform < caption_dropout).to(device),
+        torch.from_numpy(timesteps.astype(np.int64)).to(device, non_blocking=True),
+        torch.from_numpy(uniform < caption_dropout).to(device, non_blocking=True),
     )  # fmt: skip
 
 
@@ -105,8 +105,8 @@ def losses(unet, schedule, latents_BCHW, text_BLD, draws, gamma=None):
 class EMA:
     """Exponential moving average of a model's parameters, in fp32, from step `start` on.
 
-    Before `start` it costs neither time nor memory: it begins as a copy of the parameters (MosaicML began theirs near
-    the end of training for that reason). `warm_up`: follow faster at first, so as not to hold on to a random
+    Before `start` it costs neither time nor memory, only its place in a checkpoint: it begins as a copy of the parameters
+    (MosaicML began theirs near the end of training for that reason). `warm_up`: follow faster at first, so as not to hold on to a random
     initialisation; not for weights that come from another run.
     """
 
@@ -123,16 +123,18 @@ class EMA:
         if self.shadow is None:
             self.shadow = self.copy()
             return
-        parameters = [parameter.detach().float() for parameter in self.model.parameters()]
         early = (1 + step - self.start) / (10 + step - self.start) if self.warm_up else 1.0
-        torch._foreach_lerp_(list(self.shadow.values()), parameters, 1 - min(self.decay, early))
+        torch._foreach_lerp_(list(self.shadow.values()), list(self.parameters().values()), 1 - min(self.decay, early))
+
+    def parameters(self):
+        return {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
 
     def copy(self):
-        return {name: parameter.detach().float().clone() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.clone() for name, parameter in self.parameters().items()}
 
     def state_dict(self):
-        """name -> fp32 tensor; the parameters themselves before `start`."""
-        return self.copy() if self.shadow is None else self.shadow
+        """name -> fp32 tensor, no copy: the average itself, or before `start` the parameters themselves."""
+        return self.parameters() if self.shadow is None else self.shadow
 
     def load_state_dict(self, state, step):
         """Continue after `step` steps from what `state_dict` gave."""

@@ -34,17 +34,20 @@ class Unit:
         moments, valid = schema.from_binary(table[column], manifest.shapes[column])
         text, _ = schema.read_embeddings(table[schema.EMBEDDINGS], manifest)
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
-        # Copies: Arrow's buffers are read-only, and a GPU wants pinned memory of its own anyway.
-        return cls(
-            torch.from_numpy(moments.copy()), torch.from_numpy(text.copy()), torch.from_numpy(keep.copy()),
-            first_position + np.arange(len(moments)), table[schema.ID].to_pylist(),
-        )  # fmt: skip
+        positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
+        return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
 
     def split(self, rows):
         """Micro-batches of `rows` rows."""
         for start in range(0, len(self.ids), rows):
             part = slice(start, start + rows)
             yield Unit(self.moments[part], self.text[part], self.keep_U[part], self.positions_U[part], self.ids[part])
+
+
+def to_tensor(values):
+    """A copy of an array, because Arrow's buffers are read-only; pinned where there is a GPU, which then need not be waited for."""
+    copy = torch.from_numpy(values.copy())
+    return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
 class Learner:
@@ -75,16 +78,14 @@ class Learner:
 
     def losses(self, unit, step):
         """(U,) losses of a unit's rows at a step; masked rows count 0."""
-        moments, text = (values.to(self.device, non_blocking=True) for values in (unit.moments, unit.text))
-        text = text.float()
+        moments, text, keep = (values.to(self.device, non_blocking=True) for values in (unit.moments, unit.text, unit.keep_U))
         draws = diffusion.draw(
             self.config.seed, step, unit.positions_U, moments.shape[2:],
             caption_dropout=self.config.caption_dropout, device=self.device,
         )  # fmt: skip
         latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor)
-        text = diffusion.drop_captions(text, self.empty_LD, draws.dropped_B)
-        keep = unit.keep_U.to(self.device)
-        # Rows without latents hold arbitrary bits, which may be NaN; zero times NaN would still be NaN.
+        # Masked rows hold arbitrary bits, which may be NaN; zero times NaN would still be NaN.
+        text = diffusion.drop_captions(text.float(), self.empty_LD, draws.dropped_B | ~keep)
         latents = torch.where(keep[:, None, None, None], latents, 0)
         with parallel.autocast(self.autocast_to, self.device):
             rows = diffusion.losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -103,13 +104,15 @@ def compile_blocks(unet, mode=None):
     """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
 
     Compiled as a whole, the U-Net gave other gradients than eager on a CPU with torch 2.13; by blocks it agrees, and
-    parameter names stay as they are.
+    parameter names stay as they are. Each block is compiled once for each size of its input.
     """
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
     for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        block.compile(mode=mode)
+        # Blocks of one class share their code. To TorchDynamo they would be one function whose sizes vary: compiled for
+        # symbolic sizes, for which Inductor lays nothing out in channels last, and no more than eight times in all.
+        block.compile(mode=mode, dynamic=False, isolate_recompiles=True, recompile_limit=64)
     return unet
 
 
@@ -121,7 +124,7 @@ def build_model(config, device="cpu"):
     - "ddp": every rank holds everything, gradients are averaged.
     - "fsdp": gradients and optimizer state are sharded, weights stay gathered after the forward pass (SHARD_GRAD_OP).
     - "fsdp-full": weights are sharded too and gathered block by block (FULL_SHARD).
-    - "hsdp": "fsdp" within a node, replicated across nodes.
+    - "hsdp": "fsdp" within a node, replicated across nodes (`ranks_of_a_shard`).
 
     The sharded ones are FSDP2 (`fully_shard`), in place, block by block. Rank 0 draws the weights; the other ranks build
     the U-Net without memory ("meta") and are sent theirs, so no rank ever holds more than its part of them on its device.
@@ -180,8 +183,9 @@ def shard(unet, strategy, precision, device):
     bf16: weights are gathered and used in bf16, GroupNorm and LayerNorm too (MosaicML's low precision norms); gradients
     are summed, and weights kept and updated, in fp32.
     """
-    world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if strategy == "hsdp" and world > here:
+    world = dist.get_world_size()
+    here = ranks_of_a_shard(device) if strategy == "hsdp" else world
+    if here < world:
         mesh = init_device_mesh(torch.device(device).type, (world // here, here), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(torch.device(device).type, (world,), mesh_dim_names=("shard",))
@@ -191,6 +195,17 @@ def shard(unet, strategy, precision, device):
     # The prediction leaves in fp32, for the loss; between blocks it stays as it is.
     whole = MixedPrecisionPolicy(**half, output_dtype=torch.float32)
     fully_shard(unet, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=whole)
+
+
+def ranks_of_a_shard(device):
+    """How many ranks share the weights between them under "hsdp": those of a node.
+
+    Of nodes with 4 and 2 ranks, 2: whatever divides all their numbers, since the ranks of a node follow each other.
+    """
+    mine = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())), device=device)
+    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return math.gcd(*map(int, found))
 
 
 def synchronise_gradients(model, last, strategy):
@@ -265,15 +280,16 @@ def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8, accumul
         unet = UNet2DConditionModel.from_config(load_unet_config(name))
     across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
     held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
+    sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `build_model` decides
     gathered = 0
-    if strategy != "ddp" and (across > 1 or precision == "bf16"):
+    if sharded:
         parts = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
         sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
         total = sum(p.numel() for p in unet.parameters())
         gathered = (2 if precision == "bf16" else 4) * (total - sum(sizes) + max(sizes) if strategy == "fsdp-full" else total)
     found = {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}
     if accumulates:
-        found["accumulated"] = 4 * sum(p.numel() for p in unet.parameters()) if across > 1 else 0
+        found["accumulated"] = 4 * sum(p.numel() for p in unet.parameters()) if sharded else 0
     return found
 
 

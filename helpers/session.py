@@ -144,6 +144,18 @@ def check_shared(uri, parameter="storage"):
         storage.delete(token)
 
 
+def tell_if_validation_waits(config, use_gpu, encoder_gpus=0):
+    """Print a sentence if trainers, and encoders that take `encoder_gpus` together, leave no GPU of the cluster for validation."""
+    if not use_gpu or not config.validate_every:
+        return
+    has, wanted = ray.cluster_resources().get("GPU", 0), config.most_workers + encoder_gpus + 1
+    if has < wanted:
+        print(
+            f"Training and its validation want {wanted:g} GPUs, one of them for validation, and the cluster has {has:g}: validation "
+            "would wait until training ends, and keep the checkpoints. Add GPUs, or set validate_every=0."
+        )
+
+
 def kill(node_id, pid):
     """SIGKILL a process on a node of the cluster."""
 

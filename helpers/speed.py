@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from . import costs, parallel, schema
-from .learner import Learner, Unit
+from .learner import Learner, Unit, to_tensor
 
 # The kinds of work of a step, by words in the names of GPU kernels and of PyTorch's operations; the first match counts.
 KINDS = {
@@ -221,11 +221,9 @@ def random_batch(config, rank=0, world=1, num_tokens=77):
     units = []
     for slot in range(rank, config.units_per_step, world):
         positions = slot * config.unit_rows + np.arange(config.unit_rows)
-        moments = torch.from_numpy(random.normal(size=(config.unit_rows, *shape)).astype(np.float16)).abs()
-        text = torch.from_numpy(random.normal(size=(config.unit_rows, num_tokens, width)).astype(np.float16))
-        if torch.cuda.is_available():
-            moments, text = moments.pin_memory(), text.pin_memory()
-        units.append(Unit(moments, text, torch.ones(config.unit_rows, dtype=torch.bool), positions, positions.tolist()))
+        moments = to_tensor(np.abs(random.normal(size=(config.unit_rows, *shape)).astype(np.float16)))
+        text = to_tensor(random.normal(size=(config.unit_rows, num_tokens, width)).astype(np.float16))
+        units.append(Unit(moments, text, to_tensor(np.ones(config.unit_rows, bool)), positions, positions.tolist()))
     return manifest, units
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.train
+import ray.train.collective
 import ray.train.torch
 import torch
 import torch.distributed as dist
@@ -149,20 +150,41 @@ def first_checkpoint(config):
     return open_checkpoint(storage.join(config.storage, "runs", config.init_from))
 
 
+def unet_folder(config):
+    """The folder that `init_from` names, with a U-Net in diffusers layout, as Ray Train's `Checkpoint`."""
+    filesystem, path = storage.open_filesystem(config.init_from)
+    return ray.train.Checkpoint(path, filesystem)
+
+
 def last_step(config):
     """Steps done at the run's newest complete checkpoint; 0 without one."""
     uri = runs.last_complete(config.run_uri)
     return 0 if uri is None else runs.step_of(uri)
 
 
+@contextlib.contextmanager
+def shared_folder(find):
+    """The local folder of the `Checkpoint` that rank 0 gets from `find()`, None if it gets none; call it on all workers.
+
+    They agree on it so, and workers on one node share a download: Ray Train knows the `Checkpoint` again.
+    """
+    found = find() if ray.train.get_context().get_world_rank() == 0 else None
+    found = ray.train.collective.broadcast_from_rank_zero(found)
+    if found is None:
+        yield None
+        return
+    with found.as_directory() as folder:
+        ray.train.collective.barrier()  # one that comes late downloads again, over what the others would be reading
+        yield folder
+
+
 def restore(learner):
     """Load the run's newest complete checkpoint into a worker; returns the steps done."""
-    found = last_checkpoint(learner.config)
-    if found is None:
-        initialise(learner)
-        return 0
-    with found.as_directory() as folder:
-        return checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema)
+    with shared_folder(lambda: last_checkpoint(learner.config)) as folder:
+        if folder:
+            return checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema)
+    initialise(learner)
+    return 0
 
 
 def initialise(learner):
@@ -170,18 +192,15 @@ def initialise(learner):
     config = learner.config
     if config.init_from is None:
         return
-    found = first_checkpoint(config)
-    if found is not None:
-        with found.as_directory() as folder:
+    with shared_folder(lambda: first_checkpoint(config) or unet_folder(config)) as folder:
+        if os.path.exists(os.path.join(folder, runs.PROGRESS)):
             checkpoint.load_weights(folder, learner.unet, "ema")
             averaged = learner.ema.copy()
             checkpoint.load_weights(folder, learner.unet, "model")
-    else:
-        with ray.train.Checkpoint(*reversed(storage.open_filesystem(config.init_from))).as_directory() as folder:
+        else:
             weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(learner.unet, weights.state_dict(), options=options)
-        averaged = learner.ema.copy()
+            set_model_state_dict(learner.unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))
+            averaged = learner.ema.copy()
     if config.ema_start == 0:
         learner.ema.shadow = averaged
 
@@ -316,13 +335,19 @@ def slowest_worker(seconds):
     return value.item()
 
 
+@functools.cache
+def objects_group():
+    """A process group for Python objects: gloo's, since NCCL would take them by way of the GPU. First called on all workers at once."""
+    return dist.new_group(backend="gloo")
+
+
 def note_workers(config, log):
     """Rank 0 writes `workers.json`: where the workers of this attempt run."""
     mine = {"rank": ray.train.get_context().get_world_rank(), "node_id": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
     parts = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         parts = [None] * dist.get_world_size() if log else None
-        dist.gather_object(mine, parts)
+        dist.gather_object(mine, parts, group=objects_group())
     if log:
         storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": parts})
 
@@ -379,7 +404,7 @@ def gather_ids(units):
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ids, kept
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((ids, kept), parts)
+    dist.gather_object((ids, kept), parts, group=objects_group())
     return ([i for part, _ in parts for i in part], sum(kept for _, kept in parts)) if parts else (None, None)
 
 

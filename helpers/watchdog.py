@@ -15,7 +15,8 @@ class Watchdog:
 
     Args:
         timeout: seconds.
-        on_hang: called with the seconds without progress, before the process ends.
+        on_hang: called with the seconds without progress, before the process ends; it has ten seconds, since what it
+            writes to may be what hangs.
     """
 
     def __init__(self, timeout, on_hang=None):
@@ -31,10 +32,12 @@ class Watchdog:
         while not self.stop.wait(min(1.0, self.timeout / 10)):
             silent = time.monotonic() - self.last
             if silent > self.limit:
-                faulthandler.dump_traceback()  # where it hangs, into the worker's log
                 try:
+                    faulthandler.dump_traceback()  # where it hangs, into the worker's log
                     if self.on_hang:
-                        self.on_hang(silent)
+                        telling = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
+                        telling.start()
+                        telling.join(10)
                 finally:
                     os.kill(os.getpid(), signal.SIGKILL)
 

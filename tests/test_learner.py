@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import pathlib
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from helpers import checkpoint, learner, parallel, runs, schema
 from helpers.config import TrainingConfig
 from helpers.learner import Learner, Unit
+from tests.conftest import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,12 +35,12 @@ def recipe(**values):
     return TrainingConfig(**values)
 
 
-def with_bits(table, bits, rows):
-    """The table with the latents of some rows replaced by one fp16 bit pattern."""
-    values, _ = schema.from_binary(table[COLUMN], (2, 4, 8, 8))
+def with_bits(table, bits, rows, column=COLUMN):
+    """The table with the latents of some rows, or another column, replaced by one fp16 bit pattern."""
+    values, _ = schema.from_binary(table[column], SHAPES[column])
     values = values.copy()
     values.view(np.uint16)[rows] = bits
-    return table.set_column(table.column_names.index(COLUMN), COLUMN, schema.to_binary(values))
+    return table.set_column(table.column_names.index(column), column, schema.to_binary(values))
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +142,9 @@ def whole(tensor):
 
 
 @contextlib.contextmanager
-def group(folder, name, rank, world):
-    """A gloo group of `world` ranks, two on each node."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+def group(folder, name, rank, world, here=2):
+    """A gloo group of `world` ranks, two on each node, or `here` on this rank's."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(here)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=world)
     yield
     dist.barrier()
@@ -171,8 +173,20 @@ def continue_from(folder, names, rank, world, manifest, rows):
             parameter.data.zero_()
         step = checkpoint.load(f"{folder}/{name}", **parts(state))
         found = train(state, manifest, rows, step, step + 2, rank, world)
+        checkpoint.save(f"{folder}/later-{strategy}-{world}", **parts(state), step=step + 2)
         losses[f"{name} -> {strategy}-{world}"] = [line["loss"] for line in found]
     return losses
+
+
+UNEVEN = dict(global_batch_size=12, units_per_step=6)
+
+
+def train_unevenly(folder, rank, manifest, rows):
+    """`(shape of the mesh, losses)` of two steps under "hsdp" on two nodes, of two ranks and of one."""
+    with group(folder, "uneven", rank, 3, here=(2, 2, 1)[rank]):
+        state = Learner(recipe(unet_config=f"{folder}/unet.json", strategy="hsdp", num_training_workers=3, **UNEVEN), manifest)
+        found = train(state, manifest, rows, 0, 2, rank, 3)
+        return list(state.unet.conv_in.weight.device_mesh.shape), [line["loss"] for line in found]
 
 
 def sharded_worker(rank, folder, manifest, rows):
@@ -187,18 +201,22 @@ def sharded_worker(rank, folder, manifest, rows):
         if rank < world:
             with group(folder, f"continued-{world}", rank, world):
                 result["continued"].update(continue_from(folder, names, rank, world, manifest, rows))
+    if rank < 3:
+        result["uneven"] = train_unevenly(folder, rank, manifest, rows)
     if rank == 0:
         pathlib.Path(folder, "result.json").write_text(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
 def alone(folder, manifest, build_latents):
-    """`(losses, rows)` of 50 steps of one process without a process group, which leaves a checkpoint "alone"."""
+    """`(losses, rows)` of 50 steps of one process without a process group, which leaves checkpoints "alone" and "later-alone"."""
     rows = build_latents(BATCH * LONG)
     state = Learner(long_recipe(folder, "ddp", 1), manifest)
     found = train(state, manifest, rows, 0, LONG // 2)
     checkpoint.save(folder / "alone", **parts(state), step=LONG // 2)
-    return losses(found + train(state, manifest, rows, LONG // 2, LONG)), rows
+    found += train(state, manifest, rows, LONG // 2, LONG // 2 + 2)
+    checkpoint.save(folder / "later-alone", **parts(state), step=LONG // 2 + 2)
+    return losses(found + train(state, manifest, rows, LONG // 2 + 2, LONG)), rows
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +244,29 @@ def test_every_strategy_goes_on_from_checkpoints_of_other_strategies_and_numbers
     assert len(continued) == 16
     for pair, found in continued.items():
         np.testing.assert_allclose(found, expected[LONG // 2 : LONG // 2 + 2], rtol=1e-5, err_msg=pair)
+
+
+@pytest.mark.parametrize("when", ["", "later-"])
+def test_every_strategy_has_the_weights_and_the_average_of_one_process(folder, strategies, when):
+    """In the middle of a run, and two steps on from the checkpoint of another strategy."""
+
+    def read(name, which):
+        return checkpoint.load_weights(folder / f"{when}{name}", parallel.build_unet(f"{folder}/unet.json", seed=9), which).state_dict()
+
+    expected = {which: read("alone", which) for which in ("model", "ema")}
+    assert any((value - expected["ema"][name]).norm() > 1e-2 * value.norm() for name, value in expected["model"].items())
+    for strategy in strategies["straight"]:
+        for which in ("model", "ema"):
+            found = read(strategy, which)
+            for name, value in expected[which].items():
+                assert (found[name] - value).norm() <= 1e-4 * value.norm(), (strategy, which, name)
+
+
+def test_nodes_with_unequal_numbers_of_workers_train_together(folder, strategies, alone, manifest):
+    mesh, found = strategies["uneven"]
+    assert mesh == [3, 1]
+    state = Learner(recipe(unet_config=f"{folder}/unet.json", **UNEVEN), manifest)
+    np.testing.assert_allclose(found, losses(train(state, manifest, alone[1], 0, 2)), rtol=1e-5)
 
 
 def gradients_of(state):
@@ -382,7 +423,8 @@ def test_the_gradient_is_clipped_to_a_norm_of_one(manifest, rows, monkeypatch):
 def test_masked_rows_do_not_matter_even_when_their_bits_are_nan(one, manifest, rows):
     for bits in (0x0000, 0x3C00, 0x7C00, 0xFFFF):  # zero, one, infinity, NaN
         state = Learner(recipe(), manifest)
-        assert train(state, manifest, with_bits(rows, bits, ~KEEP)) == one[0]
+        changed = with_bits(with_bits(rows, bits, ~KEEP), bits, ~KEEP, schema.EMBEDDINGS)
+        assert train(state, manifest, changed) == one[0]
         assert all(torch.equal(one[1][name], value) for name, value in weights(state).items())
 
 
@@ -470,15 +512,31 @@ def test_saving_does_not_change_a_run(tmp_path, one, manifest, rows):
     assert found == one[0]
 
 
-def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_begun_at(tmp_path, one, manifest, rows):
-    state = Learner(recipe(), manifest)
+@pytest.mark.parametrize("ema_start", [0, 100])
+def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_begun_at(
+    tmp_path, monkeypatch, one, manifest, rows, ema_start
+):
+    """Though it is written only when the training is over."""
+    trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+
+    def write_late(*arguments):
+        trained.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
+    state = Learner(recipe(ema_start=ema_start), manifest)
     found = train(state, manifest, rows, 0, 3)
+    begun = {"model": weights(state), "ema": {name: value.clone() for name, value in state.ema.state_dict().items()}}
     finish = checkpoint.start(tmp_path, **parts(state), step=3)
     found += train(state, manifest, rows, 3, STEPS)
     assert runs.damage(tmp_path)  # not there before it is finished
+    trained.set()
     finish()
     assert runs.damage(tmp_path) is None and found == one[0]
-    restored = Learner(recipe(), manifest)
+    for which, expected in begun.items():
+        written = checkpoint.load_weights(tmp_path, parallel.build_unet("tiny", seed=9), which)
+        assert all(torch.equal(expected[name], value) for name, value in written.named_parameters())
+    restored = Learner(recipe(ema_start=ema_start), manifest)
     assert train(restored, manifest, rows, checkpoint.load(tmp_path, **parts(restored)), STEPS) == found[3:]
 
 

@@ -12,10 +12,10 @@ from helpers.config import TrainingConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def inputs(batch=2):
+def inputs(batch=2, size=8):
     generator = torch.Generator().manual_seed(0)
     return (
-        torch.randn(batch, 4, 8, 8, generator=generator),
+        torch.randn(batch, 4, size, size, generator=generator),
         torch.linspace(3, 900, batch).long(),
         torch.randn(batch, 6, 128, generator=generator),
     )
@@ -156,10 +156,22 @@ def test_latents_that_the_unet_cannot_halve_are_named_with_a_size_that_it_can(bu
 # ---- compiled, replicated, in bf16
 
 
-def gradients(unet):
-    prediction = unet(*inputs(), return_dict=False)[0]
+def gradients(unet, size=8):
+    unet.zero_grad()
+    prediction = unet(*inputs(size=size), return_dict=False)[0]
     prediction.square().mean().backward()
     return prediction.detach(), {name: parameter.grad for name, parameter in unet.named_parameters()}
+
+
+@pytest.fixture
+def three_levels(tmp_path):
+    """A U-Net with several blocks of each class, as Stable Diffusion's has."""
+    changes = {
+        "block_out_channels": [32, 32, 64], "down_block_types": ["CrossAttnDownBlock2D"] * 3, "layers_per_block": 1,
+        "up_block_types": ["CrossAttnUpBlock2D"] * 3, "attention_head_dim": [2, 2, 4],
+    }  # fmt: skip
+    (tmp_path / "unet.json").write_text(json.dumps({**parallel.load_unet_config("tiny"), **changes}))
+    return str(tmp_path / "unet.json")
 
 
 def test_without_a_compiler_compiling_is_skipped_and_said(monkeypatch, capsys):
@@ -171,15 +183,49 @@ def test_without_a_compiler_compiling_is_skipped_and_said(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not parallel.has_compiler(), reason="torch.compile needs a C++ compiler")
-def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names():
-    """Compiled as a whole, this U-Net gave other gradients with torch 2.13 on a CPU."""
-    eager, compiled = parallel.build_unet("tiny"), parallel.compile_blocks(parallel.build_unet("tiny"))
-    expected_output, expected = gradients(eager)
-    output, found = gradients(compiled)
+@pytest.mark.parametrize("sizes", [(8,), (8, 16)], ids=["tiny", "three levels"])
+def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names(three_levels, sizes):
+    """Compiled as a whole, the tiny U-Net gave other gradients with torch 2.13 on a CPU."""
+    config = "tiny" if len(sizes) == 1 else three_levels
+    eager, compiled = parallel.build_unet(config), parallel.compile_blocks(parallel.build_unet(config))
     assert all(block._compiled_call_impl for block in [*compiled.down_blocks, compiled.mid_block, *compiled.up_blocks])
-    assert list(found) == list(expected) and (output - expected_output).abs().max() < 1e-5
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
+    for size in sizes:
+        expected_output, expected = gradients(eager, size)
+        output, found = gradients(compiled, size)
+        assert list(found) == list(expected) and (output - expected_output).abs().max() < 1e-5
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
+
+
+@pytest.mark.skipif(not parallel.has_compiler(), reason="torch.compile needs a C++ compiler")
+def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch, three_levels):
+    """Symbolic sizes, which TorchDynamo makes of sizes that vary, keep Inductor from laying a graph out in channels last."""
+    graphs, compile_module = [], torch.nn.Module.compile
+
+    def note(graph, arguments):
+        graphs.append(any(isinstance(number, torch.SymInt) for argument in arguments for number in getattr(argument, "shape", [argument])))
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=note, **options))
+    torch.compiler.reset()
+    unet = parallel.compile_blocks(parallel.build_unet(three_levels))
+    for number, size in enumerate((4, 8, 16), start=1):  # more than eight graphs of one class
+        gradients(unet, size)
+        assert len(graphs) == 7 * number and not any(graphs)
+    gradients(unet, 8)
+    assert len(graphs) == 21
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("nodes", "size"), [((2, 2), 2), ((2, 1), 1), ((4, 2), 2), ((8, 8, 4), 4), ((6, 4), 2), ((3,), 3)])
+def test_weights_are_sharded_over_as_many_ranks_as_divide_every_node(monkeypatch, nodes, size):
+    here = [number for number in nodes for _ in range(number)]  # of each rank
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here[0]))
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: len(here))
+    monkeypatch.setattr(parallel.dist, "all_gather", lambda found, mine: [one.fill_(n) for one, n in zip(found, here, strict=True)])
+    assert parallel.ranks_of_a_shard("cpu") == size
+    starts = [sum(nodes[:number]) for number in range(len(nodes))]
+    assert all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
 
 
 def test_alone_a_unet_is_neither_wrapped_nor_held_back():
@@ -209,47 +255,44 @@ def test_bf16_computes_in_half_precision_and_keeps_fp32_weights():
 
 @pytest.fixture
 def group_of_one(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def build(**values):
-    """`(unet, model)`, and what `Learner` computes a step's prediction with."""
+def build(device="cpu", **values):
+    """The U-Net, and what `Learner` computes a step's prediction with."""
     config = TrainingConfig(**values)
-    unet, model = parallel.build_model(config)
+    unet, model = parallel.build_model(config, device)
     enabled = "fp32" if parallel.computes_in_bf16(config) else config.precision
-    return unet, lambda: forward(model, enabled)
+    return unet, lambda: forward(model, enabled, device)
 
 
-def forward(model, enabled):
-    with parallel.autocast(enabled, "cpu"):
-        return model(*inputs(), return_dict=False)[0]
+def forward(model, enabled, device):
+    with parallel.autocast(enabled, device):
+        return model(*(values.to(device) for values in inputs()), return_dict=False)[0]
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp-full", "hsdp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_norms_run_in_low_precision_where_the_strategy_shards_and_weights_stay_in_fp32(group_of_one, strategy, precision):
+def test_norms_run_in_low_precision_where_the_strategy_shards_and_weights_stay_in_fp32(group_of_one, precision, strategy, device):
     """MosaicML's low precision GroupNorm and LayerNorm. On a GPU, autocast ("ddp") computes norms in fp32."""
-    unet, predict = build(strategy=strategy, precision=precision)
+    unet, predict = build(device, strategy=strategy, precision=precision)
     norms = [module for module in unet.modules() if isinstance(module, (torch.nn.GroupNorm, torch.nn.LayerNorm))]
     seen = set()
     for norm in norms:
-        norm.register_forward_pre_hook(lambda module, arguments: seen.add((arguments[0].dtype, module.weight.dtype)))
+        norm.register_forward_hook(lambda module, arguments, made: seen.add((module.weight.dtype, made.dtype)))
     predict().float().square().mean().backward()
     half = torch.bfloat16 if precision == "bf16" else torch.float32
-    assert len(norms) > 10 and seen == {(half, torch.float32 if strategy == "ddp" else half)}
+    autocast = torch.float32, torch.float32 if device == "cuda" else half
+    assert len(norms) > 10 and seen == {autocast if strategy == "ddp" else (half, half)}
     assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}  # the master weights
     assert {parameter.grad.dtype for parameter in unet.parameters()} == {torch.float32}
-
-
-def test_autocast_takes_norms_to_fp32_on_a_gpu_where_fsdp_does_not():
-    """By PyTorch's lists, without a GPU: group_norm and layer_norm autocast to float32 on CUDA."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    with torch.autocast("cuda", torch.bfloat16):
-        found = torch.nn.functional.group_norm(torch.ones(1, 4, 2, 2, device="cuda", dtype=torch.bfloat16), 2)
-    assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -125,16 +125,16 @@ WATCHED = """
 import sys, threading
 sys.path.insert(0, {root!r})
 from helpers.watchdog import Watchdog
-with Watchdog(0.3, on_hang=lambda seconds: print("hung", seconds > 0.3, flush=True)) as watchdog:
+with Watchdog(0.3, on_hang={on_hang}) as watchdog:
     watchdog.beat()
     {body}
 print("ended")
 """
 
 
-def watched(body):
+def watched(body, on_hang='lambda seconds: print("hung", seconds > 0.3, flush=True)'):
     root = str(pathlib.Path(__file__).parent.parent)
-    script = WATCHED.format(root=root, body=body)
+    script = WATCHED.format(root=root, body=body, on_hang=on_hang)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
 
@@ -142,6 +142,12 @@ def test_a_process_without_progress_tells_where_it_hangs_and_ends_itself():
     done = watched("threading.Event().wait()")
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == "hung True\n" and "threading.py" in done.stderr
+
+
+@pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
+def test_a_process_ends_itself_even_if_it_cannot_tell_that_it_hangs(on_hang):
+    """As where the storage that it would write to is what does not answer."""
+    assert watched("threading.Event().wait()", on_hang).returncode == -signal.SIGKILL
 
 
 def test_a_process_that_goes_on_is_left_alone():

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from helpers import costs, figures, parallel, runs, speed
 from helpers.config import TrainingConfig
@@ -87,7 +88,9 @@ def test_the_state_of_sd2_base_takes_sixteen_bytes_a_parameter_and_sharded_its_s
     for strategy, across in (("fsdp", ranks), ("fsdp-full", ranks), ("hsdp", min(8, ranks))):
         found = parallel.memory("sd2-base", strategy, ranks, precision="bf16")
         more = parallel.memory("sd2-base", strategy, ranks, precision="bf16", accumulates=True)
-        assert more == {**found, "accumulated": 4 * 865_910_724 if across > 1 else 0}
+        assert more == {**found, "accumulated": whole}  # in bf16 one rank shards over itself
+        alone = parallel.memory("sd2-base", strategy, ranks, accumulates=True)
+        assert (alone["accumulated"], alone["gathered"] > 0) == ((whole, True) if ranks > 1 else (0, False))
         # Parameters are cut into rows: a few have fewer than there are ranks.
         assert whole / across <= found["parameters"] == found["gradients"] == found["optimizer"] / 2 <= 1.02 * whole / across
         assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
@@ -100,7 +103,7 @@ def test_the_memory_table_has_a_row_for_each_strategy_and_number_of_ranks():
 
 
 def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def worker(rank, folder, manifest, rows):
@@ -120,12 +123,18 @@ def worker(rank, folder, manifest, rows):
                 state = Learner(config, manifest)
                 held = {}
 
+                def in_forward(*_, held=held, state=state):
+                    whole = sum(p.nbytes for p in state.unet.parameters() if not isinstance(p, DTensor))
+                    held["gathered"] = max(whole, held.get("gathered", 0))
+
                 def after_forward(unet, *_, held=held):
-                    held["gathered"] = sum(p.nbytes for p in unet.parameters())
+                    held["kept"] = sum(local(p).nbytes for p in unet.parameters())
 
                 def before_update(*_, held=held, state=state):
                     held["gradients"] = sum(local(p.grad).nbytes for p in state.unet.parameters())
 
+                for module in state.unet.modules():
+                    module.register_forward_pre_hook(in_forward)
                 state.unet.register_forward_hook(after_forward)
                 state.optimizer.register_step_pre_hook(before_update)
                 meter = speed.Meter(config, manifest, "cpu")
@@ -154,8 +163,10 @@ def test_ranks_hold_the_bytes_that_the_arithmetic_says(held):
         expected = parallel.memory("tiny", strategy, int(ranks), ranks_per_node=2)
         for part in ("parameters", "gradients", "optimizer"):
             assert found[part] == expected[part], (name, part)
-        if strategy in ("fsdp", "hsdp"):
+        if strategy != "ddp":
             assert found["gathered"] == expected["gathered"], name
+        # From the forward to the backward pass: "fsdp-full" gives back what it gathered.
+        assert found["kept"] == expected["gathered" if strategy in ("fsdp", "hsdp") else "parameters"], name
 
 
 def test_communication_is_a_share_of_the_step(held):
