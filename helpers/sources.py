@@ -304,8 +304,8 @@ def scan_filter(config):
     paths = list_inputs(config.input_uri or config.raw_uri, config.input_format)
     if config.input_format == "parquet":
         rows = ray.data.read_parquet(
-            paths, columns=columns, partitioning=None, file_extensions=None, filesystem=storage.open_filesystem(paths[0])[0]
-        )
+            paths, partitioning=None, file_extensions=None, filesystem=storage.open_filesystem(paths[0])[0]
+        ).select_columns(columns)
     else:
         read = functools.partial(read_files, columns=columns, read=reader(config))
         rows = ray.data.from_items([{"path": path} for path in paths], override_num_blocks=len(paths)).map_batches(read, batch_size=1)
