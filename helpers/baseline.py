@@ -43,9 +43,7 @@ class PlannedImages(torch.utils.data.Dataset):
 
     def read_chunk(self, number):
         """{unit number: its raw rows} of a chunk of the run."""
-        tables = ingest.read_chunks(
-            {"id": [number]}, plan=self.plan, first_chunk=0, first_step=0, num_steps=self.num_steps, read=self.read
-        )
+        tables = ingest.read_chunks({"id": [number]}, plan=self.plan, first_chunk=0, first_step=0, num_steps=self.num_steps, read=self.read)
         return {unit: rows for table in tables for unit, rows in ingest.cut(table.combine_chunks(), self.plan.unit_rows).items()}
 
     def __getitem__(self, step):

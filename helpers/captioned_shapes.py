@@ -33,7 +33,7 @@ from PIL import Image, ImageDraw
 COLORS = {
     "red": (214, 40, 40), "green": (48, 150, 60), "blue": (40, 80, 210), "yellow": (245, 210, 60),
     "purple": (150, 60, 180), "cyan": (70, 200, 215), "white": (245, 245, 245), "black": (25, 25, 25),
-}
+}  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
 # Lengths are in units of the picture's side. A circle's radius, half of a square's side. Areas differ as well as
 # outlines, so that a small square with rounded corners, as a VAE returns it, is still no circle.
@@ -42,7 +42,7 @@ POSITIONS = {
     "in the top left": (0.26, 0.26), "at the top": (0.5, 0.26), "in the top right": (0.74, 0.26),
     "at the left": (0.26, 0.5), "in the center": (0.5, 0.5), "at the right": (0.74, 0.5),
     "in the bottom left": (0.26, 0.74), "at the bottom": (0.5, 0.74), "in the bottom right": (0.74, 0.74),
-}
+}  # fmt: skip
 RELATIONS = ("left of", "right of", "above", "below")
 
 JITTER = 0.04
@@ -91,8 +91,7 @@ def parse(caption: str) -> Scene:
         scene = Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
     else:
         raise ValueError(
-            f"{caption!r} is not a caption of captioned shapes; "
-            'they read like "a large red circle in the top left on a blue background"'
+            f'{caption!r} is not a caption of captioned shapes; they read like "a large red circle in the top left on a blue background"'
         )
     if len({background, *(o.color for o in scene.objects)}) != 1 + len(scene.objects):
         raise ValueError(f"{caption!r} uses one colour twice: objects and background must differ in colour")
@@ -110,14 +109,14 @@ def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
     if num_objects == 1:
         scenes = (
             Scene(background, (SceneObject(color, shape, size, position),))
-            for (background, color), shape, size, position in product(
-                permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
+            for (background, color), shape, size, position in product(permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
         )
     elif num_objects == 2:
         scenes = (
             Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
             for (background, color, color_2), shape, shape_2, size, size_2, relation in product(
-                permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS)
+                permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS
+            )
         )
     else:
         raise ValueError(f"num_objects is {num_objects}; scenes have 1 or 2 objects")
@@ -162,7 +161,7 @@ def draw(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
     side = size * SUPERSAMPLING
     picture = Image.new("RGB", (side, side), COLORS[scene.background])
     pen = ImageDraw.Draw(picture)
-    for thing, (x, y) in zip(scene.objects, _centres(scene, rng)):
+    for thing, (x, y) in zip(scene.objects, _centres(scene, rng), strict=True):
         x, y, radius = x * side, y * side, SIZES[thing.size] * side
         if thing.shape == "circle":
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLORS[thing.color])
@@ -185,12 +184,11 @@ def _centres(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float]
     if scene.relation in ("right of", "below"):
         along = along[::-1]
     if scene.relation in ("left of", "right of"):
-        return list(zip(along, across))
-    return list(zip(across, along))
+        return list(zip(along, across, strict=True))
+    return list(zip(across, along, strict=True))
 
 
-def sample(index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train",
-           size: int = 64) -> tuple[Image.Image, str]:
+def sample(index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train", size: int = 64) -> tuple[Image.Image, str]:
     """Picture number `index` (RGB, `size` x `size`) and its caption. Arguments as in `scene`."""
     what = scene(index, seed, two_object_share, split)
     return draw(what, [seed, index, 1], size), what.caption
@@ -231,8 +229,7 @@ def attributes(caption: str) -> dict[str, str | int]:
     if relation in ("right of", "below"):
         objects, relation = objects[::-1], {"right of": "left of", "below": "above"}[relation]
     first = objects[0]
-    found = {"background": what.background, "count": len(objects),
-             "color": first.color, "shape": first.shape, "size": first.size}
+    found = {"background": what.background, "count": len(objects), "color": first.color, "shape": first.shape, "size": first.size}
     if relation is None:
         return found | {"position": first.position}
     second = objects[1]
@@ -256,8 +253,9 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
     that fits none. `count` is 0, 1, 2 or 3 ("more than two").
     """
     pixels = _working_copy(np.asarray(pixels_HWC))
-    frame = np.concatenate([pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3),
-                            pixels[2:-2, :2].reshape(-1, 3), pixels[2:-2, -2:].reshape(-1, 3)])
+    frame = np.concatenate(
+        [pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), pixels[2:-2, :2].reshape(-1, 3), pixels[2:-2, -2:].reshape(-1, 3)]
+    )
     background_rgb = np.median(frame, 0)
     background = _nearest(background_rgb[None])[0]
     found = {"background": _NAMES[background], "count": 0, "color": None, "shape": None, "size": None, "position": None}
@@ -265,8 +263,14 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
     # Colours are voted for by pixels whose eight neighbours agree: edges mix two colours into a third.
     labels = _nearest(pixels.reshape(-1, 3)).reshape(WORKING_SIZE, WORKING_SIZE)
     inner = np.zeros_like(labels, bool)
-    inner[1:-1, 1:-1] = np.all([labels[1 + dy:WORKING_SIZE - 1 + dy, 1 + dx:WORKING_SIZE - 1 + dx] == labels[1:-1, 1:-1]
-                                for dy in (-1, 0, 1) for dx in (-1, 0, 1)], axis=0)
+    inner[1:-1, 1:-1] = np.all(
+        [
+            labels[1 + dy : WORKING_SIZE - 1 + dy, 1 + dx : WORKING_SIZE - 1 + dx] == labels[1:-1, 1:-1]
+            for dy in (-1, 0, 1)
+            for dx in (-1, 0, 1)
+        ],
+        axis=0,
+    )
     votes = np.bincount(labels[inner], minlength=len(_NAMES))
     votes[background] = 0
     seen = [c for c in np.argsort(-votes) if votes[c] >= 10]  # the smallest triangle has about 40
@@ -278,14 +282,21 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
         places = [np.array([_X[inner & (labels == c)].mean(), _Y[inner & (labels == c)].mean()]) for c in seen]
         distances = [np.hypot(_X - x, _Y - y) for x, y in places]
         nearer = distances[0] < distances[1]
-        things = [_fit(pixels, background_rgb, c, region) for c, region in zip(seen, (nearer, ~nearer))]
+        things = [_fit(pixels, background_rgb, c, region) for c, region in zip(seen, (nearer, ~nearer), strict=True)]
         offset = np.abs(places[0] - places[1])
         axis = int(offset[1] > offset[0])
         order = sorted((0, 1), key=lambda i: places[i][axis])
         (color, (shape, size, _, _)), (color_2, (shape_2, size_2, _, _)) = ((_NAMES[seen[i]], things[i]) for i in order)
         del found["position"]
-        return found | {"color": color, "shape": shape, "size": size, "color_2": color_2, "shape_2": shape_2,
-                        "size_2": size_2, "relation": ("left of", "above")[axis]}
+        return found | {
+            "color": color,
+            "shape": shape,
+            "size": size,
+            "color_2": color_2,
+            "shape_2": shape_2,
+            "size_2": size_2,
+            "relation": ("left of", "above")[axis],
+        }
 
     shape, size, centre, rest = _fit(pixels, background_rgb, seen[0], np.ones_like(inner))
     if len(seen) == 1 and rest > 0.4 * np.pi * SIZES["small"] ** 2:
@@ -297,7 +308,7 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
 def _nearest(pixels_NC: np.ndarray) -> np.ndarray:
     """Index of the nearest palette colour of each pixel, (N,)."""
     # |p - c|^2 without |p|^2, which does not change the order
-    return np.argmin((_PALETTE ** 2).sum(1) - 2 * pixels_NC @ _PALETTE.T, axis=1)
+    return np.argmin((_PALETTE**2).sum(1) - 2 * pixels_NC @ _PALETTE.T, axis=1)
 
 
 def _fit(pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.ndarray):
@@ -311,7 +322,7 @@ def _fit(pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.
     overlap = {key: np.minimum(alpha, t).sum() / np.maximum(alpha, t).sum() for key, t in templates.items()}
     best = max(overlap, key=overlap.get)
     grown = _template(best[0], SIZES[best[1]] + 3 * _BLUR, x, y)
-    rest = (alpha * (1 - grown)).sum() / WORKING_SIZE ** 2
+    rest = (alpha * (1 - grown)).sum() / WORKING_SIZE**2
     shape = best[0] if overlap[best] > 0.6 else None
     return shape, best[1], (x, y), rest
 
@@ -337,10 +348,10 @@ def _working_copy(pixels_HWC: np.ndarray) -> np.ndarray:
     height, width, _ = pixels_HWC.shape
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    square = pixels_HWC[top:top + side, left:left + side].astype(np.float32)
-    if factor := side // WORKING_SIZE:
-        if side % WORKING_SIZE == 0:
-            return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
+    square = pixels_HWC[top : top + side, left : left + side].astype(np.float32)
+    factor, rest = divmod(side, WORKING_SIZE)
+    if factor and not rest:
+        return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
     place = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
     low = np.minimum(place.astype(int), side - 1)
     high, share = np.minimum(low + 1, side - 1), (place - low).astype(np.float32)
@@ -357,7 +368,7 @@ def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
     if len(pictures) != len(prompts) or not prompts:
         raise ValueError(f"{len(pictures)} pictures and {len(prompts)} prompts: give as many of each, at least one")
     right = {}
-    for picture, prompt in zip(pictures, prompts):
+    for picture, prompt in zip(pictures, prompts, strict=True):
         if isinstance(picture, Image.Image):
             picture = picture.convert("RGB")
         found = detect(np.asarray(picture))
@@ -372,8 +383,15 @@ def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
 _MARKER = b"captioned_shapes"
 
 
-def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_per_file: int = 2000,
-                  two_object_share: float = 0.0, size: int = 64, spoilt_share: float = 0.0) -> str:
+def write_parquet(
+    folder: str | os.PathLike,
+    num_rows: int,
+    seed: int = 0,
+    rows_per_file: int = 2000,
+    two_object_share: float = 0.0,
+    size: int = 64,
+    spoilt_share: float = 0.0,
+) -> str:
     """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
@@ -391,8 +409,15 @@ def write_parquet(folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_
         return _write_remote(folder, num_rows, seed, rows_per_file, two_object_share, size, spoilt_share)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    call = {"version": 4, "num_rows": num_rows, "seed": seed, "rows_per_file": rows_per_file,
-            "two_object_share": two_object_share, "size": size, "spoilt_share": spoilt_share}
+    call = {
+        "version": 4,
+        "num_rows": num_rows,
+        "seed": seed,
+        "rows_per_file": rows_per_file,
+        "two_object_share": two_object_share,
+        "size": size,
+        "spoilt_share": spoilt_share,
+    }
     marker = json.dumps(call).encode()
     starts = {f"shapes-{i:05d}.parquet": i * rows_per_file for i in range(-(-num_rows // rows_per_file))}
 
@@ -467,13 +492,15 @@ def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt
         number = int((index + 1) * spoilt_share)  # rises by one at each spoilt row
         damaged = number != int(index * spoilt_share)
         rows.append((*(spoil(data, caption, number) if damaged else (data, caption)), picture.size))
-    return pa.table({
-        "hash": pa.array([_hash(seed, index) for index in indices], pa.int64()),
-        "caption": pa.array([caption for _, caption, _ in rows], pa.string()),
-        "width": pa.array([float(width) for _, _, (width, _) in rows], pa.float64()),
-        "height": pa.array([float(height) for _, _, (_, height) in rows], pa.float64()),
-        "jpg": pa.array([data for data, _, _ in rows], pa.binary()),
-    })
+    return pa.table(
+        {
+            "hash": pa.array([_hash(seed, index) for index in indices], pa.int64()),
+            "caption": pa.array([caption for _, caption, _ in rows], pa.string()),
+            "width": pa.array([float(width) for _, _, (width, _) in rows], pa.float64()),
+            "height": pa.array([float(height) for _, _, (_, height) in rows], pa.float64()),
+            "jpg": pa.array([data for data, _, _ in rows], pa.binary()),
+        }
+    )
 
 
 def _encode(picture: Image.Image, file_format: str) -> bytes:

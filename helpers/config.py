@@ -255,9 +255,7 @@ class TrainingConfig(Parameters):
         found = self.num_training_workers
         pair = list(found) if isinstance(found, (list, tuple)) else [found, found]
         if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair) or pair[0] > pair[1]:
-            raise ValueError(
-                f"num_training_workers={found!r} must be a whole number of at least 1, or a pair (least, most) of them."
-            )
+            raise ValueError(f"num_training_workers={found!r} must be a whole number of at least 1, or a pair (least, most) of them.")
         if isinstance(found, (list, tuple)):
             self.resolve(num_training_workers=tuple(pair))
 

@@ -24,16 +24,20 @@ PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat
 
 
 def load_vae(model, dtype=torch.float32):
-    return AutoencoderKL.from_pretrained(
-        model_path(model), subfolder="vae", torch_dtype=dtype, use_safetensors=True
-    ).eval().requires_grad_(False)
+    return (
+        AutoencoderKL.from_pretrained(model_path(model), subfolder="vae", torch_dtype=dtype, use_safetensors=True)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def load_text_encoder(model, dtype=torch.float32):
     transformers.logging.disable_progress_bar()  # one more bar that says nothing
-    return CLIPTextModel.from_pretrained(
-        model_path(model), subfolder="text_encoder", dtype=dtype, use_safetensors=True
-    ).eval().requires_grad_(False)
+    return (
+        CLIPTextModel.from_pretrained(model_path(model), subfolder="text_encoder", dtype=dtype, use_safetensors=True)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 class LatentEncoder:

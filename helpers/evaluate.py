@@ -65,10 +65,8 @@ def held_out_prompts(config, num_prompts):
     the captions of held-out rows, and None.
     """
     rows = ingest.validation_rows(config, num_prompts)
-    if rows is None:  # nothing is held out: what it was trained on has to do
-        captions = online.first_captions(config, num_prompts)
-    else:
-        captions = rows[schema.CAPTION].to_pylist()
+    # Where nothing is held out, what it was trained on has to do.
+    captions = online.first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist()
     try:
         for caption in captions:
             captioned_shapes.parse(caption)

@@ -257,9 +257,7 @@ def check_mixture(manifests):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
-                raise ValueError(
-                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way."
-                )
+                raise ValueError(f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way.")
 
 
 def plan_run(manifests, config):
@@ -268,9 +266,7 @@ def plan_run(manifests, config):
     Raises ValueError if they do not fill one step.
     """
     row_bytes = next(iter(manifests.values())).row_bytes
-    sources = [
-        Source.of(uri, manifest.files, config.proportions[uri]) for uri, manifest in manifests.items()
-    ]
+    sources = [Source.of(uri, manifest.files, config.proportions[uri]) for uri, manifest in manifests.items()]
     chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // config.unit_rows)
     # No more than the data holds, or one chunk would be all of it; and whole blocks where units travel together.
     chunk_units = min(chunk_units, max(1, sum(source.num_rows for source in sources) // config.unit_rows))
@@ -351,9 +347,7 @@ def cut(block, unit_rows):
     numbers = block[UNIT].to_numpy().reshape(-1, unit_rows)
     if (numbers != numbers[:, :1]).any():
         raise RuntimeError(f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}.")
-    return {
-        int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0
-    }
+    return {int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0}
 
 
 def read_latents(pieces, source, *, resolution, validation_share):

@@ -188,7 +188,11 @@ def write_validation(manifest, config, training):
             preprocess.transform(rows.combine_chunks(), config=config)
         )
         report = preprocess.write_latents(
-            encoded, latents_uri=latents_uri, segment=segment, shapes=manifest.shapes, ids=pa.type_for_alias(manifest.id_type),
+            encoded,
+            latents_uri=latents_uri,
+            segment=segment,
+            shapes=manifest.shapes,
+            ids=pa.type_for_alias(manifest.id_type),
             text_precision=manifest.text_precision,
         )
         segments.add_report(entry, json.loads(report["report"][0].as_py()))

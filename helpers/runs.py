@@ -64,9 +64,7 @@ class MetricsLog:
     def flush(self):
         if self.lines:
             last = json.loads(self.lines[-1])["step"]
-            storage.write_text(
-                storage.join(self.run_uri, f"metrics-{self.attempt:04d}-{last:09d}.jsonl"), "\n".join(self.lines) + "\n"
-            )
+            storage.write_text(storage.join(self.run_uri, f"metrics-{self.attempt:04d}-{last:09d}.jsonl"), "\n".join(self.lines) + "\n")
             self.lines = []
 
 

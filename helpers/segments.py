@@ -148,7 +148,7 @@ class Job:
         done = sum(entry["read"] for entry in self.committed().values())
         for segment in pending:
             try:
-                entry = self.collect(pipeline(segment), segment, lambda rows: progress and progress(done + rows, total))
+                entry = self.collect(pipeline(segment), segment, lambda rows, done=done: progress and progress(done + rows, total))
                 storage.write_json(self.uri("segments", f"{segment.index:06d}.json"), entry)
             except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
                 # Cancelled tasks end a moment later; what one still writes after this is never read, and goes at the

@@ -125,9 +125,9 @@ def check_shared(uri, parameter="storage"):
     try:
         seen = ray.remote(num_cpus=0)(storage.exists)
         found = {
-            node["NodeManagerAddress"]: seen.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(token)
+            node["NodeManagerAddress"]: seen.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                token
+            )
             for node in others
         }
         for address, result in found.items():

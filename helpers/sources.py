@@ -362,8 +362,7 @@ def _build(node, text, negated=False):
             pairs = [_compare(kind, *pair) for kind, pair in zip(kinds, itertools.pairwise(sides), strict=True)]
             return functools.reduce(operator.or_ if negated else operator.and_, pairs)
     raise ValueError(
-        f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by "
-        "and, or, not."
+        f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by and, or, not."
     )
 
 

@@ -92,7 +92,7 @@ def list_files(uri, suffix="", recursive=False):
     """Sorted paths or URIs of the files under `uri` that end in `suffix` (or one of several); none if there is no folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
-    inside = sorted(info.path[len(path):].lstrip("/") for info in found if info.type == fs.FileType.File)
+    inside = sorted(info.path[len(path) :].lstrip("/") for info in found if info.type == fs.FileType.File)
     return [join(uri, relative) for relative in inside if relative.endswith(suffix)]
 
 
@@ -110,7 +110,7 @@ def sizes(uri):
     if info.type == fs.FileType.File:
         return {"": info.size}
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    return {info.path[len(path):].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
+    return {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
 
 
 def size_bytes(uri):

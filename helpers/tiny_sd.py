@@ -13,6 +13,7 @@ Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936.
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -36,24 +37,41 @@ MAX_TOKENS = 24  # the longest caption has 16, with start and end
 TEXT_WIDTH = 128
 
 VAE_CONFIG = dict(
-    down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(8, 16, 32, 64), layers_per_block=1, latent_channels=4, norm_num_groups=2,
-    mid_block_add_attention=False, sample_size=64,
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    block_out_channels=(8, 16, 32, 64),
+    layers_per_block=1,
+    latent_channels=4,
+    norm_num_groups=2,
+    mid_block_add_attention=False,
+    sample_size=64,
 )
 UNET_CONFIG = dict(
-    sample_size=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), block_out_channels=(32, 64), layers_per_block=1,
-    norm_num_groups=16, attention_head_dim=(2, 4),  # SD2's use of the name: the number of heads
-    cross_attention_dim=TEXT_WIDTH, use_linear_projection=True,
+    sample_size=8,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    block_out_channels=(32, 64),
+    layers_per_block=1,
+    norm_num_groups=16,
+    attention_head_dim=(2, 4),  # SD2's use of the name: the number of heads
+    cross_attention_dim=TEXT_WIDTH,
+    use_linear_projection=True,
 )
 SCHEDULER_CONFIG = dict(
-    num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012,
-    prediction_type="v_prediction", clip_sample=False, set_alpha_to_one=False, steps_offset=1,
+    num_train_timesteps=1000,
+    beta_schedule="scaled_linear",
+    beta_start=0.00085,
+    beta_end=0.012,
+    prediction_type="v_prediction",
+    clip_sample=False,
+    set_alpha_to_one=False,
+    steps_offset=1,
 )
 SPLIT_SEEDS = {"train": 1000, "unseen": 2000}  # + seed: of the pictures, none shared with a user's seed 0
 
 
 # --- pictures ---------------------------------------------------------------------------------------
+
 
 def draw_shapes(num: int, seed: int, two_object_share: float, split: str) -> tuple[torch.Tensor, list[str]]:
     """`num` pictures of captioned shapes, uint8 (N, 3, 64, 64), and their captions."""
@@ -91,10 +109,11 @@ def _crops_around_objects(pixels_BCHW: torch.Tensor, generator: torch.Generator)
     y, x = place // 64, place % 64
     shift = torch.randint(-10, 11, (2, len(x)), generator=generator)
     top, left = (y - 16 + shift[0]).clamp(0, 32), (x - 16 + shift[1]).clamp(0, 32)
-    return torch.stack([p[:, t:t + 32, l:l + 32] for p, t, l in zip(pixels_BCHW, top.tolist(), left.tolist())])
+    return torch.stack([p[:, y : y + 32, x : x + 32] for p, y, x in zip(pixels_BCHW, top.tolist(), left.tolist(), strict=True)])
 
 
 # --- VAE --------------------------------------------------------------------------------------------
+
 
 def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
     """An AutoencoderKL (654 k parameters, 8x down, 4 channels) with `scaling_factor` = 1/std of its latents.
@@ -123,7 +142,7 @@ def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
         if not whole:
             shapes_batch = _crops_around_objects(shapes_batch, generator)
             corner = torch.randint(33, (2,), generator=generator).tolist()
-            textures_batch = textures_batch[:, :, corner[0]:corner[0] + 32, corner[1]:corner[1] + 32]
+            textures_batch = textures_batch[:, :, corner[0] : corner[0] + 32, corner[1] : corner[1] + 32]
         pixels = _normalise(torch.cat([shapes_batch, textures_batch]))
         if whole and step % 4 == 0:
             pixels = F.avg_pool2d(pixels, 2)  # antialiased halving
@@ -183,6 +202,7 @@ def reconstruct(vae: AutoencoderKL, pixels_BCHW: torch.Tensor) -> torch.Tensor:
 
 # --- tokenizer --------------------------------------------------------------------------------------
 
+
 def build_tokenizer() -> CLIPTokenizer:
     """A CLIPTokenizer that has a token for each word of the captions and falls back to bytes for any other text.
 
@@ -194,13 +214,14 @@ def build_tokenizer() -> CLIPTokenizer:
     spellings = [[*word[:-1], word[-1] + "</w>"] for word in words]
     merges = []
     while any(len(s) > 1 for s in spellings):
-        pairs = [pair for s in spellings for pair in zip(s, s[1:])]
+        pairs = [pair for s in spellings for pair in itertools.pairwise(s)]
         best = max(sorted(set(pairs)), key=pairs.count)
         merges.append(best)
         spellings = [_merge(s, best) for s in spellings]
     characters = sorted(ByteLevel.alphabet())
-    tokens = dict.fromkeys([*characters, *(c + "</w>" for c in characters), *(a + b for a, b in merges),
-                            "<|startoftext|>", "<|endoftext|>"])
+    tokens = dict.fromkeys(
+        [*characters, *(c + "</w>" for c in characters), *(a + b for a, b in merges), "<|startoftext|>", "<|endoftext|>"]
+    )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_TOKENS)
 
@@ -234,10 +255,14 @@ def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
 # --- text encoder -----------------------------------------------------------------------------------
 
 ATTRIBUTES = {
-    "background": list(captioned_shapes.COLORS), "color": list(captioned_shapes.COLORS),
-    "shape": list(captioned_shapes.SHAPES), "size": list(captioned_shapes.SIZES),
-    "position": list(captioned_shapes.POSITIONS), "color_2": list(captioned_shapes.COLORS),
-    "shape_2": list(captioned_shapes.SHAPES), "size_2": list(captioned_shapes.SIZES),
+    "background": list(captioned_shapes.COLORS),
+    "color": list(captioned_shapes.COLORS),
+    "shape": list(captioned_shapes.SHAPES),
+    "size": list(captioned_shapes.SIZES),
+    "position": list(captioned_shapes.POSITIONS),
+    "color_2": list(captioned_shapes.COLORS),
+    "shape_2": list(captioned_shapes.SHAPES),
+    "size_2": list(captioned_shapes.SIZES),
     "relation": list(captioned_shapes.RELATIONS),
 }
 
@@ -248,7 +273,7 @@ def attribute_labels(captions: list[str]) -> dict[str, torch.Tensor]:
     for caption in captions:
         scene = captioned_shapes.parse(caption)
         values = {"background": scene.background, "relation": scene.relation, "position": scene.objects[0].position}
-        for suffix, thing in zip(("", "_2"), scene.objects):
+        for suffix, thing in zip(("", "_2"), scene.objects, strict=False):
             values |= {"color" + suffix: thing.color, "shape" + suffix: thing.shape, "size" + suffix: thing.size}
         for name, choices in ATTRIBUTES.items():
             value = values.get(name)
@@ -258,6 +283,7 @@ def attribute_labels(captions: list[str]) -> dict[str, torch.Tensor]:
 
 def change_one_attribute(scene: captioned_shapes.Scene, rng: np.random.Generator) -> captioned_shapes.Scene:
     """A scene that differs from `scene` in exactly one attribute: the hard negative of its caption."""
+
     def other(choices, *taken):
         return str(rng.choice([c for c in choices if c not in taken]))
 
@@ -311,15 +337,32 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
     tokens = tokenize(tokenizer, captions).unflatten(0, (-1, 4))
     labels = {name: values.unflatten(0, (-1, 4)) for name, values in attribute_labels(captions).items()}
 
-    text = CLIPTextModel(CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=TEXT_WIDTH, intermediate_size=2 * TEXT_WIDTH, projection_dim=TEXT_WIDTH,
-        num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=MAX_TOKENS, hidden_act="gelu",
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    ))
-    vision = CLIPVisionModel(CLIPVisionConfig(
-        hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, image_size=64, patch_size=8,
-        hidden_act="gelu",
-    ))
+    text = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=2 * TEXT_WIDTH,
+            projection_dim=TEXT_WIDTH,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=MAX_TOKENS,
+            hidden_act="gelu",
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    vision = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            image_size=64,
+            patch_size=8,
+            hidden_act="gelu",
+        )
+    )
     project_text, project_vision = nn.Linear(TEXT_WIDTH, 64, bias=False), nn.Linear(96, 64, bias=False)
     read = nn.ModuleDict({name: nn.Linear(TEXT_WIDTH, len(choices)) for name, choices in ATTRIBUTES.items()})
     log_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
@@ -343,8 +386,11 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == num_steps - 1:
-            print(f"text step {step}: contrast {contrast.item():.3f}, reading {reading.item():.3f}, "
-                  f"{time.process_time() - started:.0f} CPU-seconds", flush=True)
+            print(
+                f"text step {step}: contrast {contrast.item():.3f}, reading {reading.item():.3f}, "
+                f"{time.process_time() - started:.0f} CPU-seconds",
+                flush=True,
+            )
     return text.eval()
 
 
@@ -362,10 +408,11 @@ def attribute_separation(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) 
         states, labels = {}, {}
         for split in ("train", "held_out"):
             captions = captioned_shapes.captions(num_objects, split)
-            captions = list(captions[::len(captions) // 2700 or 1])  # about 3,000 of the two-object ones will do
+            captions = list(captions[:: len(captions) // 2700 or 1])  # about 3,000 of the two-object ones will do
             labels[split] = attribute_labels(captions)
-            states[split] = torch.cat([text_encoder(input_ids=part).pooler_output.float()
-                                       for part in tokenize(tokenizer, captions).split(500)])
+            states[split] = torch.cat(
+                [text_encoder(input_ids=part).pooler_output.float() for part in tokenize(tokenizer, captions).split(500)]
+            )
         right = {}
         for name, choices in ATTRIBUTES.items():
             value = labels["train"][name]
@@ -380,6 +427,7 @@ def attribute_separation(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) 
 
 # --- the folder -------------------------------------------------------------------------------------
 
+
 def write_model(vae, text_encoder, tokenizer, folder: Path) -> None:
     """Writes everything but the card in diffusers layout, weights in fp16."""
     copy.deepcopy(vae).half().save_pretrained(folder / "vae")
@@ -387,14 +435,25 @@ def write_model(vae, text_encoder, tokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder / "tokenizer")
     DDIMScheduler(**SCHEDULER_CONFIG).save_pretrained(folder / "scheduler")
     UNet2DConditionModel(**UNET_CONFIG).save_config(folder / "unet")
-    (folder / "model_index.json").write_text(json.dumps({
-        "_class_name": "StableDiffusionPipeline", "_diffusers_version": diffusers.__version__,
-        "feature_extractor": [None, None], "image_encoder": [None, None],
-        "requires_safety_checker": False, "safety_checker": [None, None],
-        "scheduler": ["diffusers", "DDIMScheduler"], "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"], "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }, indent=2) + "\n")
+    (folder / "model_index.json").write_text(
+        json.dumps(
+            {
+                "_class_name": "StableDiffusionPipeline",
+                "_diffusers_version": diffusers.__version__,
+                "feature_extractor": [None, None],
+                "image_encoder": [None, None],
+                "requires_safety_checker": False,
+                "safety_checker": [None, None],
+                "scheduler": ["diffusers", "DDIMScheduler"],
+                "text_encoder": ["transformers", "CLIPTextModel"],
+                "tokenizer": ["transformers", "CLIPTokenizer"],
+                "unet": ["diffusers", "UNet2DConditionModel"],
+                "vae": ["diffusers", "AutoencoderKL"],
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 def load_scores(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
@@ -476,12 +535,23 @@ def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
         write_model(vae, text_encoder, tokenizer, temporary)
         rows = score_rows(*load_scores(temporary))
         table = "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
-        (temporary / "README.md").write_text(CARD.format(
-            vae_parameters=vae.num_parameters(), text_parameters=text_encoder.num_parameters(), vocabulary=len(tokenizer),
-            max_tokens=MAX_TOKENS, unet_parameters=UNet2DConditionModel(**UNET_CONFIG).num_parameters(), seed=seed,
-            cpu_seconds=time.process_time() - cpu, wall_seconds=time.monotonic() - wall,
-            num_threads=torch.get_num_threads(), vae_steps=vae_steps, text_steps=text_steps,
-            scaling_factor=vae.config.scaling_factor, score_table=table))
+        (temporary / "README.md").write_text(
+            CARD.format(
+                vae_parameters=vae.num_parameters(),
+                text_parameters=text_encoder.num_parameters(),
+                vocabulary=len(tokenizer),
+                max_tokens=MAX_TOKENS,
+                unet_parameters=UNet2DConditionModel(**UNET_CONFIG).num_parameters(),
+                seed=seed,
+                cpu_seconds=time.process_time() - cpu,
+                wall_seconds=time.monotonic() - wall,
+                num_threads=torch.get_num_threads(),
+                vae_steps=vae_steps,
+                text_steps=text_steps,
+                scaling_factor=vae.config.scaling_factor,
+                score_table=table,
+            )
+        )
         for path in (temporary, *temporary.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and some writers are stricter
         if output.exists():
@@ -495,8 +565,10 @@ def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     for what, value in rows:
         print(f"{what}: {value}")
-    print(f"{output}: {sum(p.stat().st_size for p in output.rglob('*') if p.is_file()) / 1e6:.2f} MB, "
-          f"{time.monotonic() - wall:.0f} s, {time.process_time() - cpu:.0f} CPU-seconds")
+    print(
+        f"{output}: {sum(p.stat().st_size for p in output.rglob('*') if p.is_file()) / 1e6:.2f} MB, "
+        f"{time.monotonic() - wall:.0f} s, {time.process_time() - cpu:.0f} CPU-seconds"
+    )
 
 
 def main() -> None:

@@ -82,9 +82,7 @@ def ablation_per_worker(values):
 def planned_steps(config, manifest, first_step, rejects):
     """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
     rank, world, _ = place()
-    blocks = iter(
-        ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-    )
+    blocks = iter(ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4))
     waiting = {}  # unit number -> its rows: a block may hold the units of several steps
     for step in range(first_step, config.max_steps):
         started = time.perf_counter()
@@ -119,9 +117,7 @@ def remaining_steps(config, stream=ingest.stream):
     checkpoint does. `stream`: where latents come from; another than `ingest.stream` encodes them on the way.
     """
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    return stream(
-        plan, last_step(config), config.max_steps, resolution=config.resolution, validation_share=config.validation_share
-    )
+    return stream(plan, last_step(config), config.max_steps, resolution=config.resolution, validation_share=config.validation_share)
 
 
 def open_checkpoint(run_uri):
@@ -247,9 +243,7 @@ class Checkpoints:
         self.done.wait()
         # Workers on one machine and on several: each uploads the files of its own folder.
         folder = tempfile.mkdtemp()
-        finish = checkpoint.start(
-            folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema, step=step, group=self.group
-        )
+        finish = checkpoint.start(folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema, step=step, group=self.group)
         self.done.clear()
         if self.log:
             self.log.flush()
@@ -374,9 +368,7 @@ def accident(config, rank, at_step):
 def note_hang(config):
     """What a worker that hangs does before it ends itself."""
     rank = ray.train.get_context().get_world_rank()
-    return lambda seconds: runs.write_failure(
-        config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
-    )
+    return lambda seconds: runs.write_failure(config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended")
 
 
 class RecordFailures(ray.train.UserCallback):
@@ -492,8 +484,7 @@ def check_same_data(config, before, now):
                 )
     if before != now:
         raise ValueError(
-            f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
-            "give another run_name."
+            f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: give another run_name."
         )
 
 

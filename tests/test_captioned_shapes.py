@@ -30,8 +30,16 @@ def test_every_caption_is_parsed_back_to_its_scene():
         assert shapes.parse(caption).caption == caption
 
 
-@pytest.mark.parametrize("text", ["", "a cat", "a large red circle", "a large red circle at the top on a red background",
-                                  "a small red circle left of a small red square on a blue background"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a cat",
+        "a large red circle",
+        "a large red circle at the top on a red background",
+        "a small red circle left of a small red square on a blue background",
+    ],
+)
 def test_text_that_is_no_caption_is_refused_by_name(text):
     with pytest.raises(ValueError, match="is not a caption|one colour twice") as error:
         shapes.parse(text)
@@ -85,8 +93,10 @@ def test_held_out_prompts_are_fixed_distinct_and_balanced():
         shapes.held_out_prompts(296)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"split": "test"}, "split is 'test'"), ({"index": -1}, "non-negative"), ({"two_object_share": 1.5}, "two_object_share is 1.5")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [({"split": "test"}, "split is 'test'"), ({"index": -1}, "non-negative"), ({"two_object_share": 1.5}, "two_object_share is 1.5")],
+)
 def test_arguments_that_make_no_scene_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         shapes.scene(**({"index": 0} | arguments))
@@ -94,12 +104,12 @@ def test_arguments_that_make_no_scene_are_refused(arguments, message):
 
 @pytest.mark.parametrize("two_object_share", [0.0, 1.0])
 def test_the_detector_reads_2000_of_2000_drawn_pictures(two_object_share):
-    pictures, captions = zip(*(shapes.sample(i, 5, two_object_share, "all") for i in range(2000)))
+    pictures, captions = zip(*(shapes.sample(i, 5, two_object_share, "all") for i in range(2000)), strict=True)
     assert shapes.agreement(list(pictures), list(captions))["all"] == 1.0
 
 
 def test_the_detector_does_not_credit_the_wrong_caption():
-    pictures, captions = zip(*(shapes.sample(i, split="all") for i in range(300)))
+    pictures, captions = zip(*(shapes.sample(i, split="all") for i in range(300)), strict=True)
     scores = shapes.agreement(list(pictures), list(captions[1:] + captions[:1]))
     assert scores["all"] <= 0.01 and scores["color"] < 0.25 and scores["position"] < 0.25
 
@@ -115,18 +125,32 @@ def as_jpeg(picture):
     return Image.open(data)
 
 
-@pytest.mark.parametrize("spoil", [
-    noisy, as_jpeg, lambda p: p.filter(ImageFilter.GaussianBlur(1)), lambda p: p.reduce(2),
-    lambda p: p.resize((100, 100), Image.Resampling.BICUBIC), lambda p: p.resize((256, 256)),
-], ids=["noise", "jpeg", "blur", "32x32", "100x100", "256x256"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        noisy,
+        as_jpeg,
+        lambda p: p.filter(ImageFilter.GaussianBlur(1)),
+        lambda p: p.reduce(2),
+        lambda p: p.resize((100, 100), Image.Resampling.BICUBIC),
+        lambda p: p.resize((256, 256)),
+    ],
+    ids=["noise", "jpeg", "blur", "32x32", "100x100", "256x256"],
+)
 def test_the_detector_reads_spoiled_pictures(spoil):
-    pictures, captions = zip(*(shapes.sample(i, 5, 0.5, "all") for i in range(200)))
+    pictures, captions = zip(*(shapes.sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
     assert shapes.agreement([spoil(p) for p in pictures], list(captions))["all"] >= 0.97
 
 
 def test_the_detector_counts_what_the_prompt_did_not_ask_for():
     assert shapes.detect(np.full((64, 64, 3), 245, np.uint8)) == {
-        "background": "white", "count": 0, "color": None, "shape": None, "size": None, "position": None}
+        "background": "white",
+        "count": 0,
+        "color": None,
+        "shape": None,
+        "size": None,
+        "position": None,
+    }
     caption = "a small red square in the top left on a white background"
     picture = shapes.draw(shapes.parse(caption), 0)
     assert shapes.detect(np.asarray(picture)) == shapes.attributes(caption)
@@ -168,7 +192,8 @@ def test_the_parquet_is_laion_like_and_its_pictures_decode(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"shapes-0000{i}.parquet" for i in range(3)]
     table = pq.read_table(tmp_path)
     assert table.schema.remove_metadata() == pa.schema(
-        {"hash": pa.int64(), "caption": pa.string(), "width": pa.float64(), "height": pa.float64(), "jpg": pa.binary()})
+        {"hash": pa.int64(), "caption": pa.string(), "width": pa.float64(), "height": pa.float64(), "jpg": pa.binary()}
+    )
     rows = table.to_pylist()
     pictures = [Image.open(io.BytesIO(row["jpg"])) for row in rows]
     assert [p.format for p in pictures[:4]] == ["JPEG", "JPEG", "JPEG", "PNG"]
@@ -214,8 +239,9 @@ def test_the_same_arguments_give_the_same_bytes_also_after_an_interruption(tmp_p
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-@pytest.mark.parametrize("change", [{"num_rows": 8}, {"seed": 1}, {"rows_per_file": 5}, {"two_object_share": 1.0}, {"size": 32},
-                                    {"spoilt_share": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"num_rows": 8}, {"seed": 1}, {"rows_per_file": 5}, {"two_object_share": 1.0}, {"size": 32}, {"spoilt_share": 0.5}]
+)
 def test_another_call_replaces_the_files(tmp_path, change):
     arguments = {"num_rows": 30, "rows_per_file": 10}
     shapes.write_parquet(tmp_path / "a", **arguments)
@@ -234,6 +260,7 @@ def test_files_of_another_origin_are_not_touched(tmp_path):
 
 
 def test_the_data_set_needs_neither_torch_nor_ray():
-    code = "import sys, helpers.captioned_shapes as s; s.detect(__import__('numpy').asarray(s.sample(0)[0])); print({'torch', 'ray'} & set(sys.modules))"
+    code = "import sys, numpy, helpers.captioned_shapes as shapes; shapes.detect(numpy.asarray(shapes.sample(0)[0]))"
+    code += "; print({'torch', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -134,8 +134,7 @@ BAD_TRAINING = [
     ({"micro_batch_size": 0}, "micro_batch_size=0 must be a whole number of at least 1."),
     (
         {"validate_every": 300, "checkpoint_every": 250},
-        "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, "
-        "beside the training (0: never).",
+        "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, beside the training (0: never).",
     ),
 ]
 
@@ -204,9 +203,7 @@ def test_relative_folders_are_those_of_the_notebook_not_of_a_worker(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     training, preprocessing = TrainingConfig(), PreprocessingConfig(input_uri="my/data")
     assert training.storage == str(tmp_path / "storage") and training.latents_uri == str(tmp_path / "storage/latents")
-    assert training.run_uri == str(tmp_path / "storage/runs/run") and preprocessing.raw_uri == str(
-        tmp_path / "storage/raw"
-    )
+    assert training.run_uri == str(tmp_path / "storage/runs/run") and preprocessing.raw_uri == str(tmp_path / "storage/raw")
     assert preprocessing.input_uri == str(tmp_path / "my/data") and preprocessing.latents_uri == training.latents_uri
     monkeypatch.chdir("/")
     assert TrainingConfig.from_dict(training.to_dict()) == training
@@ -266,7 +263,8 @@ FREE = {
     "checkpoint_every": 500,
     "checkpoints_kept": 5,
     "validate_every": 0,
-    "max_failures": 0, "hang_timeout": 30,
+    "max_failures": 0,
+    "hang_timeout": 30,
 }
 
 

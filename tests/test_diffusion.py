@@ -145,9 +145,7 @@ def test_noise_targets_weights_and_losses_agree_with_the_equations(prediction_ty
     latents, noise, prediction = random.normal(size=(3, 6, *SHAPE)).astype(np.float32)
     draws = diffusion.Draws(None, torch.from_numpy(noise), torch.from_numpy(timesteps), None)
     unet, text = Recorder(torch.from_numpy(prediction)), torch.randn(6, 3, 2)
-    found = diffusion.losses(
-        unet, diffusion.noise_schedule(prediction_type), torch.from_numpy(latents), text, draws, gamma
-    )
+    found = diffusion.losses(unet, diffusion.noise_schedule(prediction_type), torch.from_numpy(latents), text, draws, gamma)
 
     signal, sigma = (np.sqrt(part)[timesteps, None, None, None] for part in (ALPHAS, 1 - ALPHAS))
     target = noise if prediction_type == "epsilon" else signal * noise - sigma * latents
@@ -264,9 +262,7 @@ def test_the_rate_warms_up_in_a_line_then_falls_to_zero_as_a_cosine():
     rates = [diffusion.learning_rate(step, config) for step in range(110)]
     assert rates[:10] == pytest.approx(np.arange(1, 11) / 10) and rates[10] == 1
     assert rates[60] == pytest.approx(0.5) and 0 < rates[-1] < 0.001 and rates[10:] == sorted(rates[10:], reverse=True)
-    assert diffusion.learning_rate(110, config) == pytest.approx(0) and diffusion.learning_rate(
-        500, config
-    ) == pytest.approx(0)
+    assert diffusion.learning_rate(110, config) == pytest.approx(0) and diffusion.learning_rate(500, config) == pytest.approx(0)
 
 
 def test_a_constant_rate_stays_and_no_warm_up_starts_at_the_top():

@@ -148,9 +148,7 @@ def test_alpha_lies_over_white(kind):
     image = Image.new("RGBA", (16, 16), (*COLOUR, 0))
     image.paste((*COLOUR, 255), (0, 0, 8, 16))
     image.paste((*COLOUR, 128), (0, 0, 8, 8))
-    found = np.asarray(
-        images.decode(encoded(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {})))
-    )
+    found = np.asarray(images.decode(encoded(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))))
     half = np.array(COLOUR) * 128 / 255 + 255 * 127 / 255
     assert difference(found[12, 4], COLOUR) <= 1 and difference(found[4, 4], half) <= 1 and found[4, 12].min() == 255
 
@@ -397,9 +395,7 @@ def test_a_picture_of_the_right_size_is_not_touched():
 
 
 def test_one_pixel_can_be_enlarged():
-    assert set(images.to_pixels(images.resize(Image.new("RGB", (1, 1), COLOUR), 8)).reshape(-1, 3).ravel()) == set(
-        COLOUR
-    )
+    assert set(images.to_pixels(images.resize(Image.new("RGB", (1, 1), COLOUR), 8)).reshape(-1, 3).ravel()) == set(COLOUR)
 
 
 def test_normalising_is_exact_at_both_ends_and_the_same_on_arrays_and_tensors():

@@ -352,9 +352,7 @@ def test_a_block_is_cut_into_its_units_and_one_that_holds_parts_of_units_is_refu
 
 def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manifest):
     folders = [write_latents(tmp_path / name, build_latents(40, seed), build_manifest) for seed, name in enumerate("xy")]
-    config = TrainingConfig(
-        latents_uri={folders[0]: 3, folders[1]: 1}, global_batch_size=8, units_per_step=2, validation_share=0
-    )
+    config = TrainingConfig(latents_uri={folders[0]: 3, folders[1]: 1}, global_batch_size=8, units_per_step=2, validation_share=0)
     plan = ingest.plan_run(ingest.read_manifests(config), config)
     rows = read(plan, 0, plan.steps_per_epoch)
     rows = rows.filter(pa.array(np.array(rows["unit"]) >= 0))
@@ -369,9 +367,7 @@ def test_rows_without_latents_are_masked_not_dropped(tmp_path, build_latents):
     valid = np.arange(20) % 3 != 0
     table = build_latents(20)
     values, _ = schema.from_binary(table["image_latents_64"], (2, 4, 8, 8))
-    table = table.set_column(
-        table.column_names.index("image_latents_64"), "image_latents_64", schema.to_binary(values, valid)
-    )
+    table = table.set_column(table.column_names.index("image_latents_64"), "image_latents_64", schema.to_binary(values, valid))
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     plan = ingest.Plan([ingest.Source.of(str(tmp_path), [("a.parquet", [20])])], 5, 2, 2, seed=0)

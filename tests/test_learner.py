@@ -100,9 +100,7 @@ def worker(rank, world, folder, config, manifest, rows):
     again = train(restored, manifest, rows, step, STEPS, rank, world)
 
     before, message = weights(state), None
-    bad = with_bits(rows, 0x7E00, slice(BATCH - 1, BATCH)).set_column(
-        rows.column_names.index("keep"), "keep", pa.array([True] * len(rows))
-    )
+    bad = with_bits(rows, 0x7E00, slice(BATCH - 1, BATCH)).set_column(rows.column_names.index("keep"), "keep", pa.array([True] * len(rows)))
     bad = with_bits(bad, 0, slice(0, BATCH - 1))
     try:
         state.step(STEPS, units(config, manifest, bad, 0, rank, world))
@@ -327,9 +325,7 @@ def test_two_workers_train_as_one_does(one, two):
     for rank in range(2):
         for name in ("loss", "grad_norm", "learning_rate"):
             found = [line[name] for line in results[rank]["metrics"]]
-            assert np.allclose(
-                found, [line[name] for line in metrics], rtol=1e-5 if name != "grad_norm" else 1e-4, atol=0
-            )
+            assert np.allclose(found, [line[name] for line in metrics], rtol=1e-5 if name != "grad_norm" else 1e-4, atol=0)
     for name, value in expected.items():
         assert torch.equal(states[0][name], states[1][name])
         assert (states[0][name] - value).norm() <= 1e-3 * value.norm() + 1e-4
@@ -462,9 +458,7 @@ def test_a_loss_that_is_not_finite_raises_before_any_weight_changes(manifest, bu
     state, rows = Learner(recipe(), manifest), build_latents(BATCH)
     train(state, manifest, rows, 0, 1)
     before, average = weights(state), {name: value.clone() for name, value in state.ema.state_dict().items()}
-    with pytest.raises(
-        FloatingPointError, match="^The loss at step 1 is nan: lower learning_rate or check the latents"
-    ):
+    with pytest.raises(FloatingPointError, match="^The loss at step 1 is nan: lower learning_rate or check the latents"):
         state.step(1, units(state.config, manifest, with_bits(rows, 0x7E00, slice(7, 8)), 0))
     assert all(torch.equal(before[name], value) for name, value in weights(state).items())
     assert all(torch.equal(average[name], value) for name, value in state.ema.state_dict().items())
@@ -584,10 +578,7 @@ def test_the_validation_loss_is_the_same_for_every_run_and_weighs_rows_not_batch
                 draws.timesteps_B[:] = timestep
                 latents = learner.diffusion.sample_latents(unit.moments, draws.posterior_BCHW, manifest.scaling_factor)
                 per_row.append(
-                    [
-                        learner.diffusion.losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
-                        for gamma in (5.0, None)
-                    ]
+                    [learner.diffusion.losses(unet, schedule, latents, unit.text.float(), draws, gamma).item() for gamma in (5.0, None)]
                 )
     assert found == pytest.approx(np.mean(per_row, axis=0), rel=1e-4) and found[0] != found[1]
 

@@ -255,9 +255,7 @@ def planned_samples(config, raw):
     plan = ingest.plan_run(ingest.read_manifests(config), config)
     chunks = plan.chunks(0, config.max_steps)
     read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
-    tables = ingest.read_chunks(
-        {"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read
-    )
+    tables = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read)
     units = {number: rows for table in tables for number, rows in ingest.cut(table, config.unit_rows).items()}
     per_step = config.units_per_step
     return [

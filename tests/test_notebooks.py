@@ -160,9 +160,7 @@ def workspace(tmp_path_factory):
 def test_nbval_runs_the_shrunk_notebook_with_every_cell_twice_from_another_folder_with_renamed_helpers(name, workspace):
     # Training.ipynb reads what Preprocessing.ipynb left: the order of NOTEBOOKS.
     prepared = workspace / name
-    papermill.execute_notebook(
-        ROOT / name, prepared, parameters={**SHRUNK[name], "sections": []}, prepare_only=True, progress_bar=False
-    )
+    papermill.execute_notebook(ROOT / name, prepared, parameters={**SHRUNK[name], "sections": []}, prepare_only=True, progress_bar=False)
     notebook = twice(nbformat.read(prepared, as_version=4))
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -76,16 +76,12 @@ def test_a_unet_may_come_from_a_config_json(tmp_path):
     unet = parallel.build_unet("tiny")
     unet.save_config(tmp_path)
     again = parallel.build_unet(str(tmp_path / "config.json"))
-    assert {name: p.shape for name, p in again.named_parameters()} == {
-        name: p.shape for name, p in unet.named_parameters()
-    }
+    assert {name: p.shape for name, p in again.named_parameters()} == {name: p.shape for name, p in unet.named_parameters()}
 
 
 def test_an_unknown_unet_is_one_sentence(tmp_path):
     for name in ("huge", str(tmp_path), str(tmp_path / "none.json")):
-        with pytest.raises(
-            ValueError, match="^unet_config='.*' is unknown: choose 'tiny', 'small', 'sd2-base', or the path"
-        ):
+        with pytest.raises(ValueError, match="^unet_config='.*' is unknown: choose 'tiny', 'small', 'sd2-base', or the path"):
             parallel.load_unet_config(name)
 
 
@@ -307,9 +303,7 @@ def test_channels_last_is_the_layout_of_convolutions_and_changes_no_result(group
     seen = []
     for module in unet.modules():
         if isinstance(module, torch.nn.Conv2d):
-            module.register_forward_hook(
-                lambda module, arguments, made: seen.append(made.is_contiguous(memory_format=torch.channels_last))
-            )
+            module.register_forward_hook(lambda module, arguments, made: seen.append(made.is_contiguous(memory_format=torch.channels_last)))
     assert torch.allclose(predict(), plain(), atol=1e-5)
     assert len(seen) > 10 and all(seen), seen
 
@@ -330,8 +324,6 @@ def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients():
 def test_attention_is_fused(monkeypatch):
     calls = []
     original = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
-    )
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     parallel.build_unet("tiny")(*inputs())
     assert len(calls) >= 8

@@ -388,7 +388,10 @@ def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
 
 
 def test_an_input_without_rows_is_refused(tmp_path):
-    pq.write_table(pa.table({"hash": pa.array([], pa.int64()), "caption": pa.array([], pa.string()), "jpg": pa.array([], pa.binary())}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"hash": pa.array([], pa.int64()), "caption": pa.array([], pa.string()), "jpg": pa.array([], pa.binary())}),
+        tmp_path / "a.parquet",
+    )
     with pytest.raises(ValueError, match="The input holds no rows"):
         preprocess.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
@@ -423,9 +426,7 @@ print(json.dumps({"written": manifest.total("written")}))
 
 def test_means_and_8_bit_captions_are_what_moments_and_16_bits_hold_in_half_the_space(finished, tmp_path):
     config, manifest = finished
-    small = PreprocessingConfig(
-        storage=config.storage, latents_uri=str(tmp_path), latents="mean", text_precision="fp8", resolutions=[64]
-    )
+    small = PreprocessingConfig(storage=config.storage, latents_uri=str(tmp_path), latents="mean", text_precision="fp8", resolutions=[64])
     found = encode(small)
     assert found.shapes["image_latents_64"][0] == 1 and found.text_precision == "fp8"
     few, full = (read_latents(uri).sort_by("id") for uri in (small.latents_uri, config.latents_uri))

@@ -113,7 +113,10 @@ def test_the_reason_of_a_failure_is_noted_once(run_uri):
     [
         ("Traceback (most recent call last):\n  File x\nRuntimeError: the step that fails", "RuntimeError: the step that fails"),
         ("The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n", "The actor died unexpectedly"),
-        ("A worker health check failed.\nThe actor is dead because its process has died. More", "The actor is dead because its process has died"),
+        (
+            "A worker health check failed.\nThe actor is dead because its process has died. More",
+            "The actor is dead because its process has died",
+        ),
         ("", "no message"),
     ],
 )

@@ -56,9 +56,7 @@ def test_reading_a_column_copies_nothing():
     assert found.__array_interface__["data"][0] == column.buffers()[1].address
 
 
-@pytest.mark.parametrize(
-    "column", [pa.array([], pa.binary(4)), pa.chunked_array([], pa.binary(4)), pa.nulls(3, pa.binary(4))]
-)
+@pytest.mark.parametrize("column", [pa.array([], pa.binary(4)), pa.chunked_array([], pa.binary(4)), pa.nulls(3, pa.binary(4))])
 def test_columns_without_a_value_are_read_too(column):
     found, present = schema.from_binary(column, (2,))
     assert found.shape == (len(column), 2) and not present.any()
@@ -125,9 +123,7 @@ def test_a_manifest_counts_every_row_once(build_manifest):
     manifest = build_manifest(segments=segments())
     assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (150, 136, 7)
     assert list(manifest.rejected.items()) == [("not an image", 5), ("no caption", 2)]  # the most frequent first
-    assert manifest.total("read") == manifest.total("written") + sum(manifest.rejected.values()) + manifest.total(
-        "filtered"
-    )
+    assert manifest.total("read") == manifest.total("written") + sum(manifest.rejected.values()) + manifest.total("filtered")
     written = manifest.to_dict()
     assert (written["read"], written["written"], written["filtered"]) == (150, 136, 7)
     assert written["rejected"] == {"not an image": 5, "no caption": 2}
@@ -167,9 +163,7 @@ def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest
 # ---- held-out rows
 
 
-@pytest.mark.parametrize(
-    "ids", [range(20_000), [f"id-{i}" for i in range(20_000)], [i * 2**40 - 2**62 for i in range(20_000)]]
-)
+@pytest.mark.parametrize("ids", [range(20_000), [f"id-{i}" for i in range(20_000)], [i * 2**40 - 2**62 for i in range(20_000)]])
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_the_held_out_share_is_what_was_asked_for(ids, share):
     mask = schema.held_out(ids, share)

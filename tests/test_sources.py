@@ -44,9 +44,7 @@ def test_a_folder_may_be_called_like_a_file(tmp_path):
 
 
 def test_missing_and_empty_places_are_named(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"
-    ):
+    with pytest.raises(FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"):
         sources.list_inputs(str(tmp_path / "nowhere"))
     (tmp_path / "a.jpg").write_text("")
     with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no Parquet file"):
@@ -158,9 +156,7 @@ def joined(parts):
         return Expression(f"not ({part.text})", lambda row: None if part.value(row) is None else not part.value(row))
 
     def conjunction(pair):
-        return Expression(
-            f"({pair[0].text}) and ({pair[1].text})", lambda row: both([part.value(row) for part in pair])
-        )
+        return Expression(f"({pair[0].text}) and ({pair[1].text})", lambda row: both([part.value(row) for part in pair]))
 
     def disjunction(pair):
         def value(row):
@@ -194,9 +190,7 @@ def test_a_filter_keeps_the_rows_for_which_it_is_true(expression, rows):
 
     In memory, and in the read of a file, where the statistics of row groups count.
     """
-    table = pa.Table.from_pylist(
-        [{**row, "number": i} for i, row in enumerate(rows)], schema=TYPES.append(pa.field("number", pa.int64()))
-    )
+    table = pa.Table.from_pylist([{**row, "number": i} for i, row in enumerate(rows)], schema=TYPES.append(pa.field("number", pa.int64())))
     expected, parsed = [i for i, row in enumerate(rows) if expression.value(row) is True], sources.parse_filter(expression.text)
     assert table.filter(parsed.to_pyarrow())["number"].to_pylist() == expected
     file = io.BytesIO()

@@ -125,7 +125,10 @@ def test_the_separation_tells_a_trained_encoder_from_an_untrained_one(text_encod
 def test_the_end_token_is_found_where_the_tokenizer_puts_it(text_encoder, tokenizer):
     config = text_encoder.config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
-        tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     assert config.eos_token_id != 2  # transformers looks for the end elsewhere then
     assert config.vocab_size == len(tokenizer) and config.max_position_embeddings == tokenizer.model_max_length == 24
     ids = tiny_sd.tokenize(tokenizer, ["a red circle", ""])
@@ -197,7 +200,8 @@ def test_a_short_build_writes_a_whole_model_and_replaces_the_old_one(tmp_path, m
     tiny_sd.build(tmp_path / "model", seed=1, effort=0)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert sorted(p.relative_to(tmp_path / "model") for p in (tmp_path / "model").rglob("*")) == sorted(
-        p.relative_to(FOLDER) for p in FOLDER.rglob("*"))
+        p.relative_to(FOLDER) for p in FOLDER.rglob("*")
+    )
     assert "--seed 1" in (tmp_path / "model" / "README.md").read_text()
     assert json.loads((tmp_path / "model" / "vae" / "config.json").read_text())["scaling_factor"] != 0.18215
 
