@@ -29,24 +29,25 @@ cloudpickle.register_pickle_by_value(made_up)
 
 
 def session_memory(session_id):
-    """(MiB of all processes in one Unix session and of what Ray started, MiB of the object store's pages in use)."""
-    total, store = 0, 0
+    """(MiB of all processes in one Unix session, of these the object store's pages in use, number of processes)."""
+    total, store, processes = 0, 0, 0
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if int((process / "stat").read_text().rsplit(")", 1)[1].split()[3]) == session_id:
                 lines = (process / "smaps_rollup").read_text().splitlines()
                 total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
                 store += next(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+                processes += 1
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended since the listing
-    return total / 1024, store / 1024
+    return total / 1024, store / 1024, processes
 
 
 def measure(job, rows):
     """Peaks, in MiB, while `rows` rows go through a job in a new session of processes."""
     command = [sys.executable, "-m", "tests.benchmarks.memory", "--child", job, str(rows)]
     child = subprocess.Popen(command, start_new_session=True)
-    peaks, stop = (0, 0), threading.Event()
+    peaks, stop = (0, 0, 0), threading.Event()
     while child.poll() is None:
         peaks = tuple(map(max, peaks, session_memory(child.pid)))
         stop.wait(0.5)
@@ -82,9 +83,10 @@ def main():
     table = {}
     for job in arguments.job:
         few, many = (measure(job, rows) for rows in arguments.rows)
-        for part, one, ten in zip(("all processes", "object store"), few, many, strict=True):
+        for part, one, ten in zip(("all processes", "object store", "number of processes"), few, many, strict=True):
             table[job, part] = [one, ten, ten / one]
-    columns = [f"{rows:,} rows, MiB" for rows in arguments.rows] + ["ratio"]
+    columns = [f"{rows:,} rows" for rows in arguments.rows] + ["ratio"]
+    print("peaks, in MiB:")
     print(pd.DataFrame.from_dict(table, orient="index", columns=columns).round(3).to_string())
 
 
