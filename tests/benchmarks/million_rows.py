@@ -2,16 +2,18 @@
 
     python -m tests.benchmarks.million_rows [--rows 1000000] [--rows-per-segment 200000] [--stand-in]
 
-Drawn pictures of 64 pixels go through the pipeline of Preprocessing.ipynb. With `--stand-in` the encoder is no network but
-a pooling of pixels and a table of numbers for tokens: all else is the same (files, decoding, blocks, commits), and two
-cores need minutes in place of an hour. Printed for each tenth of the rows: rows a second, and the memory of the driver and
-all Ray processes (proportional set size, Linux). Rates run from the first rows that are written; the pauses in which a new
-segment starts its workers are in them. Then the costs of a file, a row and a commit, and what they make of 2 billion rows.
+Drawn pictures of 64 pixels go through the pipeline of Preprocessing.ipynb, in half an hour on two cores. With `--stand-in`
+the encoder is no network but a pooling of pixels and a table of numbers for tokens: all else is the same (files, decoding,
+blocks, commits), in a third of the time. Printed for each tenth of the rows: rows a second, and the memory of the driver and
+all Ray processes (proportional set size, Linux), whose number varies: Ray keeps some that wait for work. Rates run from the
+first rows that are written; the pauses in which a new segment starts its workers are in them. Then the costs of a file, a
+row and a commit, and what they make of 2 billion rows.
 """
 
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -47,14 +49,14 @@ class StandInEncoder(encoder.LatentEncoder):
 
 
 class Progress:
-    """(seconds, rows, MiB) whenever another hundredth of the rows is written."""
+    """(seconds, rows, MiB, of these the object store's, processes) whenever another hundredth of the rows is written."""
 
     def __init__(self):
         self.points, self.session = [], os.getsid(0)
 
     def __call__(self, done, total):
         if not self.points or done - self.points[-1][1] >= total / 100:
-            self.points.append((time.perf_counter(), done, session_memory(self.session)[0]))
+            self.points.append((time.perf_counter(), done, *session_memory(self.session)))
 
 
 def draw(folder, rows, parts=10):
@@ -87,11 +89,16 @@ def main():
         edges = np.linspace(points[0, 1], points[-1, 1], 11)
         times = np.interp(edges, points[:, 1], points[:, 0])
         rates = np.diff(edges) / np.diff(times)
-        memory = [points[(points[:, 1] >= low) & (points[:, 1] <= high), 2].max() for low, high in zip(edges, edges[1:], strict=False)]
-        print("tenth   rows/s   MiB")
-        for number, (rate, size) in enumerate(zip(rates, memory, strict=True), start=1):
-            print(f"{number:5} {rate:8.0f} {size:6.0f}")
-        print(f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1] / memory[0]:.3f}")
+        inside = [(points[:, 1] >= low) & (points[:, 1] <= high) for low, high in itertools.pairwise(edges)]
+        memory = np.array([points[places, 2:].max(axis=0) for places in inside])
+        each = (memory[:, 0] - memory[:, 1]) / memory[:, 2]
+        print("tenth   rows/s   MiB   of it the object store   processes   MiB a process, the store apart")
+        for number, (rate, (size, store, processes), one) in enumerate(zip(rates, memory, each, strict=True), start=1):
+            print(f"{number:5} {rate:8.0f} {size:5.0f} {store:24.0f} {processes:11.0f} {one:32.0f}")
+        print(
+            f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1, 0] / memory[0, 0]:.3f}, "
+            f"a process {each[-1] / each[0]:.3f}"
+        )
         report = manifest.report
         busy = report["encoders_busy"]
         if busy is not None:
