@@ -153,9 +153,10 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids, text_precision="fp
         layout = schema.rejects_schema(ids)
         write_parquet(bad.select(layout.names).cast(layout), storage.join(latents_uri, "rejects", name))
         report["rejects"] = [name]
-    report["encoded"] = [pc.min(rows["encoded_at"]).as_py(), pc.max(rows["encoded_at"]).as_py()]
+    calls = encoder_calls(rows)
+    report["encoded"] = [min(ended - seconds for ended, (seconds, _) in calls.items()), max(calls)]
     report["encoders"] = pc.unique(rows["encoded_by"]).to_pylist()
-    report["busy"] = busy_seconds(rows)
+    report["busy"] = busy_seconds(calls)
     report["stages"] = {
         "transform": pc.sum(rows["transform_seconds"]).as_py(),
         "encode": pc.sum(rows["encode_seconds"]).as_py(),
@@ -164,12 +165,18 @@ def write_latents(rows, *, latents_uri, segment, shapes, ids, text_precision="fp
     return pa.table({"report": [json.dumps(report)]})
 
 
-def busy_seconds(rows):
-    """{second since 1970: [seconds that encoders computed in it, rows that they finished]} of a table of encoded rows."""
-    calls, busy = collections.defaultdict(lambda: [0.0, 0]), {}
+def encoder_calls(rows):
+    """{when a call of an encoder ended, in seconds since 1970: [seconds that it took, rows]} of a table of encoded rows."""
+    calls = collections.defaultdict(lambda: [0.0, 0])
     for ended, seconds in zip(rows["encoded_at"].to_pylist(), rows["encode_seconds"].to_pylist(), strict=True):
         calls[ended][0] += seconds
         calls[ended][1] += 1
+    return calls
+
+
+def busy_seconds(calls):
+    """{second since 1970: [seconds that encoders computed in it, rows that they finished]} of `encoder_calls`."""
+    busy = {}
     for ended, (seconds, finished) in calls.items():
         started = ended - seconds
         for second in range(int(started), int(ended) + 1):
@@ -180,7 +187,7 @@ def busy_seconds(rows):
 
 
 def write_parquet(table, uri):
-    """One Parquet file in the layout that trains fastest (see the module `ingest`); returns its bytes."""
+    """One Parquet file in the layout that trains fastest (`tests/benchmarks/read_layout.py`); returns its bytes."""
     filesystem, path = storage.open_filesystem(uri)
     if storage.is_local(uri):
         filesystem.create_dir(path.rsplit("/", 1)[0])

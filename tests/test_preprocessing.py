@@ -109,6 +109,8 @@ def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
     million = report["seconds"] / 3600 * 2.5 / manifest.total("written") * 1e6
     assert report["dollars_per_hour"] == 2.5 and report["dollars_per_million_images"] == pytest.approx(million)
     assert list(preprocess.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second"]
+    # One call of the encoder is time too.
+    assert 0 < report["stage_seconds"]["encode"] <= report["encoding_seconds"] + 0.1 and report["encoding_seconds"] < report["seconds"]
 
 
 def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
@@ -117,7 +119,7 @@ def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
         "encoded_at": [end for _, end, count in calls for _ in range(count)],
         "encode_seconds": [(end - start) / count for start, end, count in calls for _ in range(count)],
     })  # fmt: skip
-    busy = preprocess.busy_seconds(rows)
+    busy = preprocess.busy_seconds(preprocess.encoder_calls(rows))
     assert {second: (pytest.approx(used), finished) for second, (used, finished) in busy.items()} == {
         100: (0.5, 10), 101: (0.75, 0), 102: (1.0, 20), 103: (0.0, 5), 104: (0.25, 5),
     }  # fmt: skip
