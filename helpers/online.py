@@ -165,7 +165,7 @@ def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=Fals
 def write_validation(manifest, config, training):
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     found, missing = [], NUM_VALIDATION_ROWS
-    without_pictures = [config.id_column, *sources.filter_columns(config.row_filter)]
+    without_pictures = list(dict.fromkeys([config.id_column, *sources.filter_columns(config.row_filter)]))
     for name, groups in manifest.files:
         for group, num_rows in enumerate(groups):
             read = functools.partial(

@@ -147,12 +147,11 @@ def first_rows(config, num_rows):
 
 
 def random_rows(config, num_rows, seed=0):
-    """Rows of up to 16 random files that `row_filter` leaves in, as an Arrow table with `path`.
+    """Rows of up to 16 random files, as an Arrow table with `path`: of `num_rows` those that `row_filter` leaves in.
 
     Of each file the first rows of some random row groups; of a tar, which would have to be read as a whole to find a place
-    in it, its first rows.
+    in it, its first rows. Where the filter leaves none, that is said, and all are given.
     """
-    expression = parse_filter(config.row_filter)
     random, read = np.random.default_rng(seed), reader(config)
     paths = list_inputs(config.input_uri or config.raw_uri, config.input_format)
     chosen, tables = [paths[place] for place in random.permutation(len(paths))[:16]], []
@@ -166,7 +165,7 @@ def random_rows(config, num_rows, seed=0):
         for place in places:
             share = max(wanted // 4, wanted // len(places), 1)  # of one row group, which may be all there is
             for table in read.stream(path, used_columns(config), place):
-                table = (table if expression is None else table.filter(expression.to_pyarrow()))[: min(left, share)]
+                table = table[: min(left, share)]
                 tables.append(table.append_column("path", pa.repeat(path, len(table))))
                 left, share = left - len(table), share - len(table)
                 if min(left, share) <= 0:
@@ -174,7 +173,13 @@ def random_rows(config, num_rows, seed=0):
             if left <= 0:
                 break
     rows = pa.concat_tables(tables, promote_options="permissive")
-    return rows.take(random.permutation(len(rows))[:num_rows])
+    rows = rows.take(random.permutation(len(rows))[:num_rows])
+    expression = parse_filter(config.row_filter)
+    kept = rows if expression is None else rows.filter(expression.to_pyarrow())
+    if len(kept) == 0 and len(rows):
+        print(f"row_filter={config.row_filter!r} leaves none of {len(rows):,} random rows: they are shown without it.")
+        return rows
+    return kept
 
 
 # --- rows ---------------------------------------------------------------------------------------------

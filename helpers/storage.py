@@ -132,6 +132,7 @@ def read_text(uri):
 
 
 def write_text(uri, text):
+    """`write_bytes` of a text, which is encoded before anything is opened."""
     write_bytes(uri, text.encode())
 
 

@@ -141,6 +141,16 @@ def test_a_survey_of_random_rows_knows_their_sizes_and_whole_captions(finished):
     assert again.equals(frame) and not preprocess.survey(config, num_rows=150, seed=1)[0].equals(frame)
 
 
+def test_a_survey_shows_the_rows_that_the_filter_leaves_or_says_that_it_leaves_none(finished, capsys):
+    config, _ = finished
+    whole = preprocess.survey(config, num_rows=150)[0]
+    wide = preprocess.survey(dataclasses.replace(config, row_filter="width > 64"), num_rows=150)[0]
+    assert 0 < len(wide) < 150 and wide["width"].dropna().min() > 64 and capsys.readouterr().out == ""
+    none = preprocess.survey(dataclasses.replace(config, row_filter="width > 9999"), num_rows=150)[0]
+    assert none.equals(whole)
+    assert capsys.readouterr().out == "row_filter='width > 9999' leaves none of 150 random rows: they are shown without it.\n"
+
+
 def test_stored_latents_are_what_the_encoder_gives_for_each_row_alone(finished):
     config, manifest = finished
     table = read_latents(config.latents_uri)
