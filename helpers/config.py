@@ -21,7 +21,9 @@ def choice(name, value, choices):
 def check_sections(sections, known):
     """Raises ValueError if `sections` names one that the notebook does not have."""
     if not isinstance(sections, (list, tuple)):
-        raise ValueError(f"sections={sections!r} must be a list, of {', '.join(map(repr, known))}; []: the main lesson alone.")
+        raise ValueError(
+            f"sections={sections!r} must be a list, of {', '.join(map(repr, known))}; []: the main lesson alone."
+        )
     for section in sections:
         choice("sections", section, known)
 
@@ -62,7 +64,11 @@ class Parameters:
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{field.name}={value!r} must be a text.")
-            if field.type == str | None and value is not None and not (isinstance(value, (str, os.PathLike)) and str(value)):
+            if (
+                field.type == str | None
+                and value is not None
+                and not (isinstance(value, (str, os.PathLike)) and str(value))
+            ):
                 raise ValueError(f"{field.name}={value!r} must be a text, or None.")
             if field.type is bool and not isinstance(value, bool):
                 raise ValueError(f"{field.name}={value!r} must be True or False.")
@@ -117,7 +123,9 @@ class PreprocessingConfig(Parameters):
         if not is_number(self.dollars_per_hour) or self.dollars_per_hour < 0:
             raise ValueError(f"dollars_per_hour={self.dollars_per_hour!r} must be a number of at least 0.")
         if self.max_aspect_ratio is not None and not (is_number(self.max_aspect_ratio) and self.max_aspect_ratio >= 1):
-            raise ValueError(f"max_aspect_ratio={self.max_aspect_ratio!r} must be a number of at least 1 (longer side / shorter), or None.")
+            raise ValueError(
+                f"max_aspect_ratio={self.max_aspect_ratio!r} must be a number of at least 1 (longer side / shorter), or None."
+            )
         if self.limit is not None:
             positive(self, "limit")
         if not is_number(self.gpus_per_encoder) or self.gpus_per_encoder < 0:
@@ -128,7 +136,9 @@ class PreprocessingConfig(Parameters):
             raise ValueError("resolutions=[] names no size to encode: give at least one, such as [64].")
         for resolution in self.resolutions:
             if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 8:
-                raise ValueError(f"resolutions={list(self.resolutions)!r}: {resolution!r} is no size of 8 pixels or more.")
+                raise ValueError(
+                    f"resolutions={list(self.resolutions)!r}: {resolution!r} is no size of 8 pixels or more."
+                )
         self.resolve(
             storage=storage.resolve(self.storage),
             resolutions=tuple(sorted(set(self.resolutions))),
@@ -161,10 +171,22 @@ class OnlineConfig(PreprocessingConfig):
 
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {
-    "storage", "latents_uri", "num_training_workers", "use_gpu", "training_accelerator_type", "micro_batch_size",
-    "strategy", "compile_unet", "channels_last", "activation_checkpointing", "checkpoint_every", "checkpoints_kept",
-    "validate_every", "max_failures", "hang_timeout",
-}  # fmt: skip
+    "storage",
+    "latents_uri",
+    "num_training_workers",
+    "use_gpu",
+    "training_accelerator_type",
+    "micro_batch_size",
+    "strategy",
+    "compile_unet",
+    "channels_last",
+    "activation_checkpointing",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "validate_every",
+    "max_failures",
+    "hang_timeout",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,9 +239,13 @@ class TrainingConfig(Parameters):
         choice("precision", self.precision, ("fp32", "bf16"))
         choice("lr_schedule", self.lr_schedule, ("cosine", "constant"))
         positive(
-            self, "global_batch_size", "units_per_step", "max_steps", "checkpoint_every",
+            self,
+            "global_batch_size",
+            "units_per_step",
+            "max_steps",
+            "checkpoint_every",
             "checkpoints_kept",
-        )  # fmt: skip
+        )
         share(self, "caption_dropout", "validation_share", "ema_decay", "adam_beta2")
         for name in ("warmup_steps", "ema_start", "validate_every", "max_failures", "seed"):
             value = getattr(self, name)
@@ -254,31 +280,48 @@ class TrainingConfig(Parameters):
         """A number of workers, or a pair (least, most); papermill gives a pair as a list."""
         found = self.num_training_workers
         pair = list(found) if isinstance(found, (list, tuple)) else [found, found]
-        if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair) or pair[0] > pair[1]:
-            raise ValueError(f"num_training_workers={found!r} must be a whole number of at least 1, or a pair (least, most) of them.")
+        if (
+            len(pair) != 2
+            or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair)
+            or pair[0] > pair[1]
+        ):
+            raise ValueError(
+                f"num_training_workers={found!r} must be a whole number of at least 1, or a pair (least, most) of them."
+            )
         if isinstance(found, (list, tuple)):
             self.resolve(num_training_workers=tuple(pair))
 
     @property
     def fewest_workers(self):
-        return self.num_training_workers[0] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+        return (
+            self.num_training_workers[0] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+        )
 
     @property
     def most_workers(self):
-        return self.num_training_workers[1] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+        return (
+            self.num_training_workers[1] if isinstance(self.num_training_workers, tuple) else self.num_training_workers
+        )
 
     def check_resolution(self):
         """One size, or a mapping of several to the shares of steps that use them; `config.json` has the sizes as texts."""
         if not isinstance(self.resolution, dict):
             return positive(self, "resolution")
-        shares = {int(size) if isinstance(size, str) and size.isdigit() else size: share for size, share in self.resolution.items()}
+        shares = {
+            int(size) if isinstance(size, str) and size.isdigit() else size: share
+            for size, share in self.resolution.items()
+        }
         for size, share in shares.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"resolution: {size!r} is no size in pixels; give a mapping such as {{256: 0.25, 512: 0.75}}.")
+                raise ValueError(
+                    f"resolution: {size!r} is no size in pixels; give a mapping such as {{256: 0.25, 512: 0.75}}."
+                )
             if not is_number(share) or share <= 0:
                 raise ValueError(f"resolution: the share {share!r} of size {size} must be a number of more than 0.")
         if not shares:
-            raise ValueError("resolution={} names no size: give one, such as 64, or several with their shares of the steps.")
+            raise ValueError(
+                "resolution={} names no size: give one, such as 64, or several with their shares of the steps."
+            )
         self.resolve(resolution=shares)
 
     @property
@@ -300,13 +343,17 @@ class TrainingConfig(Parameters):
             return self.resolution
         shares = [self.resolution[size] for size in self.resolutions]
         point = (step * 0.6180339887498949) % 1.0 * sum(shares)
-        return next(size for size, end in zip(self.resolutions, itertools.accumulate(shares), strict=True) if point < end)
+        return next(
+            size for size, end in zip(self.resolutions, itertools.accumulate(shares), strict=True) if point < end
+        )
 
     def resolve_latents(self):
         """`latents_uri` with every path made absolute; of a mixture, a mapping to proportions that add up to 1."""
         if not isinstance(self.latents_uri, dict):
             if not isinstance(self.latents_uri, (str, os.PathLike)):
-                raise ValueError(f"latents_uri={self.latents_uri!r} must be a folder, a URI, or a mapping of several to shares.")
+                raise ValueError(
+                    f"latents_uri={self.latents_uri!r} must be a folder, a URI, or a mapping of several to shares."
+                )
             return storage.resolve(self.latents_uri or storage.join(self.storage, "latents"))
         shares = {storage.resolve(uri): share for uri, share in self.latents_uri.items()}
         if not shares:
@@ -319,7 +366,9 @@ class TrainingConfig(Parameters):
         total = sum(shares.values())
         for uri, share in shares.items():
             if share / total < 1e-3:
-                raise ValueError(f"latents_uri: the proportion {share!r} of {uri} is less than a thousandth: leave it out.")
+                raise ValueError(
+                    f"latents_uri: the proportion {share!r} of {uri} is less than a thousandth: leave it out."
+                )
         # Not divided again when a resolved mapping comes back from `config.json`: rounding would change it.
         return shares if abs(total - 1) < 1e-9 else {uri: share / total for uri, share in shares.items()}
 

@@ -18,9 +18,14 @@ NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 def noise_schedule(prediction_type="v_prediction"):
     """Stable Diffusion's schedule: 1,000 timesteps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
     return DDPMScheduler(
-        num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012,
-        prediction_type=prediction_type, clip_sample=False, steps_offset=1,
-    )  # fmt: skip
+        num_train_timesteps=1000,
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type=prediction_type,
+        clip_sample=False,
+        steps_offset=1,
+    )
 
 
 def hash_positions(seed, step, positions, stream):
@@ -58,10 +63,11 @@ def draw(seed, step, positions, shape, *, caption_dropout=0.0, num_timesteps=100
     timesteps = hash_positions(seed, step, positions, TIMESTEP) % np.uint64(num_timesteps)
     uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64
     return Draws(
-        normals[:, 0], normals[:, 1],
+        normals[:, 0],
+        normals[:, 1],
         torch.from_numpy(timesteps.astype(np.int64)).to(device, non_blocking=True),
         torch.from_numpy(uniform < caption_dropout).to(device, non_blocking=True),
-    )  # fmt: skip
+    )
 
 
 def sample_latents(moments_B2CHW, noise_BCHW, scaling_factor):
@@ -90,7 +96,7 @@ def loss_weights(schedule, timesteps_B, gamma):
     return clipped / (snr + 1) if schedule.config.prediction_type == "v_prediction" else clipped / snr
 
 
-def losses(unet, schedule, latents_BCHW, text_BLD, draws, gamma=None):
+def row_losses(unet, schedule, latents_BCHW, text_BLD, draws, gamma=None):
     """(B,) weighted squared error of the U-Net's prediction, averaged over each row's latents."""
     noisy = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     if schedule.config.prediction_type == "v_prediction":
@@ -142,7 +148,7 @@ class EMA:
         self.shadow = {name: state[name].clone() for name in names} if step > self.start else None
 
 
-def learning_rate(step, config):
+def lr_multiplier(step, config):
     """The factor of `config.learning_rate` at step `step` (from 0): linear warm-up, then cosine to 0, or constant."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

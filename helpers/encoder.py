@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTextModel
 
 from . import images, schema
-from .tokens import load_tokenizer, model_path, tokenize
+from .images import load_tokenizer, model_path, tokenize
 
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,7 +54,15 @@ class LatentEncoder:
     """
 
     def __init__(
-        self, model, resolutions, precision="fp32", stored_latents="moments", text_precision="fp16", *, num_threads=1, batch_size=None
+        self,
+        model,
+        resolutions,
+        precision="fp32",
+        stored_latents="moments",
+        text_precision="fp16",
+        *,
+        num_threads=1,
+        batch_size=None,
     ):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +82,7 @@ class LatentEncoder:
         NaN throughout where one of a row's numbers is not finite; so are `embeddings`.
         """
         posterior = self.vae.encode(images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
-        return mark_overflow(torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16))
+        return nan_fill_nonfinite(torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16))
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL):
@@ -82,7 +90,7 @@ class LatentEncoder:
 
         With `text_precision="fp8"` the bytes that `to_float8` makes of it.
         """
-        text = mark_overflow(self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16))
+        text = nan_fill_nonfinite(self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16))
         return to_float8(text) if self.text_precision == "fp8" else text
 
     def encode_images(self, pixels_BHWC):
@@ -102,20 +110,24 @@ class LatentEncoder:
         """
         started = time.perf_counter()
         # What is not encoded passes through.
-        columns = {name: rows[name] for name in rows.column_names if name != "caption_ids" and not name.startswith("pixels_")}
+        columns = {
+            name: rows[name] for name in rows.column_names if name != "caption_ids" and not name.startswith("pixels_")
+        }
         kept = pc.equal(rows[schema.REASON], "").to_numpy()
         ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
-        text = scatter(self.encode_captions, ids, kept, self.batch_size)
+        text = encode_masked(self.encode_captions, ids, kept, self.batch_size)
         encoded, finite = {schema.EMBEDDINGS: (text, kept)}, is_finite(text)
         for resolution in self.resolutions:
             pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
-            latents = scatter(self.encode_images, pixels, kept & fits, self.batch_size)
+            latents = encode_masked(self.encode_images, pixels, kept & fits, self.batch_size)
             encoded[schema.latents_column(resolution)] = latents[:, : self.num_moments], kept & fits
             finite &= is_finite(latents)
         for name, (values, there) in encoded.items():
             columns[name] = schema.to_binary(values, there & finite, values.dtype)
         if not finite.all():
-            columns[schema.REASON] = pc.if_else(pa.array(finite), columns[schema.REASON], "encoded to no finite numbers")
+            columns[schema.REASON] = pc.if_else(
+                pa.array(finite), columns[schema.REASON], "encoded to no finite numbers"
+            )
         seconds = (time.perf_counter() - started) / len(rows)
         columns["encode_seconds"] = pa.repeat(pa.scalar(seconds, pa.float32()), len(rows))
         columns["encoded_at"] = pa.repeat(time.time(), len(rows))
@@ -123,7 +135,7 @@ class LatentEncoder:
         return pa.table(columns)
 
 
-def mark_overflow(values):
+def nan_fill_nonfinite(values):
     """(B, ...) with NaN in the whole of each row that holds a number that is not finite: one look at a row then tells."""
     finite = values.isfinite().flatten(1).all(dim=1).view(-1, *[1] * (values.ndim - 1))
     return torch.where(finite, values, torch.nan)
@@ -150,7 +162,7 @@ def arguments(config):
     return config.encoder_model, config.resolutions, config.encoder_precision, config.latents, config.text_precision
 
 
-def scatter(encode, inputs, rows, batch_size=None):
+def encode_masked(encode, inputs, rows, batch_size=None):
     """`encode(inputs[rows])` at those rows, zeros elsewhere, so that the batch keeps its length; some rows at a time."""
     # One row at least, so that the result's shape is known when every row is rejected.
     places = np.flatnonzero(rows) if rows.any() else np.array([0])
@@ -189,7 +201,9 @@ def describe(model, resolutions, precision, stored_latents="moments", text_preci
         empty = text_encoder(torch.from_numpy(tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
     channels = vae_config["latent_channels"]
     moments = MOMENTS[stored_latents]
-    shapes = {schema.latents_column(r): list(schema.latents_shape(r, channels, 2**halvings, moments)) for r in resolutions}
+    shapes = {
+        schema.latents_column(r): list(schema.latents_shape(r, channels, 2**halvings, moments)) for r in resolutions
+    }
     return {
         "encoder": {"model": model, "revision": revision(model, vae_config), "precision": precision},
         "shapes": {**shapes, schema.EMBEDDINGS: list(empty.shape)},
@@ -212,7 +226,10 @@ def revision(model, vae_config):
     """The hub's commit, or a hash of the weights' sizes and headers for a folder."""
     folder = pathlib.Path(model_path(model))
     if not folder.is_dir():
-        return vae_config.get("_commit_hash") or AutoencoderKL.load_config(model, subfolder="vae", return_commit_hash=True)[1]
+        return (
+            vae_config.get("_commit_hash")
+            or AutoencoderKL.load_config(model, subfolder="vae", return_commit_hash=True)[1]
+        )
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("vae/*"), *folder.glob("text_encoder/*"), *folder.glob("tokenizer/*")]):
         if path.is_file():

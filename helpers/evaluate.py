@@ -17,9 +17,11 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: E402
 
 transformers.logging.set_verbosity(_verbosity)
 
-from . import captioned_shapes, checkpoint, encoder, ingest, online, parallel, runs, schema, storage, tokens  # noqa: E402
+from . import checkpoint, encoder, images, ingest, schema, storage  # noqa: E402
 from .config import TrainingConfig  # noqa: E402
-from .learner import validation_loss  # noqa: E402
+from .train_step import validation_loss  # noqa: E402
+from .unet import build_unet  # noqa: E402
+
 
 NUM_VALIDATION_ROWS = 512
 
@@ -32,14 +34,25 @@ def first_manifest(config):
 def build_pipeline(unet, encoder_model, prediction_type="v_prediction"):
     """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that made its latents."""
     scheduler = DDIMScheduler(
-        num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012,
-        prediction_type=prediction_type, clip_sample=False, set_alpha_to_one=False, steps_offset=1,
-    )  # fmt: skip
+        num_train_timesteps=1000,
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type=prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
     pipeline = StableDiffusionPipeline(
-        vae=encoder.load_vae(encoder_model), text_encoder=encoder.load_text_encoder(encoder_model),
-        tokenizer=tokens.load_tokenizer(encoder_model), unet=unet.eval(), scheduler=scheduler,
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        vae=encoder.load_vae(encoder_model),
+        text_encoder=encoder.load_text_encoder(encoder_model),
+        tokenizer=images.load_tokenizer(encoder_model),
+        unet=unet.eval(),
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -51,28 +64,16 @@ def generate(pipeline, prompts, *, resolution, seed=0, steps=20, guidance_scale=
         part = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
         made = pipeline(
-            part, height=resolution, width=resolution, num_inference_steps=steps, guidance_scale=guidance_scale,
-            generator=generators, output_type="np",
-        )  # fmt: skip
+            part,
+            height=resolution,
+            width=resolution,
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            generator=generators,
+            output_type="np",
+        )
         pictures += [(picture * 255).round().astype(np.uint8) for picture in made.images]
     return pictures
-
-
-def held_out_prompts(config, num_prompts):
-    """`(prompts, detector)`: captions that training does not see, and what scores pictures of them.
-
-    For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data:
-    the captions of held-out rows, and None.
-    """
-    rows = ingest.validation_rows(config, num_prompts)
-    # Where nothing is held out, what it was trained on has to do.
-    captions = online.first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist()
-    try:
-        for caption in captions:
-            captioned_shapes.parse(caption)
-    except ValueError:
-        return captions, None
-    return captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
 
 
 def sample(config, prompts, found, *, seed=0):
@@ -82,7 +83,7 @@ def sample(config, prompts, found, *, seed=0):
     """
     config = TrainingConfig.from_dict(config)
     manifest = first_manifest(config)
-    unet = parallel.build_unet(config.unet_config, seed=config.seed) if found is None else load_unet(config, found)
+    unet = build_unet(config.unet_config, seed=config.seed) if found is None else load_unet(config, found)
     pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     return generate(pipeline, prompts, resolution=config.largest_resolution, seed=seed)
@@ -98,7 +99,7 @@ def save_pictures(pictures, uri):
 
 def load_unet(config, found, which="ema"):
     """The U-Net of a Ray Train checkpoint: its averaged weights ("ema") or the raw ones ("model")."""
-    unet = parallel.build_unet(config.unet_config)
+    unet = build_unet(config.unet_config)
     with found.as_directory() as folder:
         return checkpoint.load_weights(folder, unet, which)
 
@@ -135,11 +136,11 @@ def validate(found, config):
         return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with found.as_directory() as folder:
-        step = runs.step_of(folder)
-        unet = checkpoint.load_weights(folder, parallel.build_unet(config.unet_config)).to(device).eval()
+        step = checkpoint.step_of(folder)
+        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
         loss, unweighted = validation_loss(unet, manifest, rows, config)
         if not (read_validation(config.run_uri)["validation_loss"] < loss).any():
-            runs.keep_as_best(config.run_uri, folder, storage.name(found.path))
+            checkpoint.keep_as_best(config.run_uri, folder, storage.name(found.path))
     result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}
     storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
     return result

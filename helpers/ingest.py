@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.data._internal.execution.execution_callback import ExecutionCallback  # what DataContext takes; it has no other name
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from . import schema, storage
 
@@ -36,8 +36,8 @@ CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # enough to mix; more only makes t
 BLOCK_BYTES = 4 * 2**20  # units smaller than this travel together
 # How far ahead of the trainers data is made: the larger of the two. Ray Data counts 32 MiB for each task in flight, whatever it
 # will be, so a smaller bound would leave some of sixteen encoders without work.
-AHEAD_STEPS, AHEAD_BYTES = 32, 2**30
-PATTERN = 10_000  # proportions hold to 1 in this many
+BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
+MIXING_PERIOD = 10_000  # proportions hold to 1 in this many
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,10 +62,12 @@ class Source:
     def of(cls, uri, files, proportion=1.0):
         """`files`: [(name, rows of each of its row groups)], as in a manifest."""
         return cls(
-            uri, [name for name, _ in files],
+            uri,
+            [name for name, _ in files],
             np.fromiter((rows for _, groups in files for rows in groups), dtype=np.int64),
-            np.cumsum([0, *(len(groups) for _, groups in files)]), proportion,
-        )  # fmt: skip
+            np.cumsum([0, *(len(groups) for _, groups in files)]),
+            proportion,
+        )
 
     @functools.cached_property
     def num_rows(self):
@@ -111,12 +113,12 @@ class Plan:
     def pattern(self):
         """Which source each of `PATTERN` consecutive rows is drawn from: always the one that is furthest behind."""
         if len(self.sources) == 1:
-            return np.zeros(PATTERN, dtype=np.int64)
+            return np.zeros(MIXING_PERIOD, dtype=np.int64)
         shares = np.array([source.proportion for source in self.sources])
-        left, behind = np.round(shares * PATTERN), np.zeros(len(shares))
-        left[np.argmax(left)] += PATTERN - left.sum()
-        shares, chosen = left / PATTERN, np.empty(PATTERN, dtype=np.int64)
-        for position in range(PATTERN):
+        left, behind = np.round(shares * MIXING_PERIOD), np.zeros(len(shares))
+        left[np.argmax(left)] += MIXING_PERIOD - left.sum()
+        shares, chosen = left / MIXING_PERIOD, np.empty(MIXING_PERIOD, dtype=np.int64)
+        for position in range(MIXING_PERIOD):
             behind += shares
             chosen[position] = np.argmax(np.where(left > 0, behind, -np.inf))
             behind[chosen[position]] -= 1
@@ -126,13 +128,13 @@ class Plan:
     @functools.cached_property
     def _drawn(self):
         """(PATTERN + 1, sources): rows of each source among the first rows of the pattern."""
-        counts = np.zeros((PATTERN + 1, len(self.sources)), dtype=np.int64)
-        counts[np.arange(1, PATTERN + 1), self.pattern] = 1
+        counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
+        counts[np.arange(1, MIXING_PERIOD + 1), self.pattern] = 1
         return np.cumsum(counts, axis=0)
 
     def drawn(self, rows):
         """How many of an epoch's first `rows` rows each source gives."""
-        whole, rest = divmod(rows, PATTERN)
+        whole, rest = divmod(rows, MIXING_PERIOD)
         return whole * self._drawn[-1] + self._drawn[rest]
 
     @functools.cached_property
@@ -142,7 +144,9 @@ class Plan:
         fewest, most = 0, int(rows.sum()) // self.batch_rows
         while fewest < most:  # the last number of steps that no source is too small for
             middle = (fewest + most + 1) // 2
-            fewest, most = (middle, most) if (self.drawn(middle * self.batch_rows) <= rows).all() else (fewest, middle - 1)
+            fewest, most = (
+                (middle, most) if (self.drawn(middle * self.batch_rows) <= rows).all() else (fewest, middle - 1)
+            )
         return fewest
 
     @property
@@ -180,7 +184,7 @@ class Plan:
         first, last = self.drawn(start), self.drawn(stop)
         pieces, permutation, offset = [], np.empty(stop - start, dtype=np.int64), 0
         for number, (source, (groups, ends)) in enumerate(zip(self.sources, _cached_order(self, epoch), strict=True)):
-            pieces.append(list(_pieces(source, groups, ends, first[number], last[number])))
+            pieces.append(list(_row_ranges(source, groups, ends, first[number], last[number])))
             count = int(last[number] - first[number])
             permutation[from_source == number] = offset + random.permutation(count)
             offset += count
@@ -223,7 +227,7 @@ class Plan:
         return units, np.maximum(units, 0)[:, None] * self.unit_rows + np.arange(self.unit_rows)
 
 
-def _pieces(source, groups, ends, start, stop):
+def _row_ranges(source, groups, ends, start, stop):
     """The rows `start` to `stop` of a source's row groups, laid end to end in an epoch's order."""
     if start == stop:
         return
@@ -257,7 +261,9 @@ def check_mixture(manifests):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
-                raise ValueError(f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way.")
+                raise ValueError(
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way."
+                )
 
 
 def plan_run(manifests, config):
@@ -283,7 +289,7 @@ def plan_run(manifests, config):
     return plan
 
 
-def stream(plan, first_step, num_steps, *, resolution, validation_share):
+def latents_dataset(plan, first_step, num_steps, *, resolution, validation_share):
     """Latents in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
 
     Columns: id, caption, the latents of `resolution` (or of several: any of them may be a step's), the embeddings, `keep`
@@ -291,10 +297,10 @@ def stream(plan, first_step, num_steps, *, resolution, validation_share):
     the run.
     """
     read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
-    return planned(plan, first_step, num_steps, read)
+    return build_dataset(plan, first_step, num_steps, read)
 
 
-def planned(plan, first_step, num_steps, read):
+def build_dataset(plan, first_step, num_steps, read):
     """What `read(pieces, source)` gives, a table of their rows and `keep`, dealt out in the plan's order.
 
     Reads nothing before `first_step` but the head of the chunk that the step begins in.
@@ -304,11 +310,11 @@ def planned(plan, first_step, num_steps, read):
         read_chunks, plan=ray.put(plan), first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
     )
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks(len(chunks)))
-    numbers.context.custom_execution_callback_classes = [Rest]
+    numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
     return numbers.map_batches(deal, batch_size=1).repartition(target_num_rows_per_block=plan.block_rows)
 
 
-class Rest(ExecutionCallback):
+class SchedulerThrottle(ExecutionCallback):
     """A pause after each turn of Ray Data's loop.
 
     Once everything is made that may be made ahead (`execution_options`), the tasks that are held back are ready all the
@@ -342,18 +348,26 @@ def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
         yield rows.append_column(UNIT, pa.array(numbers))
 
 
-def cut(block, unit_rows):
+def split_units(block, unit_rows):
     """{unit number: its rows} of a block. Raises RuntimeError if its rows are not whole units."""
     numbers = block[UNIT].to_numpy().reshape(-1, unit_rows)
     if (numbers != numbers[:, :1]).any():
-        raise RuntimeError(f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}.")
-    return {int(number): block.slice(index * unit_rows, unit_rows) for index, number in enumerate(numbers[:, 0]) if number >= 0}
+        raise RuntimeError(
+            f"A block of {len(block)} rows holds parts of units: {sorted(set(numbers.ravel().tolist()))}."
+        )
+    return {
+        int(number): block.slice(index * unit_rows, unit_rows)
+        for index, number in enumerate(numbers[:, 0])
+        if number >= 0
+    }
 
 
 def read_latents(pieces, source, *, resolution, validation_share):
     """The rows of `pieces` of a latents folder, and `keep`."""
     columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]
-    rows = read_pieces(pieces, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data"))
+    rows = read_pieces(
+        pieces, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data")
+    )
     has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
     keep = has_latents & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
     return rows.append_column(KEEP, pa.array(keep))
@@ -418,6 +432,6 @@ def execution_options(config):
     back. The bound is `AHEAD_STEPS` global batches of `config`'s data, and at least `AHEAD_BYTES`.
     """
     row_bytes = max(manifest.row_bytes for manifest in read_manifests(config).values())
-    ahead = max(AHEAD_BYTES, AHEAD_STEPS * config.global_batch_size * row_bytes)
+    ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)
     limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
     return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)

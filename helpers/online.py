@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import ImageOps
 
-from . import encoder, images, ingest, preprocess, schema, segments, sources, storage
-from .config import OnlineConfig
+from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
+from .data_io import filters, inputs
 
 NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest: where each tar's groups of samples lie
@@ -36,18 +36,29 @@ def prepare(config, training):
     raw_bytes = sum(job["listing"].values()) / rows
     check_row_groups(files, raw_bytes)
     parameters = {
-        **job["parameters"], "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip,
+        **job["parameters"],
+        "random_crop": config.random_crop,
+        "horizontal_flip": config.horizontal_flip,
         "listing_crc32": zlib.crc32(json.dumps(sorted(job["listing"].items())).encode()),
-        "raw_row_bytes": round(raw_bytes + pixel_bytes(config)), "online": config.to_dict(),
-    }  # fmt: skip
+        "raw_row_bytes": round(raw_bytes + pixel_bytes(config)),
+        "online": config.to_dict(),
+    }
     segment = {
-        "index": 0, "files": [{"name": name, "row_groups": groups} for name, groups in files], "rejects": [],
-        "read": rows, "written": rows, "rejected": {}, "filtered": 0,
-    }  # fmt: skip
+        "index": 0,
+        "files": [{"name": name, "row_groups": groups} for name, groups in files],
+        "rejects": [],
+        "read": rows,
+        "written": rows,
+        "rejected": {},
+        "filtered": 0,
+    }
     manifest = schema.Manifest(
-        **job["description"], resolutions=list(config.resolutions), id_type=str(job["id_type"]), job=parameters,
+        **job["description"],
+        resolutions=list(config.resolutions),
+        id_type=str(job["id_type"]),
+        job=parameters,
         segments=[segment],
-    )  # fmt: skip
+    )
     uri = training.latents_uri
     earlier = storage.join(uri, schema.MANIFEST)
     if not storage.exists(earlier) or not same_data(schema.Manifest.read(uri), manifest):
@@ -72,7 +83,8 @@ def check_row_groups(files, row_bytes):
 def same_data(one, other):
     """Whether two manifests describe the same rows and encoder; how many workers prepare them does not matter."""
     ours, theirs = (
-        {**dataclasses.asdict(manifest), "job": {k: v for k, v in manifest.job.items() if k != "online"}} for manifest in (one, other)
+        {**dataclasses.asdict(manifest), "job": {k: v for k, v in manifest.job.items() if k != "online"}}
+        for manifest in (one, other)
     )
     return ours == theirs
 
@@ -87,17 +99,17 @@ def list_row_groups(paths, config, index_uri):
 
     Where row groups are found by their offsets, these are kept under `index_uri`.
     """
-    left, base = config.limit, sources.base_folder(config.input_uri or config.raw_uri)
+    left, base = config.limit, inputs.base_folder(config.input_uri or config.raw_uri)
     for start in range(0, len(paths), 256):
         some = paths[start : start + 256]
-        for path, (groups, offsets) in zip(some, sources.index(some, config), strict=True):
-            name = sources.below(path, base)
+        for path, (groups, offsets) in zip(some, inputs.index(some, config), strict=True):
+            name = inputs.below(path, base)
             if left is not None:
                 ends = np.minimum(np.cumsum([0, *groups]), left)
                 groups = [int(rows) for rows in np.diff(ends) if rows > 0]
                 left -= sum(groups)
             if offsets is not None:
-                sources.write_index(index_uri, name, offsets)
+                inputs.write_index(index_uri, name, offsets)
             yield name, groups
             if left == 0:
                 return
@@ -110,19 +122,19 @@ def raw_rows(plan, first_step, num_steps, *, config, validation_share):
     out), `unit`, and `epoch`, for the augmentation.
     """
     read = functools.partial(read_raw, config=config, validation_share=validation_share)
-    return ingest.planned(plan, first_step, num_steps, read)
+    return ingest.build_dataset(plan, first_step, num_steps, read)
 
 
 def read_raw(pieces, source, *, config, validation_share):
     """The raw rows of `pieces`, the file that each came from, and `keep`."""
-    rows = sources.read_pieces(pieces, config, storage.join(source.uri, INDEX))
+    rows = inputs.read_pieces(pieces, config, storage.join(source.uri, INDEX))
     keep = ~schema.held_out(preprocess.row_ids(rows[config.id_column]).to_pylist(), validation_share)
-    return rows.append_column(ingest.KEEP, pa.array(keep & wanted(rows, config)))
+    return rows.append_column(ingest.KEEP, pa.array(keep & filter_mask(rows, config)))
 
 
-def wanted(rows, config):
+def filter_mask(rows, config):
     """(B,) bool: which rows `row_filter` leaves in."""
-    expression = sources.parse_filter(config.row_filter)
+    expression = filters.parse_filter(config.row_filter)
     if expression is None:
         return np.ones(len(rows), dtype=bool)
     numbered = rows.append_column("row number", pa.array(range(len(rows))))
@@ -142,12 +154,15 @@ def transform(rows, *, config, units_per_epoch, seed=0):
     epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
     ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
-    cuts = [functools.partial(cut, row_id=row_id, epoch=epoch, **options) for row_id, epoch in zip(ids, epochs, strict=True)]
+    cuts = [
+        functools.partial(augment_crop, row_id=row_id, epoch=epoch, **options)
+        for row_id, epoch in zip(ids, epochs, strict=True)
+    ]
     done = preprocess.transform(rows, config=config, augment=cuts)
     return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, rows[ingest.KEEP])
 
 
-def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=False):
+def augment_crop(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=False):
     """The square of a picture that an epoch is trained on: a function of (seed, epoch, id) alone.
 
     `random_crop`, `horizontal_flip`: see `transform`.
@@ -165,15 +180,15 @@ def cut(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=Fals
 def write_validation(manifest, config, training):
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     found, missing = [], NUM_VALIDATION_ROWS
-    without_pictures = list(dict.fromkeys([config.id_column, *sources.filter_columns(config.row_filter)]))
+    without_pictures = list(dict.fromkeys([config.id_column, *filters.filter_columns(config.row_filter)]))
     for name, groups in manifest.files:
         for group, num_rows in enumerate(groups):
             read = functools.partial(
-                sources.read_pieces, [(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX)
-            )  # fmt: skip
+                inputs.read_pieces, [(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX)
+            )
             rows = read(without_pictures)
             ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
-            mine = schema.held_out(ids, training.validation_share) & wanted(rows, config)
+            mine = schema.held_out(ids, training.validation_share) & filter_mask(rows, config)
             if mine.any() or not found:  # one table at least, for its columns
                 found.append(read().filter(pa.array(mine))[:missing])
                 missing -= found[-1].num_rows
@@ -181,8 +196,8 @@ def write_validation(manifest, config, training):
             break
     rows = pa.concat_tables(found)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
-    segment = segments.Segment(0, [name for name, _ in manifest.files], len(rows))
-    entry = segments.new_entry(segment)
+    segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))
+    entry = resumable_job.new_entry(segment)
     if len(rows):
         encoded = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)(
             preprocess.transform(rows.combine_chunks(), config=config)
@@ -195,23 +210,7 @@ def write_validation(manifest, config, training):
             ids=pa.type_for_alias(manifest.id_type),
             text_precision=manifest.text_precision,
         )
-        segments.add_report(entry, json.loads(report["report"][0].as_py()))
+        resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
     del entry["busy"], entry["encoders"]  # of a job's report
     small = dataclasses.replace(manifest, segments=[entry], job={})
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
-
-
-def first_captions(training, num_rows):
-    """Captions of the first rows that a run is trained on, raw or encoded before."""
-    uri = next(iter(training.proportions))
-    raw = schema.Manifest.read(uri).online
-    if raw is None:
-        return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
-    config = OnlineConfig.from_dict(raw)
-    rows = sources.first_rows(config, num_rows)
-    return [caption for caption in preprocess.text_column(rows[config.caption_column]) if caption]
-
-
-def read_rejects(run_uri):
-    """The bad rows that a run met, each once: a frame with columns id, reason, source."""
-    return preprocess.read_rejects(run_uri).drop_duplicates().reset_index(drop=True)

@@ -8,12 +8,12 @@ import time
 import uuid
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from . import formats, images, schema, segments, sources, storage, tokens
+from . import encoder, images, resumable_job, schema, storage
+from .data_io import filters, inputs, readers
 
 
 def transform(rows, *, config, augment=None):
@@ -29,12 +29,15 @@ def transform(rows, *, config, augment=None):
     results = [
         transform_row(data, caption, row_id, config, cut)
         for data, caption, row_id, cut in zip(
-            image_bytes(rows, config), text_column(rows[config.caption_column]), ids.to_pylist(),
-            augment or itertools.repeat(images.center_square, len(rows)), strict=True,
+            image_bytes(rows, config),
+            text_column(rows[config.caption_column]),
+            ids.to_pylist(),
+            augment or itertools.repeat(images.center_square, len(rows)),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     captions = [caption for _, caption, _ in results]
-    caption_ids = tokens.tokenize(captions, tokens.load_tokenizer(config.encoder_model))
+    caption_ids = images.tokenize(captions, images.load_tokenizer(config.encoder_model))
     columns = {
         schema.ID: ids,
         schema.CAPTION: pa.array(captions, pa.string()),
@@ -81,7 +84,7 @@ def transform_row(data, caption, row_id, config, cut=images.center_square):
 
 def relative_paths(paths, config):
     """Input files' paths below `input_uri`."""
-    folder = storage.open_filesystem(sources.base_folder(config.input_uri or config.raw_uri))[1].rstrip("/")
+    folder = storage.open_filesystem(inputs.base_folder(config.input_uri or config.raw_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
@@ -94,10 +97,10 @@ def image_bytes(rows, config):
         column = pc.struct_field(column, "bytes")
     if not is_text(column.type):
         return column.to_pylist()
-    base = sources.base_folder(config.input_uri or config.raw_uri)
+    base = inputs.base_folder(config.input_uri or config.raw_uri)
     beside_table = config.input_format == "imagefolder"
     folders = [path.rpartition("/")[0] if beside_table else base for path in rows["path"].to_pylist()]
-    return formats.read_pictures(text_column(column), folders, base)
+    return readers.read_pictures(text_column(column), folders, base)
 
 
 def is_text(kind):
@@ -125,7 +128,10 @@ def row_ids(column):
         return column.cast(id_type(column.type))
     values = column.cast(pa.large_binary()).to_pylist()
     texts = text_column(column)
-    return pa.array([value and value.hex() if text is None else text for value, text in zip(values, texts, strict=True)], pa.string())
+    return pa.array(
+        [value and value.hex() if text is None else text for value, text in zip(values, texts, strict=True)],
+        pa.string(),
+    )
 
 
 def id_type(column_type):
@@ -192,25 +198,35 @@ def write_parquet(table, uri):
     if storage.is_local(uri):
         filesystem.create_dir(path.rsplit("/", 1)[0])
     pq.write_table(
-        table, path, filesystem=filesystem, row_group_size=schema.ROWS_PER_ROW_GROUP, compression="none",
-        use_dictionary=False, write_statistics=False,
-    )  # fmt: skip
+        table,
+        path,
+        filesystem=filesystem,
+        row_group_size=schema.ROWS_PER_ROW_GROUP,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+    )
     return filesystem.get_file_info(path).size
 
 
 def prepare(config, rows_per_segment=None):
     """Check a preprocessing job and plan it, before any worker starts; draws nothing and encodes one empty caption.
 
-    Returns the `segments.Job`. Raises FileNotFoundError or ValueError with what to change.
+    Returns the `resumable_job.Job`. Raises FileNotFoundError or ValueError with what to change.
     """
     job = check(config)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
-    rows_per_segment = rows_per_segment or segments.ROWS_PER_SEGMENT * config.num_encoders
-    return segments.Job(
-        config.latents_uri, job["parameters"], job["description"],
-        functools.partial(segments.plan_segments, job["paths"], config, rows_per_segment), job["listing"], job["id_type"],
-        config.dollars_per_hour, config.num_encoders,
-    )  # fmt: skip
+    rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.num_encoders
+    return resumable_job.Job(
+        config.latents_uri,
+        job["parameters"],
+        job["description"],
+        functools.partial(resumable_job.plan_segments, job["paths"], config, rows_per_segment),
+        job["listing"],
+        job["id_type"],
+        config.dollars_per_hour,
+        config.num_encoders,
+    )
 
 
 def check(config):
@@ -219,28 +235,36 @@ def check(config):
     Raises FileNotFoundError or ValueError with what to change.
     """
     input_uri = config.input_uri or config.raw_uri
-    paths = sources.list_inputs(input_uri, config.input_format)
+    paths = inputs.list_inputs(input_uri, config.input_format)
     columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
-    found = sources.reader(config).schema(paths[0])
-    sources.check_columns(paths[0], columns, found)
-    for column in sources.filter_columns(config.row_filter):
-        sources.check_columns(paths[0], {"row_filter": column}, found)
-    if "path" in sources.used_columns(config):
-        raise ValueError("A column called 'path' cannot be used, because readers note the file of each row there: rename it.")
-    sources.check_filter(config.row_filter, found)
+    found = inputs.reader(config).schema(paths[0])
+    inputs.check_columns(paths[0], columns, found)
+    for column in filters.filter_columns(config.row_filter):
+        inputs.check_columns(paths[0], {"row_filter": column}, found)
+    if "path" in inputs.used_columns(config):
+        raise ValueError(
+            "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
+        )
+    filters.check_filter(config.row_filter, found)
     check_types(found, config)
     check_no_urls(found, config)
-    from . import encoder  # here: the tasks that import this module for `transform` and `write_latents` need no PyTorch
 
     deciding = (
-        "row_filter", "limit", "resolutions", "input_format", "upscale", "max_aspect_ratio", "max_pixels", "latents",
+        "row_filter",
+        "limit",
+        "resolutions",
+        "input_format",
+        "upscale",
+        "max_aspect_ratio",
+        "max_pixels",
+        "latents",
         "text_precision",
-    )  # fmt: skip
+    )
     parameters = {name: getattr(config, name) for name in (*columns, *deciding)}
     parameters["input_uri"] = input_uri
     return {
         "paths": paths,
-        "listing": sources.listing(paths, input_uri),
+        "listing": inputs.listing(paths, input_uri),
         "parameters": parameters,
         "description": encoder.describe(*encoder.arguments(config)),
         "id_type": id_type(found.field(config.id_column).type),
@@ -259,92 +283,25 @@ def check_types(found, config):
         )
     caption = found.field(config.caption_column).type
     if not (is_text(caption) or is_bytes(caption)):
-        raise ValueError(f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does.")
+        raise ValueError(
+            f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does."
+        )
     ids = found.field(config.id_column).type
     if pa.types.is_nested(ids):
-        raise ValueError(f"id_column={config.id_column!r} holds {ids}, neither numbers nor text: name the column that does.")
+        raise ValueError(
+            f"id_column={config.id_column!r} holds {ids}, neither numbers nor text: name the column that does."
+        )
 
 
 def check_no_urls(found, config):
     """Raises ValueError if the first pictures are named by URLs."""
     if is_text(found.field(config.image_column).type):
-        names = text_column(sources.first_rows(config, num_rows=64)[config.image_column])
-        if url := next((name for name in names if formats.is_url(name)), None):
+        names = text_column(inputs.first_rows(config, num_rows=64)[config.image_column])
+        if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(
                 f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for example "
                 "with img2dataset, whose Parquet and WebDataset output is read here."
             )
-
-
-def stage_rates(manifest, config):
-    """Images a second of each stage, all its workers together: a frame for `figures.stage_throughput`."""
-    workers = {"transform": config.num_transform_workers, "encode": config.num_encoders, "write": 1}
-    one = manifest.report["images_per_second_by_stage"]
-    rates = [(stage, rate * workers[stage], workers[stage]) for stage, rate in one.items()]
-    return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
-
-
-def encoder_timeline(manifest):
-    """A frame for `figures.encoders_busy`: columns seconds, busy (share of the encoders' time), images_per_second."""
-    return pd.DataFrame(manifest.report["timeline"], columns=["seconds", "busy", "images_per_second"])
-
-
-def survey(config, num_rows=2000, seed=0):
-    """A look at random rows, on which one decides what a data set is good for: `(frame, pictures, captions)`.
-
-    The frame has a row each: `tokens` (of the whole caption, with begin and end), `width`, `height` (NaN where the picture
-    cannot be opened; nothing but its header is decoded). The twelve pictures are decoded, with their captions.
-    """
-    rows = sources.random_rows(config, num_rows, seed)
-    data, captions = image_bytes(rows, config), text_column(rows[config.caption_column])
-    sizes = [images.size(value) or (None, None) for value in data]
-    frame = pd.DataFrame({
-        "tokens": tokens.count_tokens([caption or "" for caption in captions], tokens.load_tokenizer(config.encoder_model)),
-        "width": pd.Series([width for width, _ in sizes], dtype=float),
-        "height": pd.Series([height for _, height in sizes], dtype=float),
-    })  # fmt: skip
-    shown = []
-    for value, caption, row_id in zip(data, captions, row_ids(rows[config.id_column]).to_pylist(), strict=True):
-        if len(shown) < 12 and transform_row(value, caption, row_id, config)[2] == "":
-            shown.append((images.decode(value, config.max_pixels), caption))
-    return frame, [picture for picture, _ in shown], [caption for _, caption in shown]
-
-
-def preview(config, num_rows):
-    """`[(row id, picture, caption)]` of the first good raw rows, decoded here, for a look before any pipeline is built.
-
-    Raises ValueError if there are none.
-    """
-    rows = sources.first_rows(config, 4 * num_rows)
-    ids, captions = row_ids(rows[config.id_column]).to_pylist(), text_column(rows[config.caption_column])
-    found = []
-    for row_id, caption, data in zip(ids, captions, image_bytes(rows, config), strict=True):
-        if transform_row(data, caption, row_id, config)[2] == "":
-            found.append((row_id, images.decode(data, config.max_pixels), caption))
-    if not found:
-        raise ValueError(
-            f"None of the first {len(rows)} rows of {config.input_uri or config.raw_uri} can be used at "
-            f"resolutions={list(config.resolutions)}: give smaller ones, upscale=True, or other data."
-        )
-    return found[:num_rows]
-
-
-def summary(manifest):
-    """What a job did with its rows, as a frame: read = written + rejected (by reason) + filtered."""
-    rows = [("read", "", manifest.total("read")), ("written", "", manifest.total("written"))]
-    rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
-    rows += [("filtered", "", manifest.total("filtered"))]
-    return pd.DataFrame(rows, columns=["what", "reason", "rows"])
-
-
-def read_rejects(latents_uri, max_files=None):
-    """Rejected rows as a frame with columns id, reason, source: all, or those of the first `max_files` files."""
-    tables = []
-    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]:
-        filesystem, path = storage.open_filesystem(uri)
-        tables.append(pq.read_table(path, filesystem=filesystem))
-    columns = [schema.ID, schema.REASON, schema.SOURCE]
-    return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
 
 
 def first_latents(latents_uri, num_rows):

@@ -48,7 +48,9 @@ def column_bytes(column, shape, text_precision="fp16"):
 
 def latents_schema(id_type, shapes, text_precision="fp16"):
     """Arrow schema of `data/*.parquet`: `shapes` maps each tensor column to the shape of one row."""
-    tensors = [pa.field(column, pa.binary(column_bytes(column, shape, text_precision))) for column, shape in shapes.items()]
+    tensors = [
+        pa.field(column, pa.binary(column_bytes(column, shape, text_precision))) for column, shape in shapes.items()
+    ]
     return pa.schema([pa.field(ID, id_type), pa.field(CAPTION, pa.string()), *tensors])
 
 
@@ -73,7 +75,9 @@ def from_binary(column, shape, dtype=DTYPE):
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     width = column.type.byte_width
     start = column.offset * width
-    values = np.frombuffer(column.buffers()[1], dtype=dtype, count=len(column) * width // np.dtype(dtype).itemsize, offset=start)
+    values = np.frombuffer(
+        column.buffers()[1], dtype=dtype, count=len(column) * width // np.dtype(dtype).itemsize, offset=start
+    )
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
 
 

@@ -34,8 +34,13 @@ def open_filesystem(uri):
     uri = resolve(uri)
     if uri.startswith("s3://"):
         path = uri.removeprefix("s3://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-        environment = [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")]
-        return _open_s3(path.partition("/")[0], environment[0] or environment[1], environment[2] or environment[3]), path
+        environment = [
+            os.environ.get(name)
+            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
+        ]
+        return _open_s3(
+            path.partition("/")[0], environment[0] or environment[1], environment[2] or environment[3]
+        ), path
     return fs.FileSystem.from_uri(uri)
 
 
@@ -100,7 +105,9 @@ def list_folders(uri):
     """Sorted paths or URIs of the folders directly under `uri`; none if it does not exist."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return [join(uri, info.base_name) for info in sorted(found, key=lambda i: i.path) if info.type == fs.FileType.Directory]
+    return [
+        join(uri, info.base_name) for info in sorted(found, key=lambda i: i.path) if info.type == fs.FileType.Directory
+    ]
 
 
 def sizes(uri):

@@ -34,9 +34,14 @@ def build_manifest():
     def build(row_groups=(64, 64), **changes):
         rows = sum(row_groups)
         segment = {
-            "index": 0, "files": [{"name": "0.parquet", "row_groups": list(row_groups)}], "rejects": [],
-            "read": rows, "written": rows, "rejected": {}, "filtered": 0,
-        }  # fmt: skip
+            "index": 0,
+            "files": [{"name": "0.parquet", "row_groups": list(row_groups)}],
+            "rejects": [],
+            "read": rows,
+            "written": rows,
+            "rejected": {},
+            "filtered": 0,
+        }
         values = {
             "encoder": {"model": "made-up", "revision": "0", "precision": "fp32"},
             "resolutions": [32, 64],

@@ -15,17 +15,21 @@ import pandas as pd
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from helpers import costs, session, storage, train
+from helpers import storage
 from helpers.config import TrainingConfig
+from helpers.lesson import ablations, published_results
+from helpers.runtime import session
 
 
 def measure(config, steps):
     """(a frame with a row a setting, the workers' hardware)"""
     trainer = TorchTrainer(
-        train.ablation_per_worker,
+        ablations.ablation_per_worker,
         train_loop_config={"config": config.to_dict(), "steps": steps},
         scaling_config=ScalingConfig(
-            num_workers=config.num_training_workers, use_gpu=config.use_gpu, accelerator_type=config.training_accelerator_type
+            num_workers=config.num_training_workers,
+            use_gpu=config.use_gpu,
+            accelerator_type=config.training_accelerator_type,
         ),
         run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
     )
@@ -53,16 +57,26 @@ def main():
         session.connect(given.address)
     with tempfile.TemporaryDirectory() as folder:
         for resolution in given.resolution:
-            table, hardware = measure(TrainingConfig(
-                storage=given.storage or folder, run_name=f"ablation-{resolution}", unet_config=given.unet, resolution=resolution,
-                num_training_workers=given.workers, use_gpu=given.gpus, training_accelerator_type=given.accelerator_type,
-                global_batch_size=given.batch, units_per_step=given.workers, micro_batch_size=given.micro_batch,
-            ), given.steps)  # fmt: skip
+            table, hardware = measure(
+                TrainingConfig(
+                    storage=given.storage or folder,
+                    run_name=f"ablation-{resolution}",
+                    unet_config=given.unet,
+                    resolution=resolution,
+                    num_training_workers=given.workers,
+                    use_gpu=given.gpus,
+                    training_accelerator_type=given.accelerator_type,
+                    global_batch_size=given.batch,
+                    units_per_step=given.workers,
+                    micro_batch_size=given.micro_batch,
+                ),
+                given.steps,
+            )
             print(f"{given.unet} at {resolution}, {given.workers} workers ({hardware}), batch {given.batch}")
             print(table.round(3).to_string(), flush=True)
     for resolution in (256, 512):
         print(f"\npublished, {resolution} pixels (blog, Tables 3.a and 3.b)")
-        print(costs.published_ablation(resolution).round(2).to_string())
+        print(published_results.published_ablation(resolution).round(2).to_string())
 
 
 if __name__ == "__main__":

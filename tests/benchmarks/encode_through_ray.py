@@ -17,14 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from helpers import captioned_shapes, encoder, preprocess, session, sources
+from helpers import encoder, preprocess
 from helpers.config import PreprocessingConfig
+from helpers.data_io import inputs
+from helpers.lesson import captioned_shapes
+from helpers.runtime import session
 from tests.pipelines import encode
 
 
 def bare(config, rows):
     """Images a second of `LatentEncoder` alone."""
-    paths = sources.list_inputs(config.raw_uri)
+    paths = inputs.list_inputs(config.raw_uri)
     table = pq.read_table(paths[0]).slice(0, 1024)
     prepared = preprocess.transform(table.append_column("path", pa.array([paths[0]] * len(table))), config=config)
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
@@ -62,7 +65,9 @@ def main():
             rates["ray"].append(through_ray(round_config))
             print(f"round {number + 1}: bare {rates['bare'][-1]:.0f}, through Ray {rates['ray'][-1]:.0f} images/s")
     ratio = statistics.median(rates["ray"]) / statistics.median(rates["bare"])
-    print(f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, ratio {ratio:.3f}")
+    print(
+        f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, ratio {ratio:.3f}"
+    )
 
 
 if __name__ == "__main__":

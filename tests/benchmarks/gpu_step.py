@@ -24,8 +24,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from helpers import costs, parallel, speed  # noqa: E402
-from helpers.config import TrainingConfig  # noqa: E402
+from helpers.config import TrainingConfig
+from helpers.lesson import ablations, published_results
+from helpers.unet import compile_blocks  # noqa: E402
+
+# noqa: E402
 
 # name -> changes of the config, `compile` mode (None: not compiled), attention backend (None: PyTorch's choice). "fsdp" on
 # one GPU is the U-Net in bf16 as such, norms included; "ddp" is autocast.
@@ -46,12 +49,12 @@ SLOW = {"bf16, channels last, max-autotune": ({"channels_last": True}, "max-auto
 
 
 def measure(config, setting, device, steps):
-    """`speed.measure_step` of one setting."""
+    """`ablations.measure_step` of one setting."""
     changes, mode, backend = {**SETTINGS, **SLOW}[setting]
     config = TrainingConfig(**{**config, "strategy": "fsdp", **changes})
-    compile_with = (lambda learner: parallel.compile_blocks(learner.unet, mode)) if mode else None
+    compile_with = (lambda learner: compile_blocks(learner.unet, mode)) if mode else None
     with sdpa_kernel(backend) if backend else contextlib.nullcontext():
-        return speed.measure_step(config, device, steps=steps, warm_up=5, prepare=compile_with)
+        return ablations.measure_step(config, device, steps=steps, warm_up=5, prepare=compile_with)
 
 
 def sweep(given, resolution, device, until):
@@ -63,9 +66,12 @@ def sweep(given, resolution, device, until):
         if time.monotonic() > until:
             return print(f"  no time left for: {setting}, batch {batch}")
         config = {
-            "unet_config": given.unet, "resolution": resolution, "global_batch_size": batch, "precision": "bf16",
+            "unet_config": given.unet,
+            "resolution": resolution,
+            "global_batch_size": batch,
+            "precision": "bf16",
             "micro_batch_size": given.micro_batch,
-        }  # fmt: skip
+        }
         try:
             found = measure(config, setting, device, given.steps)
         except Exception as error:  # whatever a compiler or a backend does not like; said, and the next one is tried
@@ -119,11 +125,11 @@ def main():
                 print(f"where the time of the fastest goes ({best[1]}):")
                 print(pd.DataFrame(best[2]).round(3).to_string(index=False), flush=True)
         dist.destroy_process_group()
-    for row in costs.ABLATION:
+    for row in published_results.ABLATION:
         if row.setup == "+ torch.compile":
             each = row.images_per_second / int(row.gpus.split()[0])
             print(f"published: {each:.0f} images/s a GPU at {row.resolution} px ({row.gpus}; {row.source})")
-    fact = costs.FACTS["one H200, MLPerf at 512 px"]
+    fact = published_results.FACTS["one H200, MLPerf at 512 px"]
     print(f"published: {fact.value} images/s a GPU at 512 px (H200; {fact.source}, MLPerf Training v4.0)")
 
 

@@ -11,12 +11,22 @@ from helpers import preprocess, schema, storage, train
 def write_latents(uri, num_rows, shapes, rows_per_file):
     """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`."""
     random = np.random.default_rng(0)
-    segment = {"index": 0, "files": [], "rejects": [], "read": num_rows, "written": num_rows, "rejected": {}, "filtered": 0}
+    segment = {
+        "index": 0,
+        "files": [],
+        "rejects": [],
+        "read": num_rows,
+        "written": num_rows,
+        "rejected": {},
+        "filtered": 0,
+    }
     for start in range(0, num_rows, rows_per_file):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
         for column, shape in shapes.items():
-            values = random.integers(0, 2**14, size=(count, *shape), dtype=np.uint16).view(schema.DTYPE)  # 0 to 2, no NaN
+            values = random.integers(0, 2**14, size=(count, *shape), dtype=np.uint16).view(
+                schema.DTYPE
+            )  # 0 to 2, no NaN
             columns[column] = schema.to_binary(values)
         name = f"{start:09d}.parquet"
         preprocess.write_parquet(pa.table(columns), storage.join(uri, "data", name))
@@ -24,9 +34,13 @@ def write_latents(uri, num_rows, shapes, rows_per_file):
     manifest = schema.Manifest(
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
-        shapes={column: list(shape) for column, shape in shapes.items()}, scaling_factor=1.0, id_type="int64",
-        empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])), job={}, segments=[segment],
-    )  # fmt: skip
+        shapes={column: list(shape) for column, shape in shapes.items()},
+        scaling_factor=1.0,
+        id_type="int64",
+        empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
+        job={},
+        segments=[segment],
+    )
     storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
     return manifest
 

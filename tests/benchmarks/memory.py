@@ -19,8 +19,10 @@ import threading
 import pandas as pd
 from ray import cloudpickle
 
-from helpers import captioned_shapes, ingest, online, session
+from helpers import ingest, online
 from helpers.config import OnlineConfig, TrainingConfig
+from helpers.lesson import captioned_shapes
+from helpers.runtime import session
 from tests.benchmarks import made_up
 from tests.pipelines import encode, fit, online_stream
 
@@ -63,11 +65,17 @@ def run(job, rows, folder):
     if job == "preprocessing":
         return encode(raw)
     config = TrainingConfig(
-        storage=folder, latents_uri=f"{folder}/online", run_name="online", global_batch_size=64, max_steps=rows // 64,
-        checkpoint_every=10_000, validate_every=0, validation_share=0,
-    )  # fmt: skip
+        storage=folder,
+        latents_uri=f"{folder}/online",
+        run_name="online",
+        global_batch_size=64,
+        max_steps=rows // 64,
+        checkpoint_every=10_000,
+        validate_every=0,
+        validation_share=0,
+    )
     online.prepare(raw, config)
-    ingest.AHEAD_STEPS, ingest.AHEAD_BYTES = 1, 8 * 2**20
+    ingest.BACKPRESSURE_STEPS, ingest.BACKPRESSURE_BYTES = 1, 8 * 2**20
     fit(config, loop=functools.partial(made_up.train_in, 0.2), stream=functools.partial(online_stream, config=raw))
 
 

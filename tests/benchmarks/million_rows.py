@@ -24,8 +24,11 @@ import time
 
 import numpy as np
 
-from helpers import captioned_shapes, encoder, preprocess, segments, session, sources, storage
+from helpers import encoder, preprocess, resumable_job, storage
 from helpers.config import PreprocessingConfig
+from helpers.data_io import inputs
+from helpers.lesson import captioned_shapes
+from helpers.runtime import session
 from tests.benchmarks.memory import session_memory
 from tests.pipelines import build_pipeline
 
@@ -103,15 +106,17 @@ def main():
         busy = report["encoders_busy"]
         if busy is not None:
             mean = report["encoders_busy_mean"]
-            print(f"the encoder computes for {busy:.1%} of its time (median over the job; mean {mean:.1%}, segments' ends included)")
+            print(
+                f"the encoder computes for {busy:.1%} of its time (median over the job; mean {mean:.1%}, segments' ends included)"
+            )
         estimate(manifest, config, arguments.rows)
 
 
 def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
     """Costs of a file, a row and a commit, and 2 billion rows of them on an object store."""
-    paths = sources.list_inputs(config.input_uri)
+    paths = inputs.list_inputs(config.input_uri)
     started = time.perf_counter()
-    sources.count_rows(paths, config)
+    inputs.count_rows(paths, config)
     footer = (time.perf_counter() - started) / len(paths)
     gaps = [segment["seconds"] - (segment["encoded"][1] - segment["encoded"][0]) for segment in manifest.segments]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,13 +126,17 @@ def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
     stages, files, size = manifest.report["stage_seconds"], len(manifest.files), len(json.dumps(manifest.to_dict()))
     print(f"a file: {footer * 1e3:.1f} ms to count its rows (16 at a time, on this disk)")
     print("a row: " + ", ".join(f"{seconds / rows * 1e3:.2f} ms {stage}" for stage, seconds in stages.items()))
-    print(f"a segment: {statistics.median(gaps):.1f} s in which nothing is encoded, {commit * 1e3:.1f} ms for its commit")
+    print(
+        f"a segment: {statistics.median(gaps):.1f} s in which nothing is encoded, {commit * 1e3:.1f} ms for its commit"
+    )
     print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of the manifest")
-    scale, number = 2e9 / rows, 2e9 / (segments.ROWS_PER_SEGMENT * encoders)
-    print(f"2,000,000,000 rows in 200,000 files, {encoders} encoders, three requests of {request_seconds * 1e3:.0f} ms a file: "
-          f"{200_000 * (footer + 3 * request_seconds / 16) / 60:.0f} min of planning, {number:.0f} segments with "
-          f"{number * statistics.median(gaps) / 60:.0f} min of pauses, {files * scale / 1e6:.1f} M files, "
-          f"{size * scale / 1e6:.0f} MB of manifest")  # fmt: skip
+    scale, number = 2e9 / rows, 2e9 / (resumable_job.ROWS_PER_SEGMENT * encoders)
+    print(
+        f"2,000,000,000 rows in 200,000 files, {encoders} encoders, three requests of {request_seconds * 1e3:.0f} ms a file: "
+        f"{200_000 * (footer + 3 * request_seconds / 16) / 60:.0f} min of planning, {number:.0f} segments with "
+        f"{number * statistics.median(gaps) / 60:.0f} min of pauses, {files * scale / 1e6:.1f} M files, "
+        f"{size * scale / 1e6:.0f} MB of manifest"
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers import costs, ingest, runs, session
+from helpers import ingest
 from helpers.config import TrainingConfig
+from helpers.lesson import estimates
+from helpers.runtime import metrics_log, session
 from tests.benchmarks import made_up
 from tests.pipelines import fit
 
@@ -46,10 +48,14 @@ class PlayedEncoder:
 
 def online_stream(plan, first_step, num_steps, *, num_encoders, started, **options):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
-    return ingest.stream(plan, first_step, num_steps, **options).map_batches(
-        PlayedEncoder, fn_constructor_args=[started], batch_size=None, batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=num_encoders), num_cpus=0.01,
-    )  # fmt: skip
+    return ingest.latents_dataset(plan, first_step, num_steps, **options).map_batches(
+        PlayedEncoder,
+        fn_constructor_args=[started],
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=num_encoders),
+        num_cpus=0.01,
+    )
 
 
 def loop(started, values):
@@ -57,14 +63,21 @@ def loop(started, values):
     made_up.train_in(TRAINER_SECONDS, values)
 
 
-def measure(uri, name, num_steps, stream=ingest.stream):
+def measure(uri, name, num_steps, stream=ingest.latents_dataset):
     """(images a second, share of the time that the trainer waits for data)"""
     config = TrainingConfig(
-        storage=uri, latents_uri=uri, run_name=name, resolution=32, global_batch_size=BATCH, max_steps=num_steps,
-        checkpoint_every=num_steps, validate_every=0, validation_share=0,
-    )  # fmt: skip
+        storage=uri,
+        latents_uri=uri,
+        run_name=name,
+        resolution=32,
+        global_batch_size=BATCH,
+        max_steps=num_steps,
+        checkpoint_every=num_steps,
+        validate_every=0,
+        validation_share=0,
+    )
     fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)
-    return runs.throughput(runs.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
+    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
 
 
 def main():
@@ -80,7 +93,7 @@ def main():
         made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
         ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
         for count in arguments.encoders:
-            expected = costs.online_throughput(count, encoder_rate, trainer_rate)
+            expected = estimates.online_throughput(count, encoder_rate, trainer_rate)
             name = f"online-{count}"
             stream = functools.partial(online_stream, num_encoders=count, started=f"{uri}/{name}")
             rate, waits = measure(uri, name, max(24, int(arguments.seconds * expected / BATCH)), stream)

@@ -20,16 +20,23 @@ def write_manifest(folder, num_files, rows_per_file):
     """As `schema.Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
     groups = json.dumps(schema.row_groups(rows_per_file))
     head = {
-        "schema_version": schema.SCHEMA_VERSION, "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
-        "resolutions": [256], "shapes": {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]},
-        "scaling_factor": 0.18215, "id_type": "int64", "empty_caption_embedding": "", "job": {},
-    }  # fmt: skip
+        "schema_version": schema.SCHEMA_VERSION,
+        "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
+        "resolutions": [256],
+        "shapes": {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]},
+        "scaling_factor": 0.18215,
+        "id_type": "int64",
+        "empty_caption_embedding": "",
+        "job": {},
+    }
     rows = num_files * rows_per_file
     counts = {"index": 0, "rejects": [], "read": rows, "written": rows, "rejected": {}, "filtered": 0}
     with open(pathlib.Path(folder, "manifest.json"), "w") as file:
         file.write(json.dumps(head)[:-1] + ', "segments": [' + json.dumps(counts)[:-1] + ', "files": [')
         for number in range(num_files):
-            file.write(("," if number else "") + f'{{"name": "{number:06d}-0123456789ab.parquet", "row_groups": {groups}}}')
+            file.write(
+                ("," if number else "") + f'{{"name": "{number:06d}-0123456789ab.parquet", "row_groups": {groups}}}'
+            )
         file.write("]}]}")
 
 
@@ -50,8 +57,10 @@ def main():
         seconds["plan"] = time.perf_counter() - started - sum(seconds.values())
         pieces, _ = plan.chunk(0, plan.chunks_per_epoch - 1)
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
-    print(f"{plan.num_rows:,} samples in {arguments.files:,} files, {len(plan.sources[0].group_rows):,} row groups; "
-          f"manifest of {size / 2**20:.0f} MiB; {plan.steps_per_epoch:,} steps, {plan.chunks_per_epoch:,} chunks")  # fmt: skip
+    print(
+        f"{plan.num_rows:,} samples in {arguments.files:,} files, {len(plan.sources[0].group_rows):,} row groups; "
+        f"manifest of {size / 2**20:.0f} MiB; {plan.steps_per_epoch:,} steps, {plan.chunks_per_epoch:,} chunks"
+    )
     for what, took in seconds.items():
         print(f"{what:40}{took:8.1f} s")
     print(f"{'all':40}{sum(seconds.values()):8.1f} s")

@@ -82,7 +82,10 @@ def read(paths, threads):
         rows = take(order)
     else:  # a file's reader must not be shared: each thread opens its own
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            shares = [[(pq.ParquetFile(paths[files.index(file)]), group) for file, group in order[n::threads]] for n in range(threads)]
+            shares = [
+                [(pq.ParquetFile(paths[files.index(file)]), group) for file, group in order[n::threads]]
+                for n in range(threads)
+            ]
             rows = sum(pool.map(take, shares))
     return rows / (time.perf_counter() - started)
 

@@ -18,9 +18,10 @@ import ray
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from helpers import ingest, schema, session, storage
+from helpers import ingest, schema, storage
 from helpers.config import TrainingConfig
-from helpers.learner import Unit
+from helpers.runtime import session
+from helpers.train_step import Unit
 from tests.benchmarks import made_up
 
 UNIT, FILE = 128, 1024
@@ -28,10 +29,12 @@ UNIT, FILE = 128, 1024
 
 def by_plan(uri, num_rows):
     """Units in order."""
-    config = TrainingConfig(latents_uri=uri, resolution=256, global_batch_size=UNIT, validation_share=0, max_steps=num_rows // UNIT)
+    config = TrainingConfig(
+        latents_uri=uri, resolution=256, global_batch_size=UNIT, validation_share=0, max_steps=num_rows // UNIT
+    )
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
-    data = ingest.stream(plan, 0, config.max_steps, resolution=256, validation_share=0)
+    data = ingest.latents_dataset(plan, 0, config.max_steps, resolution=256, validation_share=0)
     shard = data.streaming_split(1, equal=True)[0]  # what a worker of Ray Train gets
     for table in shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4):
         yield Unit.from_arrow(table, manifests[uri], 256, 0).text

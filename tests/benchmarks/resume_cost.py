@@ -15,8 +15,9 @@ import time
 import numpy as np
 import ray
 
-from helpers import ingest, session
+from helpers import ingest
 from helpers.config import TrainingConfig
+from helpers.runtime import session
 from tests.benchmarks import made_up
 
 
@@ -26,7 +27,7 @@ def first_batch(config, step):
     ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    data = ingest.stream(plan, step, plan.steps_per_epoch, resolution=32, validation_share=0.02)
+    data = ingest.latents_dataset(plan, step, plan.steps_per_epoch, resolution=32, validation_share=0.02)
     wanted = step * plan.units_per_step
     # Closed, or the rest of the epoch would be read beside the next measurement.
     with contextlib.closing(iter(data.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:

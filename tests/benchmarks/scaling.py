@@ -21,17 +21,19 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
-from helpers import costs, session, speed, storage, train
+from helpers import distributed, storage
 from helpers.config import TrainingConfig
+from helpers.lesson import ablations, estimates
+from helpers.runtime import profiling, session
 
 
 def measure_per_worker(values):
     """What every worker runs; rank 0 writes what it found."""
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
-    train.use_cores(values["most_workers"])
-    found = speed.measure_step(config, get_device(), steps=values["steps"])
+    distributed.use_cores(values["most_workers"])
+    found = ablations.measure_step(config, get_device(), steps=values["steps"])
     if context.get_world_rank() == 0:
-        found["hardware"] = speed.hardware(get_device())
+        found["hardware"] = profiling.hardware(get_device())
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
 
 
@@ -40,7 +42,9 @@ def measure(config, **values):
         measure_per_worker,
         train_loop_config={"config": config.to_dict(), **values},
         scaling_config=ScalingConfig(
-            num_workers=config.num_training_workers, use_gpu=config.use_gpu, accelerator_type=config.training_accelerator_type
+            num_workers=config.num_training_workers,
+            use_gpu=config.use_gpu,
+            accelerator_type=config.training_accelerator_type,
         ),
         run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
     ).fit()
@@ -62,8 +66,12 @@ def main():
     parser.add_argument("--accelerator-type", default=None, help="of the workers' GPUs, for example A100")
     parser.add_argument("--address", default="local")
     parser.add_argument("--storage", default=None, help="a folder that every node reaches")
-    parser.add_argument("--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s")
-    parser.add_argument("--bandwidth", type=float, nargs="+", default=[6, 50], help="GB/s a GPU; 6: 400 Gbit/s a node of 8 GPUs")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, nargs="+", default=[6, 50], help="GB/s a GPU; 6: 400 Gbit/s a node of 8 GPUs"
+    )
     given = parser.parse_args()
     session.connect(given.address, max(given.workers) + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,25 +79,39 @@ def main():
             found = {count: [] for count in given.workers}
             for number, count in itertools.product(range(given.rounds), given.workers):
                 config = TrainingConfig(
-                    storage=given.storage or folder, run_name=f"scaling-{strategy}-{count}-{number}", unet_config=given.unet,
-                    resolution=given.resolution, num_training_workers=count, use_gpu=given.gpus, strategy=strategy,
-                    global_batch_size=given.batch * count, units_per_step=count, precision=given.precision,
-                    compile_unet=given.compile, training_accelerator_type=given.accelerator_type,
-                )  # fmt: skip
+                    storage=given.storage or folder,
+                    run_name=f"scaling-{strategy}-{count}-{number}",
+                    unet_config=given.unet,
+                    resolution=given.resolution,
+                    num_training_workers=count,
+                    use_gpu=given.gpus,
+                    strategy=strategy,
+                    global_batch_size=given.batch * count,
+                    units_per_step=count,
+                    precision=given.precision,
+                    compile_unet=given.compile,
+                    training_accelerator_type=given.accelerator_type,
+                )
                 found[count].append(measure(config, steps=given.steps, most_workers=max(given.workers)))
             rows = []
             for count, runs in found.items():
                 rate, talk = (statistics.median(run[what] for run in runs) for what in ("images/s", "communication"))
-                rows.append({"workers": count, "images/s": rate, "a worker": rate / count,
-                             "efficiency": rate / count / (rows[0]["a worker"] if rows else rate / count),
-                             "communication": talk})  # fmt: skip
+                rows.append(
+                    {
+                        "workers": count,
+                        "images/s": rate,
+                        "a worker": rate / count,
+                        "efficiency": rate / count / (rows[0]["a worker"] if rows else rate / count),
+                        "communication": talk,
+                    }
+                )
             what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
             print(f"{what} ({runs[0]['hardware']})")
             print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
     for bandwidth in given.bandwidth:
         for strategy in ("ddp", "fsdp"):
             print(f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a GPU")
-            table = costs.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
+            table = estimates.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
             print(table.round(3).to_string(index=False))
 
 

@@ -18,24 +18,35 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from helpers import captioned_shapes, encoder, evaluate, parallel, preprocess, schema, sources, storage, tokens
+from helpers import encoder, evaluate, images, preprocess, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.learner import Learner, Unit, validation_loss
+from helpers.data_io import inputs
+from helpers.lesson import captioned_shapes
+from helpers.train_step import TrainStep, Unit, validation_loss
+from helpers.unet import build_unet
 
 OPTIONS = {
-    "default": {}, "latents=mean": {"latents": "mean"}, "text_precision=fp8": {"text_precision": "fp8"},
+    "default": {},
+    "latents=mean": {"latents": "mean"},
+    "text_precision=fp8": {"text_precision": "fp8"},
     "both": {"latents": "mean", "text_precision": "fp8"},
-}  # fmt: skip
+}
 TEXT = (77, 1024)
 
 
 def bytes_on_disk(columns, rows=128):
     """Bytes a row of a Parquet file of random bytes: {column: bytes of a row} in this project's layout."""
     random = np.random.default_rng(0)
-    table = pa.table({
-        "id": pa.array(range(rows)), "caption": pa.array(["a caption of about sixty characters, as they are on the web ..."] * rows),
-        **{name: schema.to_binary(random.integers(0, 255, (rows, size), np.uint8), dtype=np.uint8) for name, size in columns.items()},
-    })  # fmt: skip
+    table = pa.table(
+        {
+            "id": pa.array(range(rows)),
+            "caption": pa.array(["a caption of about sixty characters, as they are on the web ..."] * rows),
+            **{
+                name: schema.to_binary(random.integers(0, 255, (rows, size), np.uint8), dtype=np.uint8)
+                for name, size in columns.items()
+            },
+        }
+    )
     with tempfile.TemporaryDirectory() as folder:
         return preprocess.write_parquet(table, storage.join(folder, "a.parquet")) / rows
 
@@ -44,8 +55,10 @@ def print_bytes():
     print("bytes a row            256 px    512 px   (of the fp32 columns)")
     for resolution in (256, 512):
         latents = int(np.prod(schema.latents_shape(resolution)[1:]))
-        print(f"  parts at {resolution}: mean {latents * 2:,}, std {latents * 2:,}, text fp16 {np.prod(TEXT) * 2:,}, "
-              f"text fp8 {schema.column_bytes(schema.EMBEDDINGS, TEXT, 'fp8'):,}")  # fmt: skip
+        print(
+            f"  parts at {resolution}: mean {latents * 2:,}, std {latents * 2:,}, text fp16 {np.prod(TEXT) * 2:,}, "
+            f"text fp8 {schema.column_bytes(schema.EMBEDDINGS, TEXT, 'fp8'):,}"
+        )
     before = {r: 4 * int(np.prod(schema.latents_shape(r)[1:])) + 4 * int(np.prod(TEXT)) for r in (256, 512)}
     print(f"  fp32 columns         {before[256]:9,} {before[512]:9,}")
     for name, options in OPTIONS.items():
@@ -57,10 +70,12 @@ def print_bytes():
         shares = [size / before[resolution] for size, resolution in zip(found, (256, 512), strict=True)]
         print(f"  {name:20} {found[0]:9,.0f} {found[1]:9,.0f}   ({shares[0]:.1%}, {shares[1]:.1%})")
     captions = [captioned_shapes.sample(index)[1] for index in range(2000)]
-    tokenizer = tokens.load_tokenizer("tiny-sd")
-    mean = statistics.mean(tokens.count_tokens(captions, tokenizer))
-    print(f"  text without its padding: the drawn captions have {mean:.1f} of {tokenizer.model_max_length} tokens, so "
-          f"{mean / tokenizer.model_max_length:.0%} of its bytes; a mean of 20 of 77 would leave {20 / 77:.0%}")  # fmt: skip
+    tokenizer = images.load_tokenizer("tiny-sd")
+    mean = statistics.mean(images.count_tokens(captions, tokenizer))
+    print(
+        f"  text without its padding: the drawn captions have {mean:.1f} of {tokenizer.model_max_length} tokens, so "
+        f"{mean / tokenizer.model_max_length:.0%} of its bytes; a mean of 20 of 77 would leave {20 / 77:.0%}"
+    )
 
 
 def encode(config, raw):
@@ -70,21 +85,23 @@ def encode(config, raw):
     for start in range(0, len(raw), 1000):
         found.append(latent_encoder(preprocess.transform(raw[start : start + 1000].combine_chunks(), config=config)))
     description = encoder.describe(*encoder.arguments(config))
-    manifest = schema.Manifest(**description, resolutions=list(config.resolutions), id_type="int64", job={}, segments=[])
+    manifest = schema.Manifest(
+        **description, resolutions=list(config.resolutions), id_type="int64", job={}, segments=[]
+    )
     layout = schema.latents_schema(pa.int64(), manifest.shapes, manifest.text_precision)
     return pa.concat_tables(found).select(layout.names).cast(layout).combine_chunks(), manifest
 
 
 def train(config, table, manifest):
     """The averaged U-Net after `max_steps` of a bare loop over shuffled epochs."""
-    learner, order = Learner(config, manifest), np.empty(0, dtype=np.int64)
+    learner, order = TrainStep(config, manifest), np.empty(0, dtype=np.int64)
     random = np.random.default_rng(config.seed)
     for step in range(config.max_steps):
         if len(order) < config.global_batch_size:
             order = random.permutation(len(table))
         rows, order = table.take(np.sort(order[: config.global_batch_size])), order[config.global_batch_size :]
         learner.step(step, [Unit.from_arrow(rows.combine_chunks(), manifest, config.resolution, 0)])
-    unet = parallel.build_unet(config.unet_config)
+    unet = build_unet(config.unet_config)
     unet.load_state_dict({name: value.clone() for name, value in learner.ema.shadow.items()})
     return unet.eval()
 
@@ -102,13 +119,15 @@ def main():
     config = PreprocessingConfig(resolutions=[64])
     with tempfile.TemporaryDirectory() as folder:
         captioned_shapes.write_parquet(folder, arguments.rows)
-        paths = sources.list_inputs(folder)
+        paths = inputs.list_inputs(folder)
         raw = pa.concat_tables([pq.read_table(path) for path in paths])
         raw = raw.append_column("path", pa.repeat(paths[0], len(raw)))
     full, full_manifest = encode(config, raw)
     held_out = schema.held_out(full["id"].to_pylist(), 0.05)
     prompts = captioned_shapes.held_out_prompts(arguments.prompts)
-    print(f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; mean over {arguments.seeds} seeds (each in brackets)")
+    print(
+        f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; mean over {arguments.seeds} seeds (each in brackets)"
+    )
     for name, options in OPTIONS.items():
         table, manifest = encode(dataclasses.replace(config, **options), raw)
         losses, right = [], []
@@ -119,7 +138,10 @@ def main():
             pictures = evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd"), prompts, resolution=64)
             right.append(captioned_shapes.agreement(pictures, prompts)["all"])
         each = ", ".join(f"{loss:.4f} {share:.0%}" for loss, share in zip(losses, right, strict=True))
-        print(f"  {name:20} validation loss {statistics.mean(losses):.4f}, prompts right {statistics.mean(right):.0%} ({each})", flush=True)
+        print(
+            f"  {name:20} validation loss {statistics.mean(losses):.4f}, prompts right {statistics.mean(right):.0%} ({each})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import time
 
 from ray import cloudpickle
 
-from helpers import captioned_shapes, learner, preprocess, runs, session, train
+from helpers import distributed, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.lesson import captioned_shapes
+from helpers.runtime import metrics_log, session
 from tests.pipelines import encode, fit
 
 WARM_UP = 20
@@ -28,13 +30,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def first_batch(config, manifest):
     table = preprocess.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
-    return learner.Unit.from_arrow(table, manifest, config.resolution, 0)
+    return train_step.Unit.from_arrow(table, manifest, config.resolution, 0)
 
 
 def bare(config, manifest):
     """Images a second of `Learner` alone, on one batch."""
-    train.use_cores(1)
-    batch, alone = first_batch(config, manifest), learner.Learner(config, manifest)
+    distributed.use_cores(1)
+    batch, alone = first_batch(config, manifest), train_step.TrainStep(config, manifest)
     for step in range(config.max_steps):
         if step == WARM_UP:
             started = time.perf_counter()
@@ -43,7 +45,7 @@ def bare(config, manifest):
 
 
 def same_batch(config, manifest, first_step, rejects):
-    """As `train.planned_steps`, without data: the same batch at every step."""
+    """As `train.train_steps`, without data: the same batch at every step."""
     batch = first_batch(config, manifest)
     for _ in range(first_step, config.max_steps):
         yield [batch], 0.0, time.perf_counter()
@@ -52,7 +54,7 @@ def same_batch(config, manifest, first_step, rejects):
 def through_ray(config, **parts):
     """(images a second under Ray Train, share of the time that it waits for data)"""
     fit(config, **parts)
-    return runs.throughput(runs.read_metrics(config.run_uri), skip=WARM_UP)
+    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri), skip=WARM_UP)
 
 
 def main():
@@ -68,11 +70,15 @@ def main():
         encode(data)
         for number in range(arguments.rounds):
             config = TrainingConfig(
-                storage=folder, run_name=f"round-{number}", max_steps=arguments.steps, validate_every=0,
-                checkpoint_every=arguments.steps, validation_share=0,
-            )  # fmt: skip
+                storage=folder,
+                run_name=f"round-{number}",
+                max_steps=arguments.steps,
+                validate_every=0,
+                checkpoint_every=arguments.steps,
+                validation_share=0,
+            )
             apart = TrainingConfig(**{**config.to_dict(), "run_name": f"apart-{number}"})
-            rates["bare"].append(bare(config, train.open_run(config)))
+            rates["bare"].append(bare(config, run_setup.open_run(config)))
             rate, waits = through_ray(config)
             rates["through Ray"].append(rate)
             loop = functools.partial(train.train_loop_per_worker, steps=same_batch)
@@ -81,7 +87,9 @@ def main():
             print(f"round {number + 1}: {said} images/s; waiting for data {waits:.1%} of the time", flush=True)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     for name in ("through Ray", "data apart"):
-        print(f"{name}: {medians[name]:.0f} of {medians['bare']:.0f} images/s, ratio {medians[name] / medians['bare']:.3f}")
+        print(
+            f"{name}: {medians[name]:.0f} of {medians['bare']:.0f} images/s, ratio {medians[name] / medians['bare']:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,336 @@
+"""Readers of what people bring: Parquet, WebDataset tars, folders of pictures with a table of captions.
+
+A reader gives the same methods for its format: `schema` and `row_groups` (what lies in a file, without its pictures),
+`read` (an Arrow table of each row group that is asked for) and `stream` (all rows, some at a time).
+Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, a path may not leave the input's folder.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import io
+import itertools
+import json
+import posixpath
+import tarfile
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import schema, storage
+from ..images import BadImage
+
+KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
+PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+MAX_BYTES = 2**28  # of one picture, one text: what is larger is no sample, and would not fit many at a time
+BUFFER_BYTES = 2**20  # read of a Parquet file's column at a time: without it a row group's whole column, however large
+GROUP_ROWS = (
+    schema.ROWS_PER_ROW_GROUP
+)  # of formats that have no row groups of their own, as `schema.row_groups` cuts them
+
+
+class Parquet:
+    """Parquet files, with the row groups and types that they have."""
+
+    what, suffixes = "Parquet file", (".parquet",)
+
+    def __init__(self, types=None):
+        pass  # a Parquet file knows its own types
+
+    def open(self, path):
+        """A `ParquetFile` on any storage; ValueError naming a file that is not Parquet."""
+        filesystem, inner = storage.open_filesystem(path)
+        try:
+            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (pa.ArrowInvalid, OSError) as error:  # OSError: a footer that is there and makes no sense
+            raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
+
+    def schema(self, path):
+        with self.open(path) as file:
+            return file.schema_arrow
+
+    def row_groups(self, path):
+        """(rows of each row group, None), from the footer."""
+        with self.open(path) as file:
+            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)], None
+
+    def read(self, path, groups, columns, offsets=None):
+        """One table for each of the row groups, as they are asked for."""
+        with self.open(path) as file:
+            for group in groups:
+                yield file.read_row_group(group, columns=columns)
+
+    def stream(self, path, columns, groups=None):
+        """All rows, or those of some row groups, some at a time: row groups may be larger than memory (`BUFFER_BYTES`)."""
+        with self.open(path) as file:
+            for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
+                yield pa.Table.from_batches([batch])
+
+
+class WebDataset:
+    """Tars as img2dataset writes them: consecutive members of one name are a sample, `.jpg` (`.png`, `.webp`, ...),
+    `.txt` (a column "txt"), and `.json`, whose keys become columns.
+
+    A row group is a run of samples; with its offset in the tar it is read by a single request. Finding them takes a pass
+    over all headers: quick on a disk, while an object store sends the whole tar. `types`: column -> Arrow type of the
+    columns that are used (`inputs.column_types`); a value that is nothing of the kind is null.
+    """
+
+    what, suffixes = "WebDataset tar", (".tar",)
+
+    def __init__(self, types):
+        self.types = types
+
+    def schema(self, path):
+        """The columns that the first samples have; those that are used by their types, others as text."""
+        names = {KEY: None}
+        with open_tar(path) as tar:
+            for sample in itertools.islice(samples(tar), GROUP_ROWS):
+                names |= dict.fromkeys(sample)
+        return pa.schema(
+            [(name, self.types.get(name, pa.binary() if name == "jpg" else pa.string())) for name in names]
+        )
+
+    def row_groups(self, path):
+        """(rows of each group, offset in the tar of each group and of the end), by a pass over the members' headers."""
+        starts, end = [], 0
+        with open_tar(path) as tar:
+            for is_first, member, _, _ in parts(tar):
+                if is_first:
+                    starts.append(member.offset)
+                end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        return schema.row_groups(len(starts)), [*starts[::GROUP_ROWS], end]
+
+    def read(self, path, groups, columns, offsets=None):
+        """One table for each group; without `offsets` the tar is read from its beginning."""
+        if offsets is None:
+            wanted = set(groups)
+            for group, table in enumerate(self.stream(path, columns)):
+                if group in wanted:
+                    yield table
+                if group >= max(wanted):
+                    return
+        filesystem, inner = storage.open_filesystem(path)
+        with filesystem.open_input_file(inner) as file:
+            for group in groups:
+                data = file.read_at(offsets[group + 1] - offsets[group], offsets[group])
+                with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+                    yield self.table(list(samples(tar)), columns)
+
+    def stream(self, path, columns, groups=None):
+        """The whole tar from its beginning, a table for each group (`groups` cannot be sought without offsets)."""
+        with open_tar(path) as tar:
+            rows = samples(tar)
+            while group := list(itertools.islice(rows, GROUP_ROWS)):
+                yield self.table(group, columns)
+
+    def table(self, rows, columns):
+        """Samples as an Arrow table."""
+        return pa.table({name: convert([row.get(name) for row in rows], self.types[name]) for name in columns})
+
+
+class ImageFolder:
+    """Pictures in folders, each folder with a `metadata.csv` or `metadata.jsonl` that names them in a column
+    `file_name`, relative to itself, beside a caption: as Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
+
+    The table is what is listed, planned and read; pictures are read later, where they are decoded (`read_pictures`).
+    """
+
+    what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
+
+    def __init__(self, types):
+        self.types = types
+
+    def schema(self, path):
+        """The columns that the table has; those that are used by their types, others as text."""
+        return pa.schema([(name, self.types.get(name, pa.string())) for name in load_metadata(path)])
+
+    def row_groups(self, path):
+        """(rows of each group, None)"""
+        return schema.row_groups(len(next(iter(load_metadata(path).values()), []))), None
+
+    def stream(self, path, columns, groups=None):
+        """The whole table, or some groups of it, a group at a time."""
+        return self.read(path, range(len(self.row_groups(path)[0])) if groups is None else groups, columns)
+
+    def read(self, path, groups, columns, offsets=None):
+        """One table for each group."""
+        rows = load_metadata(path)
+        for group in groups:
+            part = slice(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
+            yield pa.table({name: convert(rows[name][part], self.types[name]) for name in columns})
+
+
+READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
+
+
+@contextlib.contextmanager
+def open_tar(path):
+    """A `TarFile` on any storage; ValueError naming one that cannot be read to its end."""
+    filesystem, inner = storage.open_filesystem(path)
+    # Seeking from header to header is cheap on a disk; on an object store each would be a request of its own.
+    local = storage.is_local(path)
+    try:
+        with (
+            filesystem.open_input_file(inner)
+            if local
+            else filesystem.open_input_stream(inner, buffer_size=2**22) as file
+        ):
+            with tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
+                yield tar
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
+
+
+def parts(tar):
+    """(whether a sample begins here, member, the sample's key, extension) of a tar's files, in order."""
+    current, seen = None, set()
+    for member in tar:
+        folder, slash, name = member.name.rpartition("/")
+        stem, dot, extension = name.partition(".")
+        if not member.isfile() or not stem or not dot:
+            continue
+        key, extension = folder + slash + stem, extension.lower()
+        is_first = key != current or extension in seen  # the same part again: another sample of that name
+        if is_first:
+            current, seen = key, set()
+        seen.add(extension)
+        yield is_first, member, key, extension
+
+
+def samples(tar):
+    """A tar's samples as dicts: `__key__`, the picture's bytes as "jpg", the text as "txt", the JSON's keys."""
+    sample = None
+    for is_first, member, key, extension in parts(tar):
+        if is_first and sample is not None:
+            yield sample
+        if is_first:
+            sample = {KEY: key}
+        if extension in PICTURES:
+            sample["jpg"] = member_bytes(tar, member)
+        elif extension == "txt":
+            sample["txt"] = member_bytes(tar, member)
+        elif extension == "json":
+            sample = {**parse_json(member_bytes(tar, member)), **sample}
+    if sample is not None:
+        yield sample
+
+
+def member_bytes(tar, member):
+    """The bytes of a tar's member; none of one that is too large, or sparse: a few bytes that claim to be terabytes."""
+    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
+
+
+@functools.lru_cache(maxsize=1)
+def _load_metadata(path, version):
+    filesystem, inner = storage.open_filesystem(path)
+    with filesystem.open_input_stream(inner) as stream:
+        data = stream.read()
+    if path.endswith(".jsonl"):
+        rows = [parse_json(line) for line in data.split(b"\n") if line.strip()]
+        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    try:
+        frame = pd.read_csv(
+            io.BytesIO(data),
+            dtype=object,
+            keep_default_na=False,
+            encoding_errors="replace",
+            skip_blank_lines=True,
+        )
+        if not isinstance(frame.index, pd.RangeIndex):
+            raise ValueError("its rows have more fields than its first line has names")
+    except ValueError as error:  # pandas' own errors are of this kind
+        raise ValueError(f"{path} is not a readable table: correct it. ({error})") from None
+    return {name: [None if value != value else value for value in frame[name].tolist()] for name in frame.columns}
+
+
+def load_metadata(path):
+    """{column: values} of a `metadata.csv` (all text) or `metadata.jsonl`; a line that is no JSON is a row of nulls."""
+    return _load_metadata(path, storage.version(path))  # kept: an epoch's chunks ask for the same few tables
+
+
+def parse_json(text):
+    """A JSON object as a dict; {} for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def convert(values, kind):
+    """Values as JSON, CSV or a tar give them as an Arrow array of a type; what is nothing of the kind is null."""
+    if pa.types.is_floating(kind):
+        return pa.array([as_number(value) for value in values], kind)
+    if pa.types.is_string(kind):
+        return pa.array([as_text(value) for value in values], kind)
+    return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
+
+
+def as_number(value):
+    """A float, or None."""
+    try:
+        return float(value) if isinstance(value, (bool, int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def as_text(value):
+    """Text, or None; bytes must be UTF-8. Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?"."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    if value is None or isinstance(value, str):
+        return value and value.encode(errors="replace").decode()
+    return json.dumps(value)
+
+
+def is_url(text):
+    return str(text).lower().startswith(("http://", "https://"))
+
+
+def read_pictures(names, folders, base):
+    """The bytes behind paths, or a `BadImage` that says why not.
+
+    Args:
+        names: a path each, None for a row without one; relative ones start in the row's folder.
+        folders: of each row, a path or URI.
+        base: the folder that no path may lead out of.
+    """
+    # Object stores answer late: many at a time. On a disk one after the other is as fast.
+    with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
+        return list(pool.map(functools.partial(read_picture, base=base), names, folders))
+
+
+def read_picture(name, folder, base):
+    """The bytes behind one path, or a `BadImage`."""
+    if not name:
+        return BadImage("no image path")
+    if is_url(name):
+        return BadImage("a URL, not downloaded")
+    filesystem, root = storage.open_filesystem(base)
+    scheme, found, inner = name.rpartition("://")
+    if found and scheme != base.rpartition("://")[0]:
+        return BadImage("image path outside of the input")
+    if not found:
+        inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
+    inner = posixpath.normpath(inner)
+    if not inner.startswith(root.rstrip("/") + "/"):
+        return BadImage("image path outside of the input")
+    try:
+        with filesystem.open_input_stream(inner) as stream:
+            data = stream.read(MAX_BYTES + 1)
+        return data if len(data) <= MAX_BYTES else BadImage("too many bytes")
+    except FileNotFoundError:
+        return BadImage("image file not found")
+    except (pa.ArrowInvalid, ValueError, UnicodeError):
+        return BadImage("image path that cannot be")
+    except OSError:
+        if not storage.is_local(base):
+            raise  # the store did not answer: the job stops, and a rerun reads it again
+        return BadImage("image file not readable")  # a folder, a name that is too long, no permission

@@ -1,0 +1,556 @@
+"""Captioned shapes: the sample data set, drawn pictures with captions, any number of them.
+
+A caption names everything that its picture shows, so `detect` can read a generated picture back and
+`agreement` says in how many of them each attribute is right.
+
+- One object: "a large red circle in the top left on a blue background". 8 background colours x 7
+  other colours x 3 shapes x 2 sizes x 9 positions = 3,024 captions.
+- Two objects: "a small red circle left of a large white square on a blue background". 8 x 7 x 6
+  colours x 9 shapes x 4 sizes x 4 relations = 48,384 captions; drawn only by a `two_object_share`.
+- Picture number `index` is a function of (seed, index) alone. Where exactly an object lies in its
+  ninth of the picture is jitter, so many pictures share a caption.
+- Held out: captions whose CRC-32 is divisible by 10 (295 and 4,887 of them) are never drawn with
+  split="train", which is what `write_parquet` writes. Measure with `held_out_prompts`.
+
+Needs numpy and Pillow; `write_parquet` also pyarrow. Licence: Apache-2.0, like the code.
+"""
+
+import io
+import json
+import os
+import re
+import tempfile
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+# Colours that stay apart after blur and JPEG: the nearest two, blue and purple, differ by 115 of 255.
+COLORS = {
+    "red": (214, 40, 40),
+    "green": (48, 150, 60),
+    "blue": (40, 80, 210),
+    "yellow": (245, 210, 60),
+    "purple": (150, 60, 180),
+    "cyan": (70, 200, 215),
+    "white": (245, 245, 245),
+    "black": (25, 25, 25),
+}
+SHAPES = ("circle", "square", "triangle")
+# Lengths are in units of the picture's side. A circle's radius, half of a square's side. Areas differ as well as
+# outlines, so that a small square with rounded corners, as a VAE returns it, is still no circle.
+SIZES = {"small": 0.12, "large": 0.18}
+POSITIONS = {
+    "in the top left": (0.26, 0.26),
+    "at the top": (0.5, 0.26),
+    "in the top right": (0.74, 0.26),
+    "at the left": (0.26, 0.5),
+    "in the center": (0.5, 0.5),
+    "at the right": (0.74, 0.5),
+    "in the bottom left": (0.26, 0.74),
+    "at the bottom": (0.5, 0.74),
+    "in the bottom right": (0.74, 0.74),
+}
+RELATIONS = ("left of", "right of", "above", "below")
+JITTER = 0.04
+TRIANGLE_CIRCUMRADIUS = 1.2  # x radius: the largest that stays inside the picture in every position
+SUPERSAMPLING = 4
+WORKING_SIZE = 64  # detect resamples to this
+_OBJECT = rf"a ({'|'.join(SIZES)}) ({'|'.join(COLORS)}) ({'|'.join(SHAPES)})"
+_BACKGROUND = rf"on a ({'|'.join(COLORS)}) background"
+_ONE_OBJECT = re.compile(rf"{_OBJECT} ({'|'.join(POSITIONS)}) {_BACKGROUND}")
+_TWO_OBJECTS = re.compile(rf"{_OBJECT} ({'|'.join(RELATIONS)}) {_OBJECT} {_BACKGROUND}")
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """One object. `position` is one of POSITIONS, or None in a scene of two, where a relation says it."""
+
+    color: str
+    shape: str
+    size: str
+    position: str | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows: one object with a position, or two with a relation (first to second)."""
+
+    background: str
+    objects: tuple[SceneObject, ...]
+    relation: str | None = None
+
+    @property
+    def caption(self) -> str:
+        named = [f"a {o.size} {o.color} {o.shape}" for o in self.objects]
+        where = self.objects[0].position if self.relation is None else f"{self.relation} {named[1]}"
+        return f"{named[0]} {where} on a {self.background} background"
+
+
+def parse(caption: str) -> Scene:
+    """The scene that `caption` describes: `parse(scene.caption) == scene`. ValueError for other text."""
+    if match := _ONE_OBJECT.fullmatch(caption):
+        size, color, shape, position, background = match.groups()
+        scene = Scene(background, (SceneObject(color, shape, size, position),))
+    elif match := _TWO_OBJECTS.fullmatch(caption):
+        size, color, shape, relation, size_2, color_2, shape_2, background = match.groups()
+        scene = Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
+    else:
+        raise ValueError(
+            f'{caption!r} is not a caption of captioned shapes; they read like "a large red circle in the top left on a blue background"'
+        )
+    if len({background, *(o.color for o in scene.objects)}) != 1 + len(scene.objects):
+        raise ValueError(f"{caption!r} uses one colour twice: objects and background must differ in colour")
+    return scene
+
+
+def is_held_out(caption: str) -> bool:
+    """Whether `caption` is kept out of training data: CRC-32 of its UTF-8 bytes divisible by 10."""
+    return zlib.crc32(caption.encode()) % 10 == 0
+
+
+@cache
+def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
+    """Every caption with `num_objects` (1 or 2) objects, in a fixed order. `split` as in `scene`."""
+    if num_objects == 1:
+        scenes = (
+            Scene(background, (SceneObject(color, shape, size, position),))
+            for (background, color), shape, size, position in product(permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
+        )
+    elif num_objects == 2:
+        scenes = (
+            Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
+            for (background, color, color_2), shape, shape_2, size, size_2, relation in product(
+                permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS
+            )
+        )
+    else:
+        raise ValueError(f"num_objects is {num_objects}; scenes have 1 or 2 objects")
+    return tuple(s.caption for s in scenes if _in_split(s.caption, split))
+
+
+def _in_split(caption: str, split: str) -> bool:
+    if split not in ("train", "held_out", "all"):
+        raise ValueError(f'split is {split!r}; it must be "train", "held_out" or "all"')
+    return split == "all" or is_held_out(caption) == (split == "held_out")
+
+
+def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train") -> Scene:
+    """Scene number `index`: the same for the same arguments, any non-negative index.
+
+    `two_object_share` (0 to 1) is the probability of two objects. `split`: "train" leaves the held-out
+    captions out, "held_out" draws only them, "all" ignores the difference. ValueError for anything else.
+    """
+    if not 0 <= two_object_share <= 1:
+        raise ValueError(f"two_object_share is {two_object_share}; it is a probability, from 0 to 1")
+    rng = np.random.default_rng([seed, index])
+    while True:
+        num_objects = 2 if rng.random() < two_object_share else 1
+        # One call for all choices: scenes are drawn by the million, and each call costs microseconds.
+        choice = rng.integers([8, 7, 6, 3, 3, 2, 2, 9, 4]).tolist()
+        colors = list(COLORS)
+        background, color, color_2 = (colors.pop(c) for c in choice[:3])
+        sizes, positions = list(SIZES), list(POSITIONS)
+        first = SceneObject(
+            color, SHAPES[choice[3]], sizes[choice[5]], positions[choice[7]] if num_objects == 1 else None
+        )
+        second = SceneObject(color_2, SHAPES[choice[4]], sizes[choice[6]])
+        found = (
+            Scene(background, (first,))
+            if num_objects == 1
+            else Scene(background, (first, second), RELATIONS[choice[8]])
+        )
+        if _in_split(found.caption, split):
+            return found
+
+
+def draw(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
+    """Draws `scene` as an RGB picture of `size` x `size` pixels, 4x supersampled.
+
+    `rng_or_seed` (what `numpy.random.default_rng` takes) decides the jitter of the objects' places.
+    """
+    rng = np.random.default_rng(rng_or_seed)
+    side = size * SUPERSAMPLING
+    picture = Image.new("RGB", (side, side), COLORS[scene.background])
+    pen = ImageDraw.Draw(picture)
+    for thing, (x, y) in zip(scene.objects, _centres(scene, rng), strict=True):
+        x, y, radius = x * side, y * side, SIZES[thing.size] * side
+        if thing.shape == "circle":
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLORS[thing.color])
+        elif thing.shape == "square":
+            pen.rectangle((x - radius, y - radius, x + radius, y + radius), fill=COLORS[thing.color])
+        else:
+            tall = radius * TRIANGLE_CIRCUMRADIUS
+            wide = tall * np.sqrt(3) / 2
+            pen.polygon([(x, y - tall), (x - wide, y + tall / 2), (x + wide, y + tall / 2)], fill=COLORS[thing.color])
+    return picture.reduce(SUPERSAMPLING)
+
+
+def _centres(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float]]:
+    jitter = rng.uniform(-JITTER, JITTER, 4)
+    if scene.relation is None:
+        x, y = POSITIONS[scene.objects[0].position]
+        return [(x + jitter[0], y + jitter[1])]
+    along = (0.26 + jitter[0], 0.74 + jitter[1])  # far enough apart for two large ones
+    across = 0.5 + 3 * jitter[2:]
+    if scene.relation in ("right of", "below"):
+        along = along[::-1]
+    if scene.relation in ("left of", "right of"):
+        return list(zip(along, across, strict=True))
+    return list(zip(across, along, strict=True))
+
+
+def sample(
+    index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train", size: int = 64
+) -> tuple[Image.Image, str]:
+    """Picture number `index` (RGB, `size` x `size`) and its caption. Arguments as in `scene`."""
+    what = scene(index, seed, two_object_share, split)
+    return draw(what, [seed, index, 1], size), what.caption
+
+
+def held_out_prompts(num: int, seed: int = 0) -> list[str]:
+    """`num` different one-object captions that training never sees, every attribute as even as possible.
+
+    ValueError if there are fewer than `num`.
+    """
+    left = list(captions(1, "held_out"))
+    if num > len(left):
+        raise ValueError(f"{num} held-out prompts asked for; there are {len(left)}: ask for that many at most")
+    np.random.default_rng([seed, 2]).shuffle(left)
+    values = {caption: set(attributes(caption).items()) for caption in left}
+    times_used, chosen = {}, []
+    for _ in range(num):
+        best = min(left, key=lambda c: sum(times_used.get(v, 0) * _NUM_VALUES.get(v[0], 0) for v in values[c]))
+        left.remove(best)
+        chosen.append(best)
+        for value in values[best]:
+            times_used[value] = times_used.get(value, 0) + 1
+    return chosen
+
+
+_NUM_VALUES = {"background": 8, "color": 8, "shape": 3, "size": 2, "position": 9}
+
+
+def attributes(caption: str) -> dict[str, str | int]:
+    """What `detect` finds in a perfect picture for `caption`.
+
+    One object: background, count, color, shape, size, position. Two: background, count, relation, and
+    color, shape, size of the left or upper object, then color_2, shape_2, size_2 of the other: a picture
+    cannot tell "A right of B" from "B left of A", so both read "left of". ValueError as in `parse`.
+    """
+    what = parse(caption)
+    objects, relation = what.objects, what.relation
+    if relation in ("right of", "below"):
+        objects, relation = objects[::-1], {"right of": "left of", "below": "above"}[relation]
+    first = objects[0]
+    found = {
+        "background": what.background,
+        "count": len(objects),
+        "color": first.color,
+        "shape": first.shape,
+        "size": first.size,
+    }
+    if relation is None:
+        return found | {"position": first.position}
+    second = objects[1]
+    return found | {"color_2": second.color, "shape_2": second.shape, "size_2": second.size, "relation": relation}
+
+
+_PALETTE = np.array(list(COLORS.values()), np.float32)
+_NAMES = list(COLORS)
+_ROW_COLUMN = (np.mgrid[:WORKING_SIZE, :WORKING_SIZE] + 0.5).astype(np.float32) / WORKING_SIZE
+_Y, _X = _ROW_COLUMN
+CORNER = 1.5 / WORKING_SIZE  # blur and VAEs round a square's corners: its template is half way
+_BLUR = 1 / WORKING_SIZE  # templates have edges one pixel wide, like anti-aliased ones
+
+
+def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
+    """Reads the attributes off a picture: uint8 RGB of any size (its centre square is used).
+
+    Returns the keys of `attributes`. What cannot be read is None: there may be no object, or a shape
+    that fits none. `count` is 0, 1, 2 or 3 ("more than two").
+    """
+    pixels = _working_copy(np.asarray(pixels_HWC))
+    frame = np.concatenate(
+        [
+            pixels[:2].reshape(-1, 3),
+            pixels[-2:].reshape(-1, 3),
+            pixels[2:-2, :2].reshape(-1, 3),
+            pixels[2:-2, -2:].reshape(-1, 3),
+        ]
+    )
+    background_rgb = np.median(frame, 0)
+    background = _nearest(background_rgb[None])[0]
+    found = {"background": _NAMES[background], "count": 0, "color": None, "shape": None, "size": None, "position": None}
+
+    # Colours are voted for by pixels whose eight neighbours agree: edges mix two colours into a third.
+    labels = _nearest(pixels.reshape(-1, 3)).reshape(WORKING_SIZE, WORKING_SIZE)
+    inner = np.zeros_like(labels, bool)
+    inner[1:-1, 1:-1] = np.all(
+        [
+            labels[1 + dy : WORKING_SIZE - 1 + dy, 1 + dx : WORKING_SIZE - 1 + dx] == labels[1:-1, 1:-1]
+            for dy in (-1, 0, 1)
+            for dx in (-1, 0, 1)
+        ],
+        axis=0,
+    )
+    votes = np.bincount(labels[inner], minlength=len(_NAMES))
+    votes[background] = 0
+    seen = [c for c in np.argsort(-votes) if votes[c] >= 10]  # the smallest triangle has about 40
+    if not seen:
+        return found
+    found["count"] = min(len(seen), 3)
+
+    if len(seen) == 2:
+        places = [np.array([_X[inner & (labels == c)].mean(), _Y[inner & (labels == c)].mean()]) for c in seen]
+        distances = [np.hypot(_X - x, _Y - y) for x, y in places]
+        nearer = distances[0] < distances[1]
+        things = [_fit(pixels, background_rgb, c, region) for c, region in zip(seen, (nearer, ~nearer), strict=True)]
+        offset = np.abs(places[0] - places[1])
+        axis = int(offset[1] > offset[0])
+        order = sorted((0, 1), key=lambda i: places[i][axis])
+        (color, (shape, size, _, _)), (color_2, (shape_2, size_2, _, _)) = ((_NAMES[seen[i]], things[i]) for i in order)
+        del found["position"]
+        return found | {
+            "color": color,
+            "shape": shape,
+            "size": size,
+            "color_2": color_2,
+            "shape_2": shape_2,
+            "size_2": size_2,
+            "relation": ("left of", "above")[axis],
+        }
+
+    shape, size, centre, rest = _fit(pixels, background_rgb, seen[0], np.ones_like(inner))
+    if len(seen) == 1 and rest > 0.4 * np.pi * SIZES["small"] ** 2:
+        found["count"] = 2  # a second object of the same colour
+    row, column = (int(np.digitize(c, (0.38, 0.62))) for c in (centre[1], centre[0]))
+    return found | {
+        "color": _NAMES[seen[0]],
+        "shape": shape,
+        "size": size,
+        "position": list(POSITIONS)[3 * row + column],
+    }
+
+
+def _nearest(pixels_NC: np.ndarray) -> np.ndarray:
+    """Index of the nearest palette colour of each pixel, (N,)."""
+    # |p - c|^2 without |p|^2, which does not change the order
+    return np.argmin((_PALETTE**2).sum(1) - 2 * pixels_NC @ _PALETTE.T, axis=1)
+
+
+def _fit(pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.ndarray):
+    """Shape and size of the template that overlaps best, the object's centre, and the area it leaves over."""
+    direction = _PALETTE[color] - background_rgb
+    alpha = (pixels - background_rgb) @ direction / (direction @ direction)
+    alpha = np.clip(2 * alpha - 0.5, 0, 1) * region  # steeper: noise of the background would pull the centre
+    mass = max(alpha.sum(), 1)
+    x, y = (alpha * _X).sum() / mass, (alpha * _Y).sum() / mass
+    templates = {(shape, size): _template(shape, SIZES[size], x, y) for shape in SHAPES for size in SIZES}
+    overlap = {key: np.minimum(alpha, t).sum() / np.maximum(alpha, t).sum() for key, t in templates.items()}
+    best = max(overlap, key=overlap.get)
+    grown = _template(best[0], SIZES[best[1]] + 3 * _BLUR, x, y)
+    rest = (alpha * (1 - grown)).sum() / WORKING_SIZE**2
+    shape = best[0] if overlap[best] > 0.6 else None
+    return shape, best[1], (x, y), rest
+
+
+def _template(shape: str, radius: float, x: float, y: float) -> np.ndarray:
+    """Coverage (H, W) in 0..1 of a shape around (x, y), from its signed distance."""
+    dx, dy = _X - x, _Y - y
+    if shape == "circle":
+        distance = np.hypot(dx, dy) - radius
+    elif shape == "square":
+        flat_x, flat_y = (np.abs(d) - radius + CORNER for d in (dx, dy))
+        distance = (
+            np.hypot(np.maximum(flat_x, 0), np.maximum(flat_y, 0)) + np.minimum(np.maximum(flat_x, flat_y), 0) - CORNER
+        )
+    else:
+        inradius = radius * TRIANGLE_CIRCUMRADIUS / 2
+        distance = np.maximum(dy, np.abs(dx) * np.sqrt(3) / 2 - dy / 2) - inradius
+    return np.clip(0.5 - distance / _BLUR, 0, 1)
+
+
+def _working_copy(pixels_HWC: np.ndarray) -> np.ndarray:
+    """The centre square at 64x64, float32: averaged where larger by a whole factor, else bilinear."""
+    if pixels_HWC.ndim != 3 or pixels_HWC.shape[2] != 3 or pixels_HWC.dtype != np.uint8:
+        raise ValueError(f"pixels are {pixels_HWC.dtype} of shape {pixels_HWC.shape}; detect takes uint8 (H, W, 3)")
+    height, width, _ = pixels_HWC.shape
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    square = pixels_HWC[top : top + side, left : left + side].astype(np.float32)
+    factor, rest = divmod(side, WORKING_SIZE)
+    if factor and not rest:
+        return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
+    place = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
+    low = np.minimum(place.astype(int), side - 1)
+    high, share = np.minimum(low + 1, side - 1), (place - low).astype(np.float32)
+    rows = square[low] + share[:, None, None] * (square[high] - square[low])
+    return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
+
+
+def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
+    """Share of pictures (PIL or uint8 arrays (H, W, 3)) that show what their prompt says.
+
+    One entry per attribute, over the prompts that have it, and "all": every attribute right at once.
+    ValueError for lists of different lengths, for none, and for prompts that are no captions.
+    """
+    if len(pictures) != len(prompts) or not prompts:
+        raise ValueError(f"{len(pictures)} pictures and {len(prompts)} prompts: give as many of each, at least one")
+    right = {}
+    for picture, prompt in zip(pictures, prompts, strict=True):
+        if isinstance(picture, Image.Image):
+            picture = picture.convert("RGB")
+        found = detect(np.asarray(picture))
+        hits = {key: found.get(key) == value for key, value in attributes(prompt).items()}
+        for key, hit in (hits | {"all": all(hits.values())}).items():
+            right.setdefault(key, []).append(hit)
+    return {key: float(np.mean(hits)) for key, hits in right.items()}
+
+
+_MARKER = b"captioned_shapes"
+
+
+def write_parquet(
+    folder: str | os.PathLike,
+    num_rows: int,
+    seed: int = 0,
+    rows_per_file: int = 2000,
+    two_object_share: float = 0.0,
+    size: int = 64,
+    spoilt_share: float = 0.0,
+) -> str:
+    """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
+
+    Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
+    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. With a `spoilt_share`,
+    evenly spread rows are damaged as rows of a
+    real download are, see `spoil`. Each file appears whole or not at all. A second call with the
+    same arguments writes nothing; with others it replaces the files. ValueError if `folder` holds Parquet
+    files of another origin, or for counts that are not positive. Returns `folder`.
+    """
+
+    if num_rows < 1 or rows_per_file < 1:
+        raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
+    if "://" in str(folder):
+        return _write_remote(folder, num_rows, seed, rows_per_file, two_object_share, size, spoilt_share)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    call = {
+        "version": 4,
+        "num_rows": num_rows,
+        "seed": seed,
+        "rows_per_file": rows_per_file,
+        "two_object_share": two_object_share,
+        "size": size,
+        "spoilt_share": spoilt_share,
+    }
+    marker = json.dumps(call).encode()
+    starts = {f"shapes-{i:05d}.parquet": i * rows_per_file for i in range(-(-num_rows // rows_per_file))}
+
+    for path in sorted(folder.glob("*.parquet")):
+        found = (pq.read_schema(path).metadata or {}).get(_MARKER)
+        if found is None:
+            raise ValueError(f"{path} was not written by write_parquet; choose a folder without other Parquet files")
+        if found == marker and path.name in starts:
+            del starts[path.name]
+        else:
+            path.unlink()  # before anything new is written, so that a reader never sees two calls mixed
+
+    for name, start in starts.items():
+        indices = range(start, min(start + rows_per_file, num_rows))
+        table = _table(indices, seed, two_object_share, size, spoilt_share)
+        temporary = folder / f".{name}.tmp"
+        try:
+            pq.write_table(table.replace_schema_metadata({_MARKER: marker}), temporary, row_group_size=500)
+            os.replace(temporary, folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return str(folder)
+
+
+def _write_remote(uri, *arguments):
+    """`write_parquet` in a local copy of what is there, of which the changes go back."""
+    from . import storage
+
+    with tempfile.TemporaryDirectory() as local:
+        if storage.exists(uri):
+            storage.copy_folder(uri, local)
+        before = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
+        write_parquet(local, *arguments)
+        after = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
+        for name in before.keys() - after.keys():
+            storage.delete(storage.join(uri, name))
+        if after != before:
+            storage.copy_folder(local, uri)
+    return str(uri)
+
+
+def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str | None]:
+    """The picture's bytes and the caption, damaged in the way that spoilt row `number` is: seven ways in turn."""
+    tiny = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(tiny, "GIF")
+    return [
+        (data[: len(data) // 2], caption),
+        (b"", caption),
+        (b"<html>404 Not Found</html>", caption),
+        (data, None),
+        (data, "  "),
+        (tiny.getvalue(), caption),
+        (None, caption),
+    ][number % 7]
+
+
+def _widen(picture: Image.Image, index: int) -> Image.Image:
+    """Every sixth picture half as wide again, every sixth as high, so that there is something to crop.
+
+    The background grows on both sides, and the largest centre square is the picture as it was drawn.
+    """
+    margin = picture.width // 4
+    sides = {0: (margin, 0), 3: (0, margin)}.get(index % 6, (0, 0))
+    larger = Image.new("RGB", (picture.width + 2 * sides[0], picture.height + 2 * sides[1]), picture.getpixel((0, 0)))
+    larger.paste(picture, sides)
+    return larger
+
+
+def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float):
+
+    rows = []
+    for index in indices:
+        picture, caption = sample(index, seed, two_object_share, "train", size)
+        picture = _widen(picture, index)
+        data = _encode(picture, "PNG" if index % 4 == 3 else "JPEG")
+        number = int((index + 1) * spoilt_share)  # rises by one at each spoilt row
+        damaged = number != int(index * spoilt_share)
+        rows.append((*(corrupt(data, caption, number) if damaged else (data, caption)), picture.size))
+    return pa.table(
+        {
+            "hash": pa.array([_hash(seed, index) for index in indices], pa.int64()),
+            "caption": pa.array([caption for _, caption, _ in rows], pa.string()),
+            "width": pa.array([float(width) for _, _, (width, _) in rows], pa.float64()),
+            "height": pa.array([float(height) for _, _, (_, height) in rows], pa.float64()),
+            "jpg": pa.array([data for data, _, _ in rows], pa.binary()),
+        }
+    )
+
+
+def _encode(picture: Image.Image, file_format: str) -> bytes:
+    data = io.BytesIO()
+    # 4:4:4: subsampled colour would bleed over the edges of shapes this small
+    picture.save(data, file_format, **({"quality": 95, "subsampling": 0} if file_format == "JPEG" else {}))
+    return data.getvalue()
+
+
+def _hash(seed: int, index: int) -> int:
+    """A bijection of 63-bit numbers (odd factors and xor-shifts), so different rows never share a hash."""
+    mask = (1 << 63) - 1
+    x = ((seed << 40) + index) & mask
+    for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        x = ((x ^ (x >> 30)) * factor) & mask
+    return x ^ (x >> 31)

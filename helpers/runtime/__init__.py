@@ -1,0 +1,1 @@
+"""Support at run time: connecting to Ray, metrics, profiling, progress, faults."""

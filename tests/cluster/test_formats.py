@@ -1,0 +1,455 @@
+"""Data in whatever form a download left it: Parquet, WebDataset tars, image folders, pictures behind paths."""
+
+import io
+import json
+import pathlib
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from helpers import images, ingest, online, preprocess, schema, storage
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.data_io import filters, inputs, readers
+from helpers.lesson import captioned_shapes, looks
+from helpers.runtime import session
+from tests.pipelines import encode
+
+ROWS = 150
+COLUMNS = {
+    "parquet": {},
+    "webdataset": {"input_format": "webdataset", "id_column": "key"},
+    "imagefolder": {
+        "input_format": "imagefolder",
+        "id_column": "key",
+        "caption_column": "text",
+        "image_column": "file_name",
+    },
+    "paths": {"id_column": "key", "caption_column": "text", "image_column": "file_name"},
+}
+
+
+def write_tar(path, samples):
+    """[{name in the tar: bytes}] as a WebDataset tar."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for sample in samples:
+            for name, data in sample.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def drawn_rows():
+    """[(key, picture's bytes, caption, width)] of drawn pictures, a few of them spoilt."""
+    rows = []
+    for index in range(ROWS):
+        picture, caption = captioned_shapes.sample(index)
+        data = io.BytesIO()
+        picture.save(data, ("JPEG", "PNG", "WEBP")[index % 3])
+        rows.append(
+            (f"{index:05d}", data.getvalue() if index % 40 else b"<html>", caption if index % 50 else "", 32 + index)
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def input_folders(tmp_path_factory):
+    """The same rows in each format: {name: folder}."""
+    rows, root = drawn_rows(), tmp_path_factory.mktemp("inputs")
+    folder = root / "parquet"
+    folder.mkdir()
+    keys, pictures, captions, widths = zip(*rows, strict=True)
+    table = pa.table({"hash": keys, "jpg": pictures, "caption": captions, "width": widths})
+    pq.write_table(table[:100], folder / "0.parquet", row_group_size=30)
+    pq.write_table(table[100:], folder / "1.parquet")
+    extensions = ("jpg", "png", "webp")
+    samples = [
+        {
+            f"{key}.{extensions[int(key) % 3]}": data,
+            f"{key}.txt": caption.encode(),
+            f"{key}.json": json.dumps({"key": key, "caption": caption, "width": width, "exif": None}).encode(),
+        }
+        for key, data, caption, width in rows
+    ]
+    write_tar(root / "webdataset" / "00000.tar", samples[:100])
+    write_tar(root / "webdataset" / "00001.tar", samples[100:])
+    for number, (part, how) in enumerate((("train", "csv"), ("more/deep", "jsonl"))):
+        folder = root / "imagefolder" / part
+        folder.mkdir(parents=True)
+        mine = rows[:100] if number == 0 else rows[100:]
+        for key, data, _, _ in mine:
+            (folder / f"{key}.bin").write_bytes(data)
+        lines = [
+            {"file_name": f"{key}.bin", "text": caption, "key": key, "width": width} for key, _, caption, width in mine
+        ]
+        if how == "jsonl":
+            (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+        else:
+            quoted = [
+                ",".join([line["file_name"], f'"{line["text"]}"', line["key"], str(line["width"])]) for line in lines
+            ]
+            (folder / "metadata.csv").write_text("\n".join(["file_name,text,key,width", *quoted]) + "\n")
+    folder = root / "paths"
+    (folder / "pictures").mkdir(parents=True)
+    for key, data, _, _ in rows:
+        (folder / "pictures" / key).write_bytes(data)
+    names = pa.table({"file_name": [f"pictures/{key}" for key in keys], "text": captions, "key": keys, "width": widths})
+    pq.write_table(names, folder / "rows.parquet")
+    return {name: root / name for name in COLUMNS}
+
+
+def config_of(input_folders, name, tmp_path, **changes):
+    return OnlineConfig(
+        **{
+            "storage": str(tmp_path),
+            "input_uri": str(input_folders[name]),
+            "resolutions": [32],
+            **COLUMNS[name],
+            **changes,
+        }
+    )
+
+
+# ---- through Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    session.connect("local", num_cpus=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def from_parquet(input_folders, cluster, tmp_path_factory):
+    config = config_of(
+        input_folders, "parquet", tmp_path_factory.mktemp("parquet"), row_filter="width >= 48 and caption != 'x'"
+    )
+    return encode(config), read(config)
+
+
+def read(config):
+    tables = [pq.read_table(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
+    return pa.concat_tables(tables).sort_by("id")
+
+
+@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
+def test_every_format_gives_the_same_latents_rejects_and_accounts(input_folders, from_parquet, tmp_path, name):
+    expected, latents = from_parquet
+    caption = COLUMNS[name].get("caption_column", "caption")
+    config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'")
+    manifest = encode(config)
+    assert read(config).equals(latents)
+    assert manifest.rejected == expected.rejected == {"not an image": 3, "empty caption": 2}
+    assert {count: manifest.total(count) for count in ("read", "written", "filtered")} == {
+        "read": ROWS,
+        "written": expected.total("written"),
+        "filtered": 16,
+    }
+    files = {"webdataset": "00000.tar", "imagefolder": "train/metadata.csv", "paths": "rows.parquet"}
+    assert files[name] in set(looks.read_rejects(config.latents_uri)["source"])
+
+
+@pytest.mark.parametrize("name", ["webdataset", "imagefolder"])
+def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path, name):
+    first, last = preprocess.prepare(config_of(input_folders, name, tmp_path, limit=120), rows_per_segment=40).segments
+    files = 50 if name == "imagefolder" else 100  # more/deep/metadata.jsonl comes before train/metadata.csv
+    assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
+    rows = inputs.read_rows(last, config_of(input_folders, name, tmp_path)).take_all()
+    keys = [key for key, *_ in drawn_rows()]
+    assert [row["key"] for row in rows] == (keys[:70] if name == "imagefolder" else keys[100:120])
+    assert {row["path"] for row in rows} == set(last.paths)
+
+
+# ---- on the way to the trainers
+
+
+@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
+def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, tmp_path, name):
+    caption = COLUMNS[name].get("caption_column", "caption")
+    config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'", limit=130)
+    training = TrainingConfig(
+        storage=str(tmp_path),
+        latents_uri=str(tmp_path / "online"),
+        resolution=32,
+        global_batch_size=10,
+        validation_share=0.1,
+    )
+    manifest = online.prepare(config, training)
+    assert manifest.total("read") == 130
+    plan = ingest.plan_run({training.latents_uri: manifest}, training)
+    found = {}
+    for index in range(plan.chunks_per_epoch):
+        (mine,), (source,) = plan.chunk(0, index)[0], plan.sources
+        table = online.read_raw(mine, source, config=config, validation_share=0.0)
+        done = preprocess.transform(table, config=config)
+        for row_id, text, keep, reason in zip(
+            done["id"].to_pylist(),
+            table[config.caption_column].to_pylist(),
+            table["keep"].to_pylist(),
+            done["reason"].to_pylist(),
+            strict=True,
+        ):
+            found[row_id] = (text, keep, reason)
+    expected = {key: (caption, width >= 48) for key, _, caption, width in drawn_rows()[:130]}
+    if name == "imagefolder":  # more/deep stands before train
+        expected = {key: (caption, width >= 48) for key, _, caption, width in drawn_rows()[100:] + drawn_rows()[:80]}
+    assert {key: (text or "", keep) for key, (text, keep, _) in found.items()} == expected
+    bad = {key: reason for key, (_, _, reason) in found.items() if reason}
+    assert set(bad.values()) == {"not an image", "empty caption"}
+    validation = schema.Manifest.read(storage.join(training.latents_uri, ingest.VALIDATION))
+    assert 0 < validation.total("written") <= validation.total("read")
+
+
+# ---- finding files
+
+
+def test_a_pattern_gives_the_files_that_match_it(tmp_path):
+    names = ["a/0.parquet", "a/1.parquet", "a/b/2.parquet", "c/3.parquet", "a/4.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    patterns = {
+        "a/*.parquet": names[:2],
+        "*/*.parquet": [*names[:2], names[3]],
+        "**/*.parquet": names[:4],
+        "a/[1-9].parquet": names[1:2],
+        "a/?.parquet": names[:2],
+        "a/[!0].parquet": names[1:2],
+        "**/2.parquet": names[2:3],
+    }
+    for pattern, expected in patterns.items():
+        found = inputs.list_inputs(f"{tmp_path}/{pattern}")
+        assert [storage.name(path) for path in found] == [storage.name(name) for name in expected], pattern
+    with pytest.raises(FileNotFoundError, match="matches no file: give a Parquet file, a folder of them or a pattern"):
+        inputs.list_inputs(f"{tmp_path}/d/*.parquet")
+
+
+def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
+    config = PreprocessingConfig(
+        storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet", resolutions=[32]
+    )
+    job = preprocess.check(config)
+    assert sorted(job["listing"]) == ["0.parquet", "1.parquet"]
+    assert job["listing"] == {name: (input_folders["parquet"] / name).stat().st_size for name in job["listing"]}
+
+
+# ---- tars
+
+
+def webdataset(**types):
+    return readers.WebDataset({"__key__": pa.string(), "txt": pa.string(), "jpg": pa.binary(), **types})
+
+
+def test_samples_are_runs_of_members_with_one_name(tmp_path):
+    path = write_tar(
+        tmp_path / "a.tar",
+        [
+            {"x/1.jpg": b"one", "x/1.txt": b"first"},
+            {"x/2.JPEG": b"two", "x/2.txt": "zwölf".encode(), "x/2.cls": b"7"},
+            {"y.z/2.png": b"three"},  # a dot in the folder is no extension
+            {"3.txt": b"no picture", ".hidden": b"", "README": b""},
+            {"4.jpg": b"four", "4.txt": b"\xff"},
+            {"4.jpg": b"another four"},  # the same part again
+        ],
+    )
+    (table,) = webdataset().read(str(path), [0], ["__key__", "jpg", "txt"])
+    assert [tuple(row.values()) for row in table.to_pylist()] == [
+        ("x/1", b"one", "first"),
+        ("x/2", b"two", "zwölf"),
+        ("y.z/2", b"three", None),
+        ("3", None, "no picture"),
+        ("4", b"four", None),
+        ("4", b"another four", None),
+    ]
+    assert webdataset().row_groups(str(path))[0] == [6]
+
+
+def test_a_group_of_samples_is_read_by_its_offset_alone(tmp_path):
+    keys = [
+        f"{number:04d}" + "long" * 40 * (number % 2) for number in range(150)
+    ]  # long names have a header of their own
+    path = str(
+        write_tar(tmp_path / "a.tar", [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys])
+    )
+    rows, offsets = webdataset().row_groups(path)
+    assert rows == [64, 64, 22] and len(offsets) == 4
+    (last, first) = webdataset().read(path, [2, 0], ["__key__", "txt"], offsets)
+    assert last["__key__"].to_pylist() == keys[128:] and first["__key__"].to_pylist() == keys[:64]
+    assert [text[:4] for text in last["txt"].to_pylist()] == [key[:4] for key in keys[128:]]
+    streamed = pa.concat_tables(webdataset().stream(path, ["__key__"]))
+    assert streamed["__key__"].to_pylist() == keys
+
+
+def test_a_tar_that_cannot_be_read_to_its_end_is_named(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [{f"{number}.jpg": b"x" * 5000} for number in range(9)])
+    whole = path.read_bytes()
+    for data in (whole[:20_000], b"<html>" * 500, b""):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=f"^{path} is not a readable WebDataset tar: remove or replace it"):
+            webdataset().row_groups(str(path))
+
+
+def sparse_member(name, data, size):
+    """GNU tar's sparse member: `data` in the file, `size` bytes when it is read."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(data), tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:410], header[483:495] = b"%011o\0%011o\0" % (512, len(data)), b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + data.ljust(512, b"\0")
+
+
+def test_a_member_that_claims_more_than_a_picture_can_have_is_no_picture(tmp_path, monkeypatch):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for key, data in (("0", b"x" * 1001), ("1", b"x" * 1000)):
+            member = tarfile.TarInfo(f"{key}.jpg")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        end = tar.offset
+    with open(tmp_path / "a.tar", "wb") as file:
+        file.write(buffer.getvalue()[:end] + sparse_member("2.jpg", b"x" * 100, 900) + bytes(1024))
+    monkeypatch.setattr(readers, "MAX_BYTES", 1000)
+    with readers.open_tar(str(tmp_path / "a.tar")) as tar:
+        assert [(member.size, member.issparse()) for member in tar.getmembers()] == [
+            (1001, False),
+            (1000, False),
+            (900, True),
+        ]
+    with readers.open_tar(str(tmp_path / "a.tar")) as tar:
+        assert [len(sample["jpg"]) for sample in readers.samples(tar)] == [0, 1000, 0]
+    (tmp_path / "large.jpg").write_bytes(b"x" * 1001)
+    found = readers.read_picture("large.jpg", str(tmp_path), str(tmp_path))
+    assert isinstance(found, images.BadImage) and str(found) == "too many bytes"
+
+
+def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):
+    texts = [
+        b'{"width": 3, "txt": "not the text", "name": "a"}',
+        b'{"width": 3.5, "name": 7}',
+        b'{"width": "12", "name": null}',
+        b'{"width": "wide", "name": "\\ud800"}',
+        b'{"width": null}',
+        b"[1, 2]",
+        b'{"width": ',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"width": 1e999, "name": {"a": [1]}}',
+        b'{"width": true, "name": "\xc3\xbc"}',
+        b'{"width": ' + b"9" * 400 + b"}",
+    ]
+    path = write_tar(tmp_path / "a.tar", [{f"{number}.json": text} for number, text in enumerate(texts)])
+    read = webdataset(width=pa.float64(), name=pa.string())
+    (table,) = read.read(str(path), [0], ["width", "name", "txt"])
+    inf = float("inf")
+    assert table["width"].to_pylist() == [3, 3.5, 12, None, None, None, None, None, None, inf, 1, None]
+    assert table["name"].to_pylist()[:4] == ["a", "7", None, "?"] and table["name"].to_pylist()[9:11] == [
+        '{"a": [1]}',
+        "ü",
+    ]
+    assert table["txt"].null_count == len(table) - 1 or table["txt"].null_count == len(table)
+    assert read.schema(str(path)).names == ["__key__", "width", "txt", "name"]
+
+
+# ---- tables
+
+
+def test_a_captions_table_may_hold_quotes_lines_gaps_and_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "metadata.csv").write_bytes(
+        b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\nd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
+    )
+    read = readers.ImageFolder({"file_name": pa.string(), "text": pa.string(), "score": pa.float64()})
+    (table,) = read.read(str(tmp_path / "metadata.csv"), [0], ["file_name", "text", "score"])
+    assert table["text"].to_pylist() == ["one, two", "two\nlines", "", 'say "hi"', "\ufffd", ""]
+    assert table["score"].to_pylist()[:4] == [3, None, None, 1000] and table["file_name"].null_count == 0
+    (tmp_path / "metadata.csv").write_text("a,b\n1,2,3\n1,2\n")
+    with pytest.raises(ValueError, match="metadata.csv is not a readable table: correct it"):
+        read.row_groups(str(tmp_path / "metadata.csv"))
+
+
+def test_a_line_that_is_no_json_is_a_row_of_nulls(tmp_path):
+    path = tmp_path / "metadata.jsonl"
+    path.write_text('{"file_name": "a.jpg", "text": "a"}\n{"file_name":\n\n{"text": "c", "file_name": "c.jpg"}')
+    (table,) = readers.ImageFolder({"file_name": pa.string(), "text": pa.string()}).read(
+        str(path), [0], ["file_name", "text"]
+    )
+    assert table["file_name"].to_pylist() == ["a.jpg", None, "c.jpg"] and table["text"].to_pylist() == ["a", None, "c"]
+    path.write_text('{"file_name": "b.jpg", "text": "bb"}')
+    (table,) = readers.ImageFolder({"text": pa.string()}).read(str(path), [0], ["text"])
+    assert table["text"].to_pylist() == ["bb"]  # not what was read before
+
+
+# ---- pictures behind paths
+
+
+def test_a_path_is_read_inside_the_inputs_folder_and_nowhere_else(tmp_path):
+    base = tmp_path / "input"
+    (base / "deep").mkdir(parents=True)
+    (base / "deep" / "a b#ü.jpg").write_bytes(b"picture")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "input-2").mkdir()
+    (tmp_path / "input-2" / "a").write_bytes(b"neighbour")
+    expected = {
+        "deep/a b#ü.jpg": b"picture",
+        f"{base}/deep/a b#ü.jpg": b"picture",
+        "deep/../deep/./a b#ü.jpg": b"picture",
+        "../secret": "image path outside of the input",
+        f"{tmp_path}/secret": "image path outside of the input",
+        "deep/../../secret": "image path outside of the input",
+        f"{tmp_path}/input-2/a": "image path outside of the input",
+        "s3://bucket/a": "image path outside of the input",
+        "/etc/passwd": "image path outside of the input",
+        "https://example.org/a.jpg": "a URL, not downloaded",
+        "HTTP://x/a": "a URL, not downloaded",
+        "nothing": "image file not found",
+        "": "no image path",
+        None: "no image path",
+        "deep": "image file not readable",
+        "x" * 5000: "image file not readable",
+    }
+    found = readers.read_pictures(list(expected), [str(base)] * len(expected), str(base))
+    assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
+    assert str(readers.read_picture("a\0b", str(base), str(base))) in (
+        "image path that cannot be",
+        "image file not found",
+    )
+
+
+def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
+    table = pa.table({"hash": [1, 2], "caption": ["a", "b"], "url": [None, "https://example.org/a.jpg"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="url")
+    with pytest.raises(
+        ValueError, match=r"^image_column='url' holds URLs \(https://example.org/a.jpg\): download the pictures first"
+    ):
+        preprocess.prepare(config)
+
+
+def test_a_column_called_path_is_refused_because_readers_need_the_name(tmp_path):
+    pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
+    with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):
+        preprocess.prepare(config)
+
+
+def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
+    has = r"id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption, width"
+    with pytest.raises(ValueError, match=has):
+        preprocess.prepare(config_of(input_folders, "webdataset", tmp_path, id_column="hash"))
+    with pytest.raises(
+        ValueError, match=r"row_filter='punsafe' is not a column of .*metadata.jsonl: it has file_name, text"
+    ):
+        preprocess.prepare(config_of(input_folders, "imagefolder", tmp_path, row_filter="punsafe < 0.5"))
+    assert not pathlib.Path(tmp_path, "latents").exists()
+
+
+def test_filters_know_whether_a_column_holds_numbers_or_text():
+    types = filters.filter_types("width >= 256 and (license == 'CC0' or 'a' < name) and width > height")
+    assert types == {"width": pa.float64(), "license": pa.string(), "name": pa.string(), "height": pa.float64()}
+    assert filters.filter_types("") == {}

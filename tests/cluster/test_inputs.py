@@ -1,0 +1,416 @@
+import dataclasses
+import io
+import math
+import pathlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import preprocess, resumable_job, storage
+from helpers.config import PreprocessingConfig
+from helpers.data_io import filters, inputs, readers
+from helpers.lesson import looks
+
+
+def write(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+# ---- finding files
+
+
+def test_a_file_is_found_by_itself_whatever_its_name(tmp_path, monkeypatch):
+    for name in ("a.parquet", "part-0000"):
+        path = write(tmp_path / name, x=[1])
+        assert inputs.list_inputs(path) == [path]
+        monkeypatch.chdir(tmp_path)
+        assert inputs.list_inputs(name) == [path]
+
+
+def test_a_folder_gives_its_parquet_files_sorted_nested_ones_too(tmp_path):
+    paths = [write(tmp_path / name, x=[1]) for name in ("b.parquet", "a.parquet", "deep/er/c.parquet")]
+    (tmp_path / "notes.txt").write_text("not data")
+    assert inputs.list_inputs(str(tmp_path)) == sorted(paths) == inputs.list_inputs(str(tmp_path) + "/")
+
+
+def test_a_folder_may_be_called_like_a_file(tmp_path):
+    path = write(tmp_path / "data.parquet" / "part-0.parquet", x=[1])
+    assert inputs.list_inputs(str(tmp_path / "data.parquet")) == [path]
+
+
+def test_missing_and_empty_places_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"):
+        inputs.list_inputs(str(tmp_path / "nowhere"))
+    (tmp_path / "a.jpg").write_text("")
+    with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no Parquet file"):
+        inputs.list_inputs(str(tmp_path))
+
+
+def damaged(path):
+    """Cut short, a footer that makes no sense, empty, and something else altogether."""
+    data = pathlib.Path(path).read_bytes()
+    footer = int.from_bytes(data[-8:-4], "little")
+    broken = data[: -8 - footer] + b"\xff" * footer + data[-8:]
+    return {
+        "cut": data[:-20],
+        "footer": broken,
+        "empty": b"",
+        "text": b"hash,caption\n1,a cat\n" * 10,
+        "magic": b"PAR1",
+    }
+
+
+@pytest.mark.parametrize("kind", ["cut", "footer", "empty", "text", "magic"])
+def test_a_file_that_is_not_parquet_is_named(tmp_path, kind):
+    path = write(tmp_path / "a.parquet", x=[1])
+    (tmp_path / "a.parquet").write_bytes(damaged(path)[kind])
+    with pytest.raises(ValueError, match=f"^{path} is not a readable Parquet file: remove or replace it"):
+        readers.Parquet().open(path)
+    with pytest.raises(ValueError, match=f"^{path} is not"):
+        readers.Parquet().row_groups(path)
+
+
+def test_a_file_that_went_away_is_not_called_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        readers.Parquet().open(str(tmp_path / "a.parquet"))
+
+
+def test_a_missing_column_is_named_with_those_that_there_are(tmp_path):
+    path = write(tmp_path / "a.parquet", url=["u"], text=["t"])
+    found = readers.Parquet().schema(path)
+    with pytest.raises(ValueError) as error:
+        inputs.check_columns(path, {"caption_column": "text", "image_column": "jpg"}, found)
+    assert str(error.value) == f"image_column='jpg' is not a column of {path}: it has url, text."
+    inputs.check_columns(path, {"caption_column": "text"}, found)
+
+
+def test_rows_are_counted_and_the_first_ones_looked_at_without_ray(tmp_path):
+    first = write(tmp_path / "a.parquet", x=[1, 2], y=["a", "b"])
+    second = write(tmp_path / "b.parquet", x=[3], y=[None])
+    config = PreprocessingConfig(input_uri=str(tmp_path), id_column="x", caption_column="y", image_column="y")
+    assert inputs.count_rows([first, second, first], config) == [2, 1, 2]
+    found = [{"x": 1, "y": "a", "path": first}, {"x": 2, "y": "b", "path": first}]
+    assert inputs.first_rows(config, 2).to_pylist() == found
+    assert inputs.first_rows(config, 9).to_pylist()[-1] == {"x": 3, "y": None, "path": second}
+    assert len(inputs.first_rows(config, 9)) == 3
+
+
+# ---- the row filter, against an evaluation of our own, with three truth values as in SQL
+
+
+@dataclasses.dataclass
+class Expression:
+    """A filter's text, and a function of a row that is True, False or None (unknown)."""
+
+    text: str
+    value: object
+
+
+COMPARE = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+NUMBERS = st.integers(-3, 3) | st.sampled_from([-1.5, 0.5, 2.25])
+TEXTS = st.sampled_from(["", "a", "b c", "it's", 'quo"te', "ü", "width"])
+
+
+def compare(operator, left, right):
+    unknown = any(value is None or value != value for value in (left, right))
+    return None if unknown else COMPARE[operator](left, right)
+
+
+def both(values):
+    return False if False in values else None if None in values else True
+
+
+@st.composite
+def comparisons(draw):
+    name = draw(st.sampled_from(["width", "score", "caption"]))
+    operator, constant = draw(st.sampled_from(list(COMPARE))), draw(TEXTS if name == "caption" else NUMBERS)
+    match draw(st.integers(0, 3)):
+        case 0:
+            return Expression(f"{name} {operator} {constant!r}", lambda row: compare(operator, row[name], constant))
+        case 1:
+            return Expression(f"{constant!r} {operator} {name}", lambda row: compare(operator, constant, row[name]))
+        case 2 if name != "caption":
+            other = "width" if name == "score" else "score"
+            return Expression(f"{name}{operator}{other}", lambda row: compare(operator, row[name], row[other]))
+    last = draw(TEXTS if name == "caption" else NUMBERS)
+    return Expression(
+        f"{constant!r} <= {name} {operator} {last!r}",
+        lambda row: both([compare("<=", constant, row[name]), compare(operator, row[name], last)]),
+    )
+
+
+def joined(parts):
+    def invert(part):
+        return Expression(f"not ({part.text})", lambda row: None if part.value(row) is None else not part.value(row))
+
+    def conjunction(pair):
+        return Expression(
+            f"({pair[0].text}) and ({pair[1].text})", lambda row: both([part.value(row) for part in pair])
+        )
+
+    def disjunction(pair):
+        def value(row):
+            values = [part.value(row) for part in pair]
+            return True if True in values else None if None in values else False
+
+        return Expression(f"({pair[0].text}) or ({pair[1].text})", value)
+
+    pairs = st.tuples(parts, parts)
+    return parts.map(invert) | pairs.map(conjunction) | pairs.map(disjunction)
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "width": st.none() | st.integers(-3, 3),
+            "score": st.none() | st.sampled_from([-1.5, 0.0, 0.5, 2.25, math.inf, math.nan]),
+            "caption": st.none() | TEXTS,
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+TYPES = pa.schema([("width", pa.int64()), ("score", pa.float64()), ("caption", pa.string())])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.recursive(comparisons(), joined, max_leaves=6), ROWS)
+def test_a_filter_keeps_the_rows_for_which_it_is_true(expression, rows):
+    """Unknown is not true: a comparison with a missing value, or with NaN, drops the row, under `not` too.
+
+    In memory, and in the read of a file, where the statistics of row groups count.
+    """
+    table = pa.Table.from_pylist(
+        [{**row, "number": i} for i, row in enumerate(rows)], schema=TYPES.append(pa.field("number", pa.int64()))
+    )
+    expected, parsed = (
+        [i for i, row in enumerate(rows) if expression.value(row) is True],
+        filters.parse_filter(expression.text),
+    )
+    assert table.filter(parsed.to_pyarrow())["number"].to_pylist() == expected
+    file = io.BytesIO()
+    pq.write_table(table, file, row_group_size=3)
+    assert pq.read_table(file, filters=parsed.to_pyarrow())["number"].to_pylist() == expected
+    filters.check_filter(expression.text, TYPES)
+
+
+def test_truth_values_can_be_compared():
+    table = pa.table({"nsfw": [True, False, None]})
+    for text, kept in (("nsfw == True", 1), ("nsfw != True", 1), ("not nsfw == False", 1), ("not nsfw != False", 1)):
+        assert table.filter(filters.parse_filter(text).to_pyarrow()).num_rows == kept
+        filters.check_filter(text, table.schema)
+
+
+def test_and_binds_closer_than_or_and_white_space_does_not_matter():
+    table = pa.table({"a": [0, 0, 1, 1], "b": [0, 1, 0, 1]})
+    for text in ("a == 0 or a == 1 and b == 1", " a == 0 or a == 1 and b == 1\n", "a==0 or(a==1 and b==1)"):
+        assert table.filter(filters.parse_filter(text).to_pyarrow()).num_rows == 3
+    assert table.filter(filters.parse_filter("not a == 0 and b == 0").to_pyarrow()).num_rows == 1
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\n"])
+def test_no_filter_is_none(text):
+    assert filters.parse_filter(text) is None and filters.filter_columns(text) == []
+    filters.check_filter(text, TYPES)
+
+
+def test_the_columns_of_a_filter_are_known():
+    assert filters.filter_columns(" width > 3 and (caption == 'score' or not width < x) ") == ["width", "caption", "x"]
+
+
+REFUSED = [
+    "__import__('os').system('touch /tmp/owned') == 0",
+    "width.__class__ == 1",
+    "().__class__.__bases__[0] == 1",
+    "exec('x') > 0",
+    "(lambda: 1)() > 0",
+    "lambda: width > 1",
+    "f'{width}' == 'a'",
+    "caption == f'{open(0)}'",
+    "width[0] > 1",
+    "[x for x in width] == 1",
+    "width if width > 1 else width > 2",
+    "(x := 3) > width",
+    "width in (1, 2)",
+    "width is None",
+    "width == None",
+    "width + 1 > 2",
+    "width ** 9 ** 9 > 1",
+    "~(width > 1)",
+    "width > 1 & width < 3",
+    "width",
+    "not width",
+    "width and width > 1",
+    "3 < 4",
+    "'a' == 'a'",
+    "width > 3 > 2",
+    "1 < 2 < width",
+    "'a' < 3 < width",
+    "True",
+    "width > 3j",
+    "caption == b'x'",
+    "-'abc' < width",
+    "width > -width",
+    "width > --3",
+    "width > 1, width > 2",
+    "await width",
+    "{width} > 1",
+    "... > width",
+    "width > (width > 1)",
+]
+UNREADABLE = [
+    "width >",
+    "width > 1 width",
+    "width = 3",
+    "import os",
+    "width > 1; import os",
+    "width > 1\nimport os",
+    "and",
+    ")",
+    "*width",
+    "yield width",
+    "\0",
+    "width > 1\0",
+    "width == '\ud800'",
+    "(" * 400 + "width > 1" + ")" * 400,
+    "not " * 5000 + "width > 1",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_comparison_is_refused_and_named_but_never_run(text):
+    with pytest.raises(ValueError) as error:
+        filters.parse_filter(text)
+    message = str(error.value)
+    assert message.startswith(f"row_filter={text!r}: ") and message.endswith(".")
+    assert "is no comparison of a column" in message or "is neither a column, a number nor a quoted text" in message
+
+
+@pytest.mark.parametrize("text", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_what_cannot_be_read_is_refused_with_an_example(text):
+    for function in (filters.parse_filter, filters.filter_columns):
+        with pytest.raises(ValueError, match="is not an expression such as 'width >= 256 and height >= 256'"):
+            function(text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(alphabet="width <>=!()'\"and or not.,:+-*[]{}lmbdf_0123\\\n#", max_size=40))
+def test_any_text_is_a_filter_or_one_sentence(text):
+    try:
+        found = filters.parse_filter(text)
+    except ValueError as error:
+        assert str(error).startswith(f"row_filter={text!r}") and str(error).endswith(".")
+    else:
+        assert found is not None or not text.strip()
+
+
+@pytest.mark.parametrize(
+    "text, columns",
+    [
+        ("width > 'a'", "width holds int64"),
+        ("caption > 3", "caption holds string"),
+        ("width == True", "width holds int64"),
+        ("caption < score", "caption holds string, score holds double"),
+        ("width == 100000000000000000000", "width holds int64"),
+    ],
+)
+def test_comparing_a_number_with_a_text_is_refused_before_any_work(text, columns):
+    with pytest.raises(ValueError) as error:
+        filters.check_filter(text, TYPES)
+    assert str(error.value).startswith(f"row_filter={text!r} compares what cannot be compared ({columns}): change it.")
+
+
+def raw(folder, number, rows):
+    random = np.random.default_rng(number)
+    return write(
+        folder / f"{number}.parquet",
+        hash=list(range(100 * number, 100 * number + rows)),
+        caption=["c"] * rows,
+        jpg=[b"x"] * rows,
+        width=[None if w == 0 else int(w) for w in random.integers(0, 5, rows)],
+        unused=[0] * rows,
+    )
+
+
+def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
+    raw(tmp_path, 0, 3)
+    for text, message in (
+        ("hight > 3", "row_filter='hight' is not a column"),
+        ("width > 'a'", "compares what cannot be"),
+    ):
+        config = PreprocessingConfig(input_uri=str(tmp_path), row_filter=text, latents_uri=str(tmp_path / "latents"))
+        with pytest.raises(ValueError, match=message):
+            preprocess.prepare(config)
+    assert not storage.exists(tmp_path / "latents")
+
+
+# ---- through Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True  # as `session.connect` does: a limit takes the first rows
+    yield
+    ray.shutdown()
+
+
+def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
+    """Where no limit cuts the file: a limit counts the rows before the filter."""
+    paths = [raw(tmp_path, number, 20) for number in range(2)]
+    config = PreprocessingConfig(row_filter="width >= 3", limit=30)
+    whole, cut = resumable_job.plan_segments(paths, config, rows_per_segment=20)
+    plans = []
+    for segment in (whole, cut):
+        inputs.read_rows(segment, config).explain()
+        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
+    assert "Filter" not in plans[0] and "Limit" not in plans[0]
+    assert "Filter" in plans[1] and "limit=10" in plans[1]
+    expected = pq.read_table(paths[0]).filter(filters.parse_filter(config.row_filter).to_pyarrow())
+    assert [row["hash"] for row in inputs.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
+
+
+def test_a_scan_of_the_filters_columns_counts_what_each_clause_drops(tmp_path, cluster):
+    table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    text = "width >= 3 and (score > 0.5 or width > 9)"
+    found = looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text))
+    assert [tuple(row) for row in found.itertuples(index=False)] == [
+        ("width >= 3", 3, 2, 6),
+        ("score > 0.5 or width > 9", 2, 1, 6),
+        ("all", 4, 4, 6),
+    ]
+    assert filters.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and filters.clauses(" ") == []
+    with pytest.raises(ValueError, match="row_filter='' drops nothing"):
+        looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
+
+
+def test_ray_reads_the_columns_that_are_used_and_filters_as_arrow_does(tmp_path, cluster):
+    """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
+    paths = [raw(tmp_path, number, 20) for number in range(2)]
+    text = "not width < 3 and hash != 7 or caption == 'none' and width > 100"
+    config = PreprocessingConfig(row_filter=text, limit=25)
+    (segment,) = resumable_job.plan_segments(paths, config)
+    rows = inputs.read_rows(segment, config).take_all()
+    first = pa.concat_tables([pq.read_table(path) for path in paths])[:25]
+    expected = first.filter(filters.parse_filter(text).to_pyarrow())
+    assert segment.rows == 25 and 0 < len(expected) < 25
+    assert sorted(row["hash"] for row in rows) == expected["hash"].to_pylist()
+    assert {row["path"] for row in rows} == set(paths)
+    assert set(rows[0]) == {"hash", "caption", "jpg", "path", "width"}  # and not `unused`

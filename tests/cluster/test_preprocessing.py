@@ -1,0 +1,530 @@
+"""The preprocessing job on a real Ray: what is written, what is rejected, and what happens when it is run again."""
+
+import collections
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from PIL import Image
+
+from helpers import diffusion, encoder, images, preprocess, resumable_job, schema, storage
+from helpers.config import PreprocessingConfig
+from helpers.data_io import inputs
+from helpers.lesson import captioned_shapes, looks
+from helpers.runtime import session
+from helpers.train_step import Unit
+from tests.pipelines import build_pipeline, encode
+
+ROWS = 600
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    session.connect("local", num_cpus=4)
+    yield
+    ray.shutdown()
+
+
+def picture(size=(64, 64), mode="RGB", file_format="PNG", **options):
+    data = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 60)).convert(mode).save(data, file_format, **options)
+    return data.getvalue()
+
+
+def write_rows(folder, rows, row_group_size=50, rows_per_file=None):
+    """LAION-style Parquet of [(id, caption, bytes)]."""
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    rows_per_file = rows_per_file or len(rows)
+    for number, start in enumerate(range(0, len(rows), rows_per_file)):
+        ids, captions, data = zip(*rows[start : start + rows_per_file], strict=True)
+        table = pa.table(
+            {
+                "hash": pa.array(ids, pa.int64()),
+                "caption": pa.array(captions, pa.string()),
+                "width": pa.array([64.0] * len(ids)),
+                "jpg": pa.array(data, pa.binary()),
+            }
+        )
+        pq.write_table(table, f"{folder}/{number:03d}.parquet", row_group_size=row_group_size)
+
+
+def read_latents(latents_uri, name="data"):
+    return pa.concat_tables(
+        [pq.read_table(path) for path in storage.list_files(storage.join(latents_uri, name), ".parquet")]
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished job over the sample data, with its config and manifest."""
+    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), dollars_per_hour=2.5)
+    captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
+    return config, encode(config)
+
+
+def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
+    config, manifest = finished
+    raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
+    written, rejected = read_latents(config.latents_uri), read_latents(config.latents_uri, "rejects")
+    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
+    assert manifest.total("read") == ROWS == manifest.total("written") + sum(manifest.rejected.values())
+    assert manifest.total("written") == written.num_rows
+    assert manifest.rejected == collections.Counter(rejected["reason"].to_pylist())
+    assert set(rejected["source"].to_pylist()) <= {
+        "shapes-00000.parquet",
+        "shapes-00001.parquet",
+        "shapes-00002.parquet",
+    }
+
+
+def test_the_manifest_on_disk_knows_each_file_and_its_row_groups(finished):
+    config, manifest = finished
+    assert schema.Manifest.read(config.latents_uri) == manifest
+    names = [storage.name(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
+    assert sorted(names) == sorted(name for name, _ in manifest.files)
+    for name, row_groups in manifest.files:
+        metadata = pq.read_metadata(f"{config.latents_uri}/data/{name}")
+        assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == row_groups
+    on_disk = storage.read_json(storage.join(config.latents_uri, "manifest.json"))
+    assert on_disk["read"] == on_disk["written"] + sum(on_disk["rejected"].values()) + on_disk["filtered"]
+
+
+def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
+    config, manifest = finished
+    report = storage.read_json(storage.join(config.latents_uri, "manifest.json"))["report"]
+    on_disk = sum(os.path.getsize(path) for path in storage.list_files(f"{config.latents_uri}/data"))
+    assert (
+        report["bytes"] == on_disk
+        and report["encoders"] == 1
+        and set(report["stage_seconds"]) == {"transform", "encode", "write"}
+    )
+    assert report["images_per_second"] == manifest.total("written") / report["seconds"]
+    million = report["seconds"] / 3600 * 2.5 / manifest.total("written") * 1e6
+    assert report["dollars_per_hour"] == 2.5 and report["dollars_per_million_images"] == pytest.approx(million)
+    assert list(looks.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second"]
+    # One call of the encoder is time too.
+    assert (
+        0 < report["stage_seconds"]["encode"] <= report["encoding_seconds"] + 0.1
+        and report["encoding_seconds"] < report["seconds"]
+    )
+
+
+def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
+    calls = [(100.0, 100.5, 10), (101.25, 102.5, 20), (102.5, 103.0, 5), (104.0, 104.25, 5)]  # start, end, rows
+    rows = pa.table(
+        {
+            "encoded_at": [end for _, end, count in calls for _ in range(count)],
+            "encode_seconds": [(end - start) / count for start, end, count in calls for _ in range(count)],
+        }
+    )
+    busy = preprocess.busy_seconds(preprocess.encoder_calls(rows))
+    assert {second: (pytest.approx(used), finished) for second, (used, finished) in busy.items()} == {
+        100: (0.5, 10),
+        101: (0.75, 0),
+        102: (1.0, 20),
+        103: (0.0, 5),
+        104: (0.25, 5),
+    }
+    assert resumable_job.timeline(busy, 1, started=99.0) == [[2.0, 0.75, 0], [3.0, 1.0, 20], [4.0, 0.0, 5]]
+    assert (
+        resumable_job.timeline(busy, 2, started=99.0)[0] == [2.0, 0.375, 0] and resumable_job.timeline({}, 1, 0.0) == []
+    )
+    long = resumable_job.timeline(dict.fromkeys(range(1000), (0.9, 7)), 1, 0.0)
+    assert len(long) <= resumable_job.TIMELINE and {(share, rate) for _, share, rate in long} == {(0.9, 7)}
+
+
+def test_a_survey_of_random_rows_knows_their_sizes_and_whole_captions(finished):
+    config, _ = finished
+    frame, pictures, captions = looks.dataset_stats(config, num_rows=150)
+    assert len(frame) == 150 and len(pictures) == len(captions) == 12
+    assert (
+        frame["width"].min() >= 1 and frame[["width", "height"]].isna().all(axis=1).any()
+    )  # spoilt rows are no pictures
+    assert images.count_tokens(["a large red circle", ""], images.load_tokenizer("tiny-sd")) == [6, 2]
+    long = images.count_tokens(["red " * 100], images.load_tokenizer("tiny-sd"))
+    assert long == [102]
+    again, _, _ = looks.dataset_stats(config, num_rows=150)
+    assert again.equals(frame) and not looks.dataset_stats(config, num_rows=150, seed=1)[0].equals(frame)
+
+
+def test_a_survey_shows_the_rows_that_the_filter_leaves_or_says_that_it_leaves_none(finished, capsys):
+    config, _ = finished
+    whole = looks.dataset_stats(config, num_rows=150)[0]
+    wide = looks.dataset_stats(dataclasses.replace(config, row_filter="width > 64"), num_rows=150)[0]
+    assert 0 < len(wide) < 150 and wide["width"].dropna().min() > 64 and capsys.readouterr().out == ""
+    none = looks.dataset_stats(dataclasses.replace(config, row_filter="width > 9999"), num_rows=150)[0]
+    assert none.equals(whole)
+    assert (
+        capsys.readouterr().out
+        == "row_filter='width > 9999' leaves none of 150 random rows: they are shown without it.\n"
+    )
+
+
+def test_stored_latents_are_what_the_encoder_gives_for_each_row_alone(finished):
+    config, manifest = finished
+    table = read_latents(config.latents_uri)
+    raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
+    by_id = dict(
+        zip(raw["hash"].to_pylist(), zip(raw["jpg"].to_pylist(), raw["caption"].to_pylist(), strict=True), strict=True)
+    )
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config))
+    tokenizer = images.load_tokenizer("tiny-sd")
+    for row in range(0, table.num_rows, 97):
+        data, caption = by_id[table["id"][row].as_py()]
+        assert table["caption"][row].as_py() == caption
+        square = images.center_square(images.decode(data))
+        for resolution in (32, 64):
+            column = schema.latents_column(resolution)
+            expected = latent_encoder.encode_images(images.to_pixels(images.resize(square, resolution))[None])
+            stored, valid = schema.from_binary(table[column].slice(row, 1), manifest.shapes[column])
+            assert valid.all()
+            np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
+        text, _ = schema.from_binary(table["caption_embeddings"].slice(row, 1), manifest.shapes["caption_embeddings"])
+        expected = latent_encoder.encode_captions(images.tokenize([caption], tokenizer))
+        np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
+
+
+def test_running_a_finished_job_again_writes_nothing_and_says_so(finished, capsys):
+    config, manifest = finished
+    before = {path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)}
+    assert encode(config) == manifest
+    assert "Nothing to do" in capsys.readouterr().out
+    assert {
+        path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)
+    } == before
+
+
+def test_the_same_input_gives_the_same_latents_in_the_same_order(finished, tmp_path):
+    config, manifest = finished
+    again = PreprocessingConfig(storage=config.storage, latents_uri=str(tmp_path))
+    repeated = encode(again)
+    assert [groups for _, groups in repeated.files] == [groups for _, groups in manifest.files]
+    for (name, _), (other, _) in zip(manifest.files, repeated.files, strict=True):
+        assert pq.read_table(f"{config.latents_uri}/data/{name}") == pq.read_table(f"{tmp_path}/data/{other}")
+
+
+def test_an_input_that_has_changed_is_refused(tmp_path):
+    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(20)])
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
+    encode(config)
+    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(30)])
+    with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
+        encode(config)
+
+
+def test_other_parameters_into_the_same_folder_are_refused(finished):
+    config, _ = finished
+    with pytest.raises(
+        ValueError, match=r"holds data that was made with other parameters \(resolutions=\[32, 64\], not \[64\]\)"
+    ):
+        encode(PreprocessingConfig(storage=config.storage, resolutions=[64]))
+
+
+def test_bad_rows_are_converted_or_rejected_and_never_stop_the_job(tmp_path):
+    good = picture()
+    palette = Image.new("P", (64, 64))
+    palette.info["transparency"] = 0
+    buffer = io.BytesIO()
+    palette.save(buffer, "PNG", transparency=0)
+    rows = {
+        "converted": [
+            ("a gif", picture(mode="P", file_format="GIF")),
+            ("sixteen bits", picture(mode="I;16")),
+            ("cmyk", picture(mode="CMYK", file_format="JPEG")),
+            ("palette with alpha", buffer.getvalue()),
+            ("word " * 500, good),
+            ("ünï©ødé 漢字 🎨", good),
+            ("a webp", picture(file_format="WEBP")),
+        ],
+        "broken image": [("cut", good[: len(good) // 2])],
+        "no image bytes": [("empty", b""), ("null", None)],
+        "not an image": [("text", b"<html>404</html>"), ("noise", bytes(range(256)))],
+        "smaller than 32 pixels": [("one pixel", picture((1, 1))), ("thin", picture((500, 3)))],
+        "too many pixels": [("bomb", picture((12_000, 12_000), mode="1"))],
+        "no caption": [(None, good)],
+        "empty caption": [("", good), (" \n\t", good)],
+    }
+    flat = [(number, caption, data) for number, (caption, data) in enumerate(sum(rows.values(), []))]
+    reasons = sum(([reason] * len(found) for reason, found in rows.items()), [])
+    write_rows(tmp_path / "raw", flat + [(None, "no id", good), (3, "an id twice", good)])
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"))
+    manifest = encode(config)
+    rejects = read_latents(config.latents_uri, "rejects")
+    found = dict(zip(rejects["id"].to_pylist(), rejects["reason"].to_pylist(), strict=True))
+    expected = {number: reason for number, reason in enumerate(reasons) if reason != "converted"}
+    assert found == {**expected, None: "no id"}
+    written = sorted(read_latents(config.latents_uri)["id"].to_pylist())
+    assert written == sorted([n for n, reason in enumerate(reasons) if reason == "converted"] + [3])
+    assert manifest.total("read") == len(flat) + 2 == manifest.total("written") + sum(manifest.rejected.values())
+
+
+def test_a_picture_below_a_resolution_has_no_latents_there(tmp_path):
+    write_rows(
+        tmp_path / "raw", [(0, "large", picture((80, 80))), (1, "middle", picture((50, 70))), (2, "large", picture())]
+    )
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"))
+    encode(config)
+    table = read_latents(config.latents_uri).sort_by("id")
+    assert table["image_latents_32"].is_valid().to_pylist() == [True, True, True]
+    assert table["image_latents_64"].is_valid().to_pylist() == [True, False, True]
+
+
+def test_small_pictures_are_enlarged_and_long_ones_kept_only_if_asked():
+    def reason(data, **changes):
+        pixels, _, text = preprocess.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
+        return text or sorted(pixels)
+
+    assert reason(picture((40, 300))) == [32]
+    assert reason(picture((40, 300)), upscale=True) == [32, 64] == reason(picture((3, 4)), upscale=True)
+    assert reason(picture((8, 300))) == "smaller than 32 pixels"
+    assert reason(picture((64, 129)), max_aspect_ratio=2) == "longer than 2 times its shorter side"
+    assert reason(picture((128, 64)), max_aspect_ratio=2) == [32, 64] == reason(picture((64, 64)), max_aspect_ratio=1)
+    assert reason(picture((300, 300)), max_pixels=90_000) == [32, 64]
+    assert (
+        reason(picture((300, 301)), max_pixels=90_000)
+        == reason(picture((900, 900)), max_pixels=90_000)
+        == "too many pixels"
+    )
+
+
+def test_filtered_rows_are_counted_and_limit_bounds_what_is_read(tmp_path):
+    rows = [(number, "a caption", picture()) for number in range(100)]
+    write_rows(tmp_path / "raw", rows, rows_per_file=30)
+    config = PreprocessingConfig(
+        storage=str(tmp_path),
+        input_uri=str(tmp_path / "raw"),
+        resolutions=[32],
+        row_filter="hash >= 20 and hash < 90",
+        limit=70,
+    )
+    manifest = encode(config)
+    assert sorted(read_latents(config.latents_uri)["id"].to_pylist()) == list(range(20, 70))
+    assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (70, 50, 20)
+
+
+def test_segments_are_committed_one_by_one_and_a_rerun_does_only_what_is_missing(tmp_path, monkeypatch):
+    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(120)], rows_per_file=40)
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
+    job = preprocess.prepare(config, rows_per_segment=40)
+    pipeline = build_pipeline(job, config)
+
+    def interrupted(segment):
+        if segment.index == 2:
+            raise KeyboardInterrupt  # what a stopped cell raises
+        return pipeline(segment)
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(interrupted)
+    assert not storage.exists(storage.join(config.latents_uri, "manifest.json"))
+    with pytest.raises(FileNotFoundError, match="No latents at"):
+        schema.Manifest.read(config.latents_uri)
+    first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(storage.join(config.latents_uri, "data"))}
+    assert sum(pq.read_metadata(path).num_rows for path in first) == 80
+
+    pathlib.Path(config.latents_uri, "data", "000002-0123456789ab.parquet").write_bytes(b"half")
+    monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
+    again = preprocess.prepare(config, rows_per_segment=40)
+    assert [segment.index for segment in again.pending()] == [2]
+    again.run(build_pipeline(again, config))
+    assert sorted(read_latents(config.latents_uri)["id"].to_pylist()) == list(range(120))
+    assert (
+        first.items()
+        <= {p: os.stat(p).st_mtime_ns for p in storage.list_files(storage.join(config.latents_uri, "data"))}.items()
+    )
+
+
+def test_an_interrupted_cell_leaves_no_actors_and_no_half_written_data(tmp_path):
+    config = PreprocessingConfig(storage=str(tmp_path))
+    captioned_shapes.write_parquet(config.raw_uri, 4000, rows_per_file=500)
+    job = preprocess.prepare(config)
+
+    def interrupt(done, total):
+        signal.raise_signal(signal.SIGINT)  # the first time that files have been written
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(build_pipeline(job, config), interrupt)
+    assert storage.list_files(storage.join(config.latents_uri, "data")) == []
+    # All four CPUs at once can only be had when no actor and no task is left.
+    assert ray.get(ray.remote(num_cpus=4)(lambda: True).remote(), timeout=120)
+    manifest = encode(config)
+    assert manifest.total("written") == 4000
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"input_uri": "/no/such/folder"}, FileNotFoundError, r"input_uri='/no/such/folder' does not exist"),
+        (
+            {"image_column": "png"},
+            ValueError,
+            r"image_column='png' is not a column of .*: it has hash, caption, width, height, jpg",
+        ),
+        ({"caption_column": "text"}, ValueError, r"caption_column='text' is not a column"),
+        ({"id_column": "key"}, ValueError, r"id_column='key' is not a column"),
+        (
+            {"image_column": "width"},
+            ValueError,
+            r"image_column='width' holds .*, neither the bytes of encoded pictures nor",
+        ),
+        ({"caption_column": "width"}, ValueError, r"caption_column='width' holds double, not text"),
+        ({"row_filter": "punsafe < 0.5"}, ValueError, r"row_filter='punsafe' is not a column"),
+        ({"row_filter": "punsafe < 0.5 and width > 8"}, ValueError, r"row_filter='punsafe' is not a column"),
+        (
+            {"resolutions": [60]},
+            ValueError,
+            r"resolutions=\[60\]: the VAE halves a picture 3 times, and 60 is not a multiple of 8",
+        ),
+        (
+            {"encoder_model": "/no/such/model"},
+            ValueError,
+            r"encoder_model='/no/such/model' holds no model in diffusers layout",
+        ),
+    ],
+)
+def test_wrong_input_is_one_sentence_before_any_worker_starts(finished, tmp_path, change, error, sentence):
+    config, _ = finished
+    values = {"input_uri": config.raw_uri, "storage": str(tmp_path), **change}
+    with pytest.raises(error, match=sentence):
+        preprocess.prepare(PreprocessingConfig(**values))
+    assert not storage.exists(storage.join(str(tmp_path), "latents"))
+
+
+def test_files_that_no_job_left_are_never_deleted(finished, tmp_path):
+    config, _ = finished
+    (tmp_path / "latents/data").mkdir(parents=True)
+    (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
+    mine = dataclasses.replace(config, latents_uri=str(tmp_path / "latents"))
+    with pytest.raises(
+        ValueError, match=r"latents_uri='.*' holds files that are of no job to go on with \(.*train-00000.parquet\)"
+    ):
+        preprocess.prepare(mine)
+    (tmp_path / "latents/data/train-00000.parquet").unlink()
+    job = preprocess.prepare(mine)
+    (tmp_path / "latents/data/notes.txt").write_text("put there while the job ran")
+    job.run(build_pipeline(job, mine))
+    assert (tmp_path / "latents/data/notes.txt").exists()
+
+
+def test_a_row_that_overflows_half_precision_is_rejected_and_stops_no_training(finished):
+    config, _ = finished
+    table = pq.read_table(inputs.list_inputs(config.raw_uri)[0])[:8]
+    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    good = pc.equal(rows["reason"], "").to_numpy()
+
+    class Overflowing(encoder.LatentEncoder):
+        def encode_images(self, pixels_BHWC):
+            with torch.no_grad():
+                self.vae.quant_conv.bias[0] = torch.inf if self.calls == 1 else 0  # the second call's, of three rows
+            self.calls += 1
+            return super().encode_images(pixels_BHWC)
+
+    for text_precision in ("fp16", "fp8"):
+        actor = Overflowing(
+            *encoder.arguments(dataclasses.replace(config, text_precision=text_precision)), batch_size=3
+        )
+        actor.calls = 0
+        found = actor(rows)
+        overflown = np.flatnonzero(good)[3:6]
+        assert (np.array(found["reason"].to_pylist())[overflown] == "encoded to no finite numbers").all()
+        expected = good.copy()
+        expected[overflown] = False
+        for column in (f"image_latents_{config.resolutions[0]}", "caption_embeddings"):
+            assert found[column].is_valid().to_pylist() == expected.tolist()
+
+
+@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
+def test_a_caption_that_overflows_is_rejected_too(finished, text_precision):
+    config, _ = finished
+    table = pq.read_table(inputs.list_inputs(config.raw_uri)[0])[:8]
+    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    actor = encoder.LatentEncoder(*encoder.arguments(dataclasses.replace(config, text_precision=text_precision)))
+    with torch.no_grad():
+        next(module for name, module in actor.text_encoder.named_modules() if name.endswith("final_layer_norm")).bias[
+            0
+        ] = 1e6
+    found = actor(rows)
+    assert found["caption_embeddings"].null_count == 8
+    assert set(found["reason"].to_pylist()) <= {"encoded to no finite numbers", *rows["reason"].to_pylist()} - {""}
+
+
+def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
+    config, _ = finished
+    with pytest.raises(
+        ValueError, match=r"None of the first 16 rows of .*raw can be used at resolutions=\[512\]: give smaller ones"
+    ):
+        looks.preview(PreprocessingConfig(storage=config.storage, resolutions=[512]), num_rows=4)
+
+
+def test_an_input_without_rows_is_refused(tmp_path):
+    pq.write_table(
+        pa.table(
+            {"hash": pa.array([], pa.int64()), "caption": pa.array([], pa.string()), "jpg": pa.array([], pa.binary())}
+        ),
+        tmp_path / "a.parquet",
+    )
+    with pytest.raises(ValueError, match="The input holds no rows"):
+        preprocess.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
+
+
+def test_workers_find_the_helpers_when_the_folder_is_renamed_and_used_from_elsewhere(tmp_path):
+    """A copy under another name, in another folder, in a process of its own."""
+    package = pathlib.Path(encoder.__file__).parent
+    subprocess.run(["cp", "-r", str(package), str(tmp_path / "my_diffusion")], check=True)
+    script = """
+import functools, json
+from ray.data import ActorPoolStrategy
+from my_diffusion import captioned_shapes, encoder, preprocess, session, sources
+from my_diffusion.config import PreprocessingConfig
+config = PreprocessingConfig(storage="elsewhere", resolutions=[32])
+captioned_shapes.write_parquet(config.raw_uri, 40)
+session.connect("local", num_cpus=4)
+job = preprocess.prepare(config)
+manifest = job.run(lambda segment: (
+    sources.read_rows(segment, config)
+    .map_batches(functools.partial(preprocess.transform, config=config), batch_format="pyarrow")
+    .map_batches(encoder.LatentEncoder, fn_constructor_args=encoder.arguments(config), batch_size=32,
+                 batch_format="pyarrow", compute=ActorPoolStrategy(size=1), num_cpus=0.5)
+    .map_batches(preprocess.write_latents, fn_kwargs=job.write_arguments(segment), batch_format="pyarrow",
+                 num_cpus=0.25)))
+print(json.dumps({"written": manifest.total("written")}))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"written": 40}
+
+
+def test_means_and_8_bit_captions_are_what_moments_and_16_bits_hold_in_half_the_space(finished, tmp_path):
+    config, manifest = finished
+    small = PreprocessingConfig(
+        storage=config.storage, latents_uri=str(tmp_path), latents="mean", text_precision="fp8", resolutions=[64]
+    )
+    found = encode(small)
+    assert found.shapes["image_latents_64"][0] == 1 and found.text_precision == "fp8"
+    few, full = (read_latents(uri).sort_by("id") for uri in (small.latents_uri, config.latents_uri))
+    few = few.filter(few["image_latents_64"].is_valid())
+    full = full.filter(full["image_latents_64"].is_valid())
+    assert few["id"].equals(full["id"])
+    mine, theirs = (Unit.from_arrow(rows, m, 64, 0) for rows, m in ((few, found), (full, manifest)))
+    assert torch.equal(mine.moments[:, 0], theirs.moments[:, 0])
+    torch.testing.assert_close(mine.text, theirs.text, rtol=1 / 15, atol=0.01)
+    sizes = [
+        sum(schema.column_bytes(c, m.shapes[c], m.text_precision) for c in found.shapes) for m in (found, manifest)
+    ]
+    assert sizes[0] < 0.51 * sizes[1]
+    noise = torch.zeros(len(few), *mine.moments.shape[2:])
+    torch.testing.assert_close(
+        diffusion.sample_latents(mine.moments, noise, 1.0), diffusion.sample_latents(theirs.moments, noise, 1.0)
+    )

@@ -1,0 +1,311 @@
+"""What the notebooks promise: their form, and that they run, shrunk, from another folder, every cell twice."""
+
+import ast
+import copy
+import io
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+
+import nbformat
+import numpy as np
+import papermill
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from matplotlib import cbook
+from PIL import Image
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb", "Online_Preprocessing_and_Training.ipynb"]
+# Shared with other tools: these names, and the laptop's defaults where one is laid down.
+DEFAULTS = {
+    "storage": "storage",
+    "encoder_model": "tiny-sd",
+    "encoder_precision": "fp32",
+    "ray_address": "local",
+    "input_uri": "",
+    "input_format": "parquet",
+    "row_filter": "",
+    "image_column": "jpg",
+    "caption_column": "caption",
+    "id_column": "hash",
+    "resolutions": [32, 64],
+    "num_transform_workers": 1,
+    "num_encoders": 1,
+    "gpus_per_encoder": 0,
+    "encoder_accelerator_type": None,
+    "encoder_batch_size": 32,
+    "unet_config": "tiny",
+    "resolution": 64,
+    "num_training_workers": 1,
+    "use_gpu": False,
+    "training_accelerator_type": None,
+    "strategy": "ddp",
+    "compile_unet": False,
+    "precision": "fp32",
+}
+NAMES = set(DEFAULTS) | {
+    "limit",
+    "latents_uri",
+    "global_batch_size",
+    "micro_batch_size",
+    "units_per_step",
+    "max_steps",
+    "learning_rate",
+    "warmup_steps",
+    "min_snr_gamma",
+    "seed",
+    "prediction_type",
+    "caption_dropout",
+    "ema_start",
+    "ema_decay",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "validate_every",
+    "validation_share",
+    "max_failures",
+    "sections",
+    "run_name",
+    "init_from",
+    # of this project's own
+    "lr_schedule",
+    "adam_beta2",
+    "weight_decay",
+    "hang_timeout",
+    "random_crop",
+    "horizontal_flip",
+    "channels_last",
+    "activation_checkpointing",
+    "upscale",
+    "max_aspect_ratio",
+    "max_pixels",
+    "latents",
+    "text_precision",
+    "dollars_per_hour",
+}
+SHRUNK = {
+    "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},
+    "Training.ipynb": {
+        "resolution": 32,
+        "max_steps": 12,
+        "global_batch_size": 16,
+        "checkpoint_every": 6,
+        "validate_every": 6,
+        "warmup_steps": 2,
+        "validation_share": 0.05,
+    },
+    "Online_Preprocessing_and_Training.ipynb": {
+        "limit": 320,
+        "resolution": 32,
+        "max_steps": 12,
+        "global_batch_size": 16,
+        "checkpoint_every": 6,
+        "validate_every": 6,
+        "warmup_steps": 2,
+        "validation_share": 0.05,
+    },
+}
+
+
+def read(name):
+    return nbformat.read(ROOT / name, as_version=4)
+
+
+def code_cells(name):
+    return [cell for cell in read(name).cells if cell.cell_type == "code"]
+
+
+def parameters_cell(name):
+    tagged = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1, f"{name} has {len(tagged)} cells tagged parameters"
+    return tagged[0].source
+
+
+def parameters(name):
+    """{parameter: (default, comment)}"""
+    source = parameters_cell(name)
+    comments = {
+        t.start[0]: t.string
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    }
+    found = {}
+    for statement in ast.parse(source).body:
+        assert isinstance(statement, ast.Assign), f"{name}: the parameters cell holds more than assignments"
+        found[statement.targets[0].id] = (ast.literal_eval(statement.value), comments.get(statement.lineno, ""))
+    return found
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_parameters_are_literals_with_a_comment_each_under_the_shared_names(name):
+    for parameter, (default, comment) in parameters(name).items():
+        assert parameter in NAMES, f"{name}: {parameter}"
+        assert default == DEFAULTS.get(parameter, default), f"{name}: {parameter}={default!r}"
+        assert len(comment) > 5, f"{name}: {parameter} has no comment"
+
+
+def test_a_parameter_means_the_same_in_all_notebooks():
+    seen = {}
+    for name in NOTEBOOKS:
+        for parameter, meaning in parameters(name).items():
+            if parameter != "sections":  # each notebook lists its own
+                assert seen.setdefault(parameter, meaning[1]) == meaning[1], f"{name}: {parameter}"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_parameters_are_not_assigned_again_below_their_cell(name):
+    mine = set(parameters(name))
+    for cell in code_cells(name)[1:]:
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, (ast.Name, ast.alias)):
+                bound = (node.asname or node.name) if isinstance(node, ast.alias) else node.id
+                stores = isinstance(node, ast.alias) or isinstance(node.ctx, (ast.Store, ast.Del))
+                assert not (stores and bound in mine), f"{name} assigns {bound} again: {cell.source[:80]}"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_cells_are_short_plain_python_with_prose_before_them(name):
+    cells = read(name).cells
+    assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    assert not [cell for cell in cells if "papermill-error-cell" in cell.source]  # of an execution that failed once
+    for cell in code_cells(name):
+        lines = cell.source.splitlines()
+        assert "parameters" in cell.metadata.get("tags", []) or len(lines) <= 15, cell.source[:80]
+        assert not [line for line in lines if re.match(r"\s*(!|%)", line)], cell.source[:80]
+        assert max(map(len, lines)) <= 125, max(lines, key=len)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_are_committed_executed_without_errors_warnings_or_paths_of_a_machine(name):
+    for number, cell in enumerate(code_cells(name), start=1):
+        assert cell.execution_count == number, "not executed from top to bottom in one go"
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", output.get("text")
+            text = json.dumps([output.get("text", ""), output.get("data", {}).get("text/plain", "")])
+            assert not re.search(r"/(home|root|work|tmp|Users)/", text), text[:300]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_second_code_cell_or_more_shows_something(name):
+    cells = code_cells(name)[1:]
+    shown = [cell for cell in cells if cell.outputs]
+    assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
+
+
+def twice(notebook):
+    """The notebook with each code cell standing twice, as if a user had run each cell a second time."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "code" and not {"parameters", "injected-parameters"} & set(cell.metadata.get("tags", [])):
+            again = copy.deepcopy(cell)
+            again.id = f"{cell.id}-again"
+            cells.append(again)
+    notebook.cells = cells
+    return notebook
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A folder elsewhere, with a copy of the helpers under another name."""
+    folder = tmp_path_factory.mktemp("workspace")
+    shutil.copytree(ROOT / "helpers", folder / "my_helpers", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_nbval_runs_the_shrunk_notebook_with_every_cell_twice_from_another_folder_with_renamed_helpers(name, workspace):
+    # Training.ipynb reads what Preprocessing.ipynb left: the order of NOTEBOOKS.
+    prepared = workspace / name
+    papermill.execute_notebook(
+        ROOT / name, prepared, parameters={**SHRUNK[name], "sections": []}, prepare_only=True, progress_bar=False
+    )
+    notebook = twice(nbformat.read(prepared, as_version=4))
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.source = cell.source.replace("from helpers", "from my_helpers")
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, prepared)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--nbval-lax",
+        "--nbval-cell-timeout=600",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        name,
+    ]
+    done = subprocess.run(command, cwd=workspace, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    num_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    assert f"{num_cells} passed" in done.stdout
+
+
+def write_photographs(folder, num_rows=120):
+    """Cuts of a photograph, of many sizes, as somebody's own Parquet with columns of other names."""
+    with Image.open(cbook.get_sample_data("grace_hopper.jpg")) as photograph:
+        photograph.load()
+    random, rows = np.random.default_rng(0), []
+    for number in range(num_rows):
+        width, height = random.integers(40, 400, size=2)
+        left, top = random.integers(0, photograph.width - width + 1), random.integers(0, photograph.height - height + 1)
+        data = io.BytesIO()
+        photograph.crop((left, top, left + width, top + height)).save(data, "JPEG", quality=90)
+        rows.append({"key": f"{number:05d}", "TEXT": f"a cut of {width} by {height} pixels", "image": data.getvalue()})
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "photographs.parquet")
+
+
+def test_preprocessing_and_training_run_on_photographs_of_ones_own_by_parameters_alone(workspace, tmp_path):
+    write_photographs(tmp_path / "photographs")
+    own = {
+        "storage": str(tmp_path / "storage"),
+        "input_uri": str(tmp_path / "photographs"),
+        "image_column": "image",
+        "caption_column": "TEXT",
+        "id_column": "key",
+        "limit": None,
+        "sections": [],
+    }
+    for name in NOTEBOOKS[:2]:
+        mine = {key: value for key, value in {**SHRUNK[name], **own}.items() if key in parameters(name)}
+        papermill.execute_notebook(ROOT / name, tmp_path / name, parameters=mine, progress_bar=False, cwd=str(ROOT))
+    manifest = json.loads((tmp_path / "storage" / "latents" / "manifest.json").read_text())
+    assert manifest["read"] == manifest["written"] == 120
+    # Captions of held-out rows are the prompts where the data is not the drawn one.
+    pictures = list((tmp_path / "storage" / "runs" / "laptop" / "samples").iterdir())
+    assert 1 <= len(pictures) <= 12
+
+
+def test_a_batch_run_without_latents_fails_and_names_the_command_that_makes_them(workspace, tmp_path):
+    output = tmp_path / "executed.ipynb"
+    notebook = nbformat.read(ROOT / "Training.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("from helpers", "from my_helpers")
+    nbformat.write(notebook, tmp_path / "Training.ipynb")
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        str(tmp_path / "Training.ipynb"),
+        str(output),
+        "-p",
+        "storage",
+        str(tmp_path / "nothing"),
+        "--cwd",
+        str(workspace),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    saved = nbformat.read(output, as_version=4)
+    errors = [o for cell in saved.cells if cell.cell_type == "code" for o in cell.outputs if o.output_type == "error"]
+    assert "No latents at latents_uri=" in errors[0]["evalue"]
+    assert "papermill Preprocessing.ipynb" in errors[0]["evalue"]

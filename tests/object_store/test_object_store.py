@@ -1,0 +1,191 @@
+"""Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
+
+import pathlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from helpers import checkpoint, ingest, schema, storage, train
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.lesson import captioned_shapes
+from helpers.runtime import metrics_log, session
+from tests.object_store.s3_server import S3Server
+from tests.pipelines import bare, encode, fit
+
+ROWS, STEPS = 300, 12
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, S3Server() as server, server.environment():
+        patch.setenv("AWS_MAX_ATTEMPTS", "6")  # a store that stays away is given up sooner
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def faultless(server):
+    yield
+    server.fail_every = 0
+
+
+@pytest.fixture(scope="module")
+def cluster(server):
+    session.connect("local", num_cpus=4)
+    yield
+    ray.shutdown()
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b", "a+b", "<&>"]
+)
+def test_any_key_can_be_written_listed_read_copied_and_deleted(server, tmp_path, name):
+    uri = storage.join("s3://bucket/files", name, "deep", "file.json")
+    storage.write_json(uri, {"text": "grüße"})
+    assert ("bucket", f"files/{name}/deep/file.json") in server.objects
+    assert storage.list_files("s3://bucket/files", ".json", recursive=True) == [uri]
+    assert storage.read_json(uri) == {"text": "grüße"} and storage.exists(uri) and storage.is_file(uri)
+    assert storage.list_folders("s3://bucket/files") == [f"s3://bucket/files/{name}"]
+    storage.copy_folder("s3://bucket/files", tmp_path)
+    assert (tmp_path / name / "deep" / "file.json").exists()
+    storage.delete("s3://bucket/files")
+    assert not storage.exists(uri) and server.keys("files") == []
+
+
+def test_large_files_go_in_parts_and_a_failing_server_loses_none(server, tmp_path):
+    data = np.random.default_rng(0).bytes(23 * 2**20)
+    pathlib.Path(tmp_path, "large").write_bytes(data)
+    server.fail_every, failures = 5, server.failures
+    for _ in range(3):
+        storage.copy_folder(tmp_path, "s3://bucket/parts")
+        assert server.objects["bucket", "parts/large"][0] == data
+    assert server.failures > failures
+    assert any("uploadId" in path for method, path in server.requests if method == "PUT")
+    storage.delete("s3://bucket/parts")
+
+
+def test_more_objects_than_one_answer_lists_are_all_listed(server):
+    for number in range(2_345):
+        server.objects["bucket", f"many/{number:05d}/a"] = (b"1", 0)
+    assert (
+        len(storage.list_files("s3://bucket/many", recursive=True))
+        == 2_345
+        == len(storage.list_folders("s3://bucket/many"))
+    )
+    storage.delete("s3://bucket/many")
+    assert server.keys("many") == []
+
+
+def test_a_store_that_is_away_for_some_seconds_is_waited_for(server):
+    storage.write_text("s3://bucket/waited.txt", "before")
+    back = server.vanish(seconds=1.5)
+    storage.write_text("s3://bucket/waited.txt", "after")
+    back.join()
+    assert storage.read_text("s3://bucket/waited.txt") == "after"
+
+
+def test_a_text_shorter_than_the_stores_message_of_an_error_is_asked_for_again(server):
+    storage.write_text("s3://bucket/short.txt", "short")
+    server.fail_every, failures = 4, server.failures  # every second time that it is read
+    assert {storage.read_text("s3://bucket/short.txt") for _ in range(20)} == {"short"}
+    assert server.failures > failures
+
+
+# ---- a job
+
+
+@pytest.fixture(scope="module")
+def finished(server, cluster):
+    """A job from and to a server that fails every tenth request."""
+    config = PreprocessingConfig(storage="s3://bucket/sd")
+    server.fail_every, before = 10, server.failures
+    captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.03, rows_per_file=100)
+    manifest = encode(config)
+    server.fail_every = 0
+    assert server.failures > before
+    return config, manifest
+
+
+def read(uri):
+    return pa.concat_tables(
+        [
+            pq.read_table(storage.open_filesystem(path)[1], filesystem=storage.open_filesystem(path)[0])
+            for path in storage.list_files(uri, ".parquet")
+        ]
+    )
+
+
+def test_a_server_that_fails_every_tenth_request_stops_no_job_and_loses_no_row(finished):
+    config, manifest = finished
+    raw, written, rejected = (
+        read(storage.join(uri))
+        for uri in (config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects")
+    )
+    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
+    assert manifest == schema.Manifest.read(config.latents_uri) and manifest.total("read") == ROWS
+    assert sorted(name for name, _ in manifest.files) == sorted(
+        storage.name(path) for path in storage.list_files(f"{config.latents_uri}/data")
+    )
+
+
+@pytest.mark.slow
+def test_a_store_that_goes_away_ends_the_job_with_a_clear_error_and_a_rerun_completes_it(server, finished):
+    config, manifest = finished
+    away = PreprocessingConfig(storage="s3://bucket/sd", latents_uri="s3://bucket/again")
+
+    def vanish(done, total):
+        if not server.gone:
+            server.vanish()
+
+    try:
+        with pytest.raises(Exception) as error:
+            encode(away, vanish)
+    finally:
+        server.come_back()
+    assert "NETWORK_CONNECTION" in str(error.value)
+    assert "run the job again" in str(error.value.__notes__)
+    assert not storage.exists("s3://bucket/again/manifest.json")
+    repeated = encode(away)
+    assert repeated.total("written") == manifest.total("written")
+    assert sorted(read("s3://bucket/again/data")["id"].to_pylist()) == sorted(
+        read(f"{config.latents_uri}/data")["id"].to_pylist()
+    )
+
+
+# ---- a run
+
+
+def test_a_run_reads_latents_from_the_store_and_keeps_all_it_leaves_there(server, finished):
+    config = TrainingConfig(
+        storage="s3://bucket/sd",
+        resolution=32,
+        global_batch_size=32,
+        units_per_step=2,
+        max_steps=STEPS,
+        warmup_steps=4,
+        checkpoint_every=6,
+        validate_every=0,
+        validation_share=0.05,
+        max_failures=1,
+        run_name="run",
+    )
+    server.fail_every = 10
+    fit(config)
+    server.fail_every = 0
+    metrics = metrics_log.read_metrics(config.run_uri)
+    assert metrics["step"].tolist() == list(range(1, STEPS + 1))
+    expected = bare(config, STEPS)
+    assert metrics["samples_crc32"].tolist() == [samples for _, samples in expected]
+    np.testing.assert_allclose(metrics["loss"], [loss for loss, _ in expected], rtol=1e-5)
+    names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
+    assert {"config.json", "metrics-0001-000000006.jsonl", "metrics-0001-000000012.jsonl"} <= set(names)
+    assert (
+        train.last_step(config) == STEPS
+        and checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
+    )
+    assert ingest.read_manifests(config)[config.latents_uri].total("written") > 0

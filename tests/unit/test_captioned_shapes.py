@@ -1,0 +1,295 @@
+import collections
+import hashlib
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter
+
+from helpers.lesson import captioned_shapes
+
+
+def contents(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def test_there_are_as_many_captions_as_the_module_says():
+    assert [len(set(captioned_shapes.captions(n))) for n in (1, 2)] == [3024, 48384]
+    assert [len(captioned_shapes.captions(n, "held_out")) for n in (1, 2)] == [295, 4887]
+    assert "a large red circle in the top left on a blue background" in captioned_shapes.captions()
+
+
+def test_every_caption_is_parsed_back_to_its_scene():
+    for caption in captioned_shapes.captions(1) + captioned_shapes.captions(2)[::7]:
+        assert captioned_shapes.parse(caption).caption == caption
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a cat",
+        "a large red circle",
+        "a large red circle at the top on a red background",
+        "a small red circle left of a small red square on a blue background",
+    ],
+)
+def test_text_that_is_no_caption_is_refused_by_name(text):
+    with pytest.raises(ValueError, match="is not a caption|one colour twice") as error:
+        captioned_shapes.parse(text)
+    assert repr(text) in str(error.value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(index=st.integers(0, 2**40), seed=st.integers(0, 2**31))
+def test_the_same_index_gives_the_same_picture(index, seed):
+    (picture, caption), (again, caption_again) = (captioned_shapes.sample(index, seed, 0.5) for _ in range(2))
+    assert caption == caption_again and picture.tobytes() == again.tobytes()
+    assert (picture.mode, picture.size) == ("RGB", (64, 64))
+    assert caption == captioned_shapes.scene(index, seed, 0.5).caption
+
+
+def test_captions_do_not_change_between_releases():
+    captions = [captioned_shapes.sample(i)[1] for i in range(50)]
+    assert captions[0] == "a small green circle at the bottom on a purple background"
+    assert hashlib.sha256("".join(captions).encode()).hexdigest().startswith("044e4d88c214c877")
+
+
+def test_other_indices_and_seeds_give_other_pictures():
+    pictures = {captioned_shapes.sample(index, seed)[0].tobytes() for index in range(50) for seed in range(2)}
+    assert len(pictures) == 100
+
+
+def test_training_never_sees_a_held_out_caption():
+    train = {captioned_shapes.scene(i, two_object_share=0.3).caption for i in range(3000)}
+    held_out = {captioned_shapes.scene(i, two_object_share=0.3, split="held_out").caption for i in range(200)}
+    assert not any(map(captioned_shapes.is_held_out, train)) and all(map(captioned_shapes.is_held_out, held_out))
+    assert any(captioned_shapes.is_held_out(captioned_shapes.scene(i, split="all").caption) for i in range(200))
+
+
+def test_every_attribute_value_is_seen_in_training_and_held_out():
+    for split in ("train", "held_out"):
+        seen = collections.defaultdict(set)
+        for caption in captioned_shapes.captions(1, split):
+            for key, value in captioned_shapes.attributes(caption).items():
+                seen[key].add(value)
+        assert {k: len(v) for k, v in seen.items()} == {
+            "background": 8,
+            "count": 1,
+            "color": 8,
+            "shape": 3,
+            "size": 2,
+            "position": 9,
+        }
+
+
+def test_held_out_prompts_are_fixed_distinct_and_balanced():
+    prompts = captioned_shapes.held_out_prompts(96)
+    assert prompts == captioned_shapes.held_out_prompts(96) != captioned_shapes.held_out_prompts(96, seed=1)
+    assert len(set(prompts)) == 96 and all(map(captioned_shapes.is_held_out, prompts))
+    for key, expected in {"background": 12, "color": 12, "shape": 32, "size": 48, "position": 96 / 9}.items():
+        counts = collections.Counter(captioned_shapes.attributes(prompt)[key] for prompt in prompts)
+        assert max(abs(count - expected) for count in counts.values()) <= 1
+    with pytest.raises(ValueError, match="there are 295"):
+        captioned_shapes.held_out_prompts(296)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"split": "test"}, "split is 'test'"),
+        ({"index": -1}, "non-negative"),
+        ({"two_object_share": 1.5}, "two_object_share is 1.5"),
+    ],
+)
+def test_arguments_that_make_no_scene_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        captioned_shapes.scene(**({"index": 0} | arguments))
+
+
+@pytest.mark.parametrize("two_object_share", [0.0, 1.0])
+def test_the_detector_reads_2000_of_2000_drawn_pictures(two_object_share):
+    pictures, captions = zip(
+        *(captioned_shapes.sample(i, 5, two_object_share, "all") for i in range(2000)), strict=True
+    )
+    assert captioned_shapes.agreement(list(pictures), list(captions))["all"] == 1.0
+
+
+def test_the_detector_does_not_credit_the_wrong_caption():
+    pictures, captions = zip(*(captioned_shapes.sample(i, split="all") for i in range(300)), strict=True)
+    scores = captioned_shapes.agreement(list(pictures), list(captions[1:] + captions[:1]))
+    assert scores["all"] <= 0.01 and scores["color"] < 0.25 and scores["position"] < 0.25
+
+
+def noisy(picture):
+    noise = np.random.default_rng(0).normal(0, 10, (64, 64, 3))
+    return Image.fromarray(np.clip(np.asarray(picture) + noise, 0, 255).astype(np.uint8))
+
+
+def as_jpeg(picture):
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=75)
+    return Image.open(data)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        noisy,
+        as_jpeg,
+        lambda p: p.filter(ImageFilter.GaussianBlur(1)),
+        lambda p: p.reduce(2),
+        lambda p: p.resize((100, 100), Image.Resampling.BICUBIC),
+        lambda p: p.resize((256, 256)),
+    ],
+    ids=["noise", "jpeg", "blur", "32x32", "100x100", "256x256"],
+)
+def test_the_detector_reads_spoiled_pictures(spoil):
+    pictures, captions = zip(*(captioned_shapes.sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
+    assert captioned_shapes.agreement([spoil(p) for p in pictures], list(captions))["all"] >= 0.97
+
+
+def test_the_detector_counts_what_the_prompt_did_not_ask_for():
+    assert captioned_shapes.detect(np.full((64, 64, 3), 245, np.uint8)) == {
+        "background": "white",
+        "count": 0,
+        "color": None,
+        "shape": None,
+        "size": None,
+        "position": None,
+    }
+    caption = "a small red square in the top left on a white background"
+    picture = captioned_shapes.draw(captioned_shapes.parse(caption), 0)
+    assert captioned_shapes.detect(np.asarray(picture)) == captioned_shapes.attributes(caption)
+    for colour in ("red", "blue"):
+        two = picture.copy()
+        two.paste(captioned_shapes.COLORS[colour], (40, 40, 54, 54))
+        assert captioned_shapes.detect(np.asarray(two))["count"] == 2
+    three = two.copy()
+    three.paste(captioned_shapes.COLORS["green"], (10, 40, 24, 54))
+    assert captioned_shapes.detect(np.asarray(three))["count"] == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    height=st.integers(1, 90),
+    width=st.integers(1, 90),
+    kind=st.sampled_from(["noise", "blobs", "flat"]),
+)
+@pytest.mark.filterwarnings("error")
+def test_the_detector_answers_for_any_picture(seed, height, width, kind):
+    rng = np.random.default_rng(seed)
+    small = {"noise": (height, width), "blobs": (5, 5), "flat": (1, 1)}[kind]
+    picture = Image.fromarray(rng.integers(0, 256, (*small, 3), dtype=np.uint8)).resize((width, height))
+    found = captioned_shapes.detect(np.asarray(picture))
+    assert found["background"] in captioned_shapes.COLORS and found["count"] in (0, 1, 2, 3)
+
+
+def test_the_detector_refuses_what_is_no_picture():
+    with pytest.raises(ValueError, match="uint8"):
+        captioned_shapes.detect(np.zeros((64, 64, 3), np.float32))
+    with pytest.raises(ValueError, match="1 pictures and 0 prompts"):
+        captioned_shapes.agreement([Image.new("RGB", (64, 64))], [])
+
+
+def test_right_of_and_left_of_read_the_same():
+    one, other = (
+        captioned_shapes.attributes(f"a small red circle {a} a large blue square on a white background")
+        for a in ("right of", "left of")
+    )
+    assert (one["color"], one["color_2"], one["relation"]) == ("blue", "red", "left of")
+    assert (other["color"], other["color_2"], other["relation"]) == ("red", "blue", "left of")
+
+
+def test_the_parquet_is_laion_like_and_its_pictures_decode(tmp_path):
+    assert captioned_shapes.write_parquet(tmp_path, 50, rows_per_file=20) == str(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"shapes-0000{i}.parquet" for i in range(3)]
+    table = pq.read_table(tmp_path)
+    assert table.schema.remove_metadata() == pa.schema(
+        {"hash": pa.int64(), "caption": pa.string(), "width": pa.float64(), "height": pa.float64(), "jpg": pa.binary()}
+    )
+    rows = table.to_pylist()
+    pictures = [Image.open(io.BytesIO(row["jpg"])) for row in rows]
+    assert [p.format for p in pictures[:4]] == ["JPEG", "JPEG", "JPEG", "PNG"]
+    assert [(row["width"], row["height"]) for row in rows] == [p.size for p in pictures]
+    assert {p.size for p in pictures} == {(64, 64), (96, 64), (64, 96)}  # the centre square is the drawn picture
+    assert captioned_shapes.agreement(pictures, [row["caption"] for row in rows])["all"] == 1.0
+    assert [row["caption"] for row in rows] == [captioned_shapes.sample(i)[1] for i in range(50)]
+
+
+def test_spoilt_rows_are_as_many_as_asked_for_and_of_every_kind(tmp_path):
+    captioned_shapes.write_parquet(tmp_path, 70, spoilt_share=0.2)
+    rows = pq.read_table(tmp_path).to_pylist()
+
+    def is_whole(row):
+        try:
+            picture = Image.open(io.BytesIO(row["jpg"] or b""))
+            picture.load()
+        except OSError:
+            return False
+        return picture.size == (row["width"], row["height"]) and bool((row["caption"] or "").strip())
+
+    assert sum(not is_whole(row) for row in rows) == 14
+    assert {None, "  "} < {row["caption"] for row in rows} and {None, b""} < {row["jpg"] for row in rows}
+
+
+def test_hashes_are_unique_and_not_negative():
+    hashes = [captioned_shapes._hash(seed, index) for seed in range(3) for index in range(20000)]
+    assert len(set(hashes)) == len(hashes) and min(hashes) >= 0 and 2**62 < max(hashes) < 2**63
+
+
+def test_writing_twice_writes_nothing(tmp_path):
+    captioned_shapes.write_parquet(tmp_path, 30, rows_per_file=10)
+    before = contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())]
+    captioned_shapes.write_parquet(tmp_path, 30, rows_per_file=10)
+    assert before == (contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())])
+
+
+def test_the_same_arguments_give_the_same_bytes_also_after_an_interruption(tmp_path):
+    captioned_shapes.write_parquet(tmp_path / "a", 30, rows_per_file=10)
+    captioned_shapes.write_parquet(tmp_path / "b", 30, rows_per_file=10)
+    (tmp_path / "b" / "shapes-00001.parquet").unlink()
+    captioned_shapes.write_parquet(tmp_path / "b", 30, rows_per_file=10)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_rows": 8},
+        {"seed": 1},
+        {"rows_per_file": 5},
+        {"two_object_share": 1.0},
+        {"size": 32},
+        {"spoilt_share": 0.5},
+    ],
+)
+def test_another_call_replaces_the_files(tmp_path, change):
+    arguments = {"num_rows": 30, "rows_per_file": 10}
+    captioned_shapes.write_parquet(tmp_path / "a", **arguments)
+    captioned_shapes.write_parquet(tmp_path / "a", **(arguments | change))
+    captioned_shapes.write_parquet(tmp_path / "b", **(arguments | change))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_files_of_another_origin_are_not_touched(tmp_path):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "mine.parquet")
+    with pytest.raises(ValueError, match="mine.parquet was not written by"):
+        captioned_shapes.write_parquet(tmp_path, 10)
+    with pytest.raises(ValueError, match="num_rows=0"):
+        captioned_shapes.write_parquet(tmp_path, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.parquet"]
+
+
+def test_the_data_set_needs_neither_torch_nor_ray():
+    code = "import sys, numpy, helpers.captioned_shapes as shapes; shapes.detect(numpy.asarray(shapes.sample(0)[0]))"
+    code += "; print({'torch', 'ray'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,175 @@
+"""What a run leaves on disk, and the end of a worker that hangs: no Ray."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import zlib
+
+import pandas as pd
+import pytest
+
+from helpers import checkpoint, storage
+from helpers.runtime import fault_tolerance, metrics_log
+
+
+@pytest.fixture
+def run_uri(tmp_path):
+    return str(tmp_path / "run")
+
+
+def write(run_uri, steps, **changes):
+    pathlib.Path(run_uri).mkdir(exist_ok=True)
+    log = metrics_log.MetricsLog(run_uri)
+    for step in steps:
+        log.write(step, {"loss": step / 10, **changes}, ids=[step, "b"], num_kept=2, images_per_second=5.0)
+    log.file.close()
+    return log
+
+
+def test_the_last_attempt_of_a_step_counts_and_samples_are_counted_once(run_uri):
+    write(run_uri, range(1, 6))
+    write(run_uri, range(4, 8), loss=9.0)
+    found = metrics_log.read_metrics(run_uri)
+    assert found["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert found["attempt"].tolist() == [1, 1, 1, 2, 2, 2, 2]
+    assert found["samples_seen"].tolist() == [2, 4, 6, 8, 10, 12, 14]
+    assert len(metrics_log.read_metrics(run_uri, all_attempts=True)) == 9
+
+
+def test_a_line_that_a_killed_worker_left_half_written_is_skipped_and_the_next_attempt_starts_on_its_own(run_uri):
+    write(run_uri, [1, 2])
+    path = pathlib.Path(run_uri, "metrics.jsonl")
+    path.write_text(path.read_text()[:-20])
+    write(run_uri, [2, 3])
+    assert metrics_log.read_metrics(run_uri)[["step", "attempt"]].values.tolist() == [[1, 1], [2, 2], [3, 2]]
+
+
+def test_a_reader_that_follows_a_run_gets_each_line_once_and_none_before_it_is_whole(run_uri):
+    reader = metrics_log.MetricsReader(run_uri)
+    assert reader.read() == []
+    write(run_uri, [1, 2])
+    path = pathlib.Path(run_uri, "metrics.jsonl")
+    whole = path.read_text()
+    path.write_text(whole[:-10])
+    assert [line["step"] for line in reader.read()] == [1]
+    path.write_text(whole)
+    assert [line["step"] for line in reader.read()] == [2]
+    assert reader.read() == []
+
+
+def test_the_checksum_is_of_the_ids_as_sorted_text():
+    assert metrics_log.samples_crc32([10, 9, "a"]) == zlib.crc32(b"10\n9\na")
+
+
+def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
+    folder = pathlib.Path(run_uri, checkpoint.checkpoint_name(step, attempt))
+    folder.mkdir(parents=True)
+    for name, size in files:
+        (folder / name).write_bytes(b"x" * size)
+    storage.write_json(folder / checkpoint.PROGRESS, {"step": step, "files": dict(files)})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda folder: None, None),
+        (lambda folder: (folder / "a").unlink(), "its file a is missing"),
+        (lambda folder: (folder / "a").write_bytes(b"x"), "its file a has 1 bytes of 3"),
+        (lambda folder: (folder / checkpoint.PROGRESS).unlink(), "it has no progress.json"),
+        (lambda folder: (folder / checkpoint.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
+    ],
+)
+def test_damage_is_told_in_a_few_words(run_uri, harm, problem):
+    folder = write_checkpoint(run_uri, 30)
+    harm(folder)
+    assert checkpoint.find_corruption(str(folder)) == problem
+
+
+def test_the_newest_complete_checkpoint_is_found_whatever_attempt_wrote_it(run_uri):
+    assert checkpoint.last_complete(run_uri) is None
+    write_checkpoint(run_uri, 20, attempt=2)
+    write_checkpoint(run_uri, 100, attempt=1)
+    (write_checkpoint(run_uri, 110, attempt=3) / "a").unlink()
+    assert checkpoint.step_of(checkpoint.last_complete(run_uri)) == 100
+
+
+def test_folders_that_no_list_knows_are_cleared_away_but_for_the_one_where_the_run_goes_on(run_uri):
+    old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
+    (torn := write_checkpoint(run_uri, 30) / "a").unlink()
+    assert checkpoint.reconcile_checkpoints(run_uri) == []
+    assert not old.exists() and newest.exists() and not torn.parent.exists()
+
+
+def test_the_reason_of_a_failure_is_noted_once(run_uri):
+    for text in ("worker 0: it died", "worker 0: it died", "worker 1: it died"):
+        fault_tolerance.write_failure(run_uri, text)
+    assert fault_tolerance.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (
+            "Traceback (most recent call last):\n  File x\nRuntimeError: the step that fails",
+            "RuntimeError: the step that fails",
+        ),
+        ("The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n", "The actor died unexpectedly"),
+        (
+            "A worker health check failed.\nThe actor is dead because its process has died. More",
+            "The actor is dead because its process has died",
+        ),
+        ("", "no message"),
+    ],
+)
+def test_an_error_is_told_in_a_sentence(text, short):
+    assert fault_tolerance.summarize_error(text) == short
+
+
+WATCHED = """
+import sys, threading
+sys.path.insert(0, {root!r})
+from helpers.watchdog import Watchdog
+with Watchdog(0.3, on_hang={on_hang}) as watchdog:
+    watchdog.beat()
+    {body}
+print("ended")
+"""
+
+
+def watched(body, on_hang='lambda seconds: print("hung", seconds > 0.3, flush=True)'):
+    root = str(pathlib.Path(__file__).parents[2])
+    script = WATCHED.format(root=root, body=body, on_hang=on_hang)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+def test_a_process_without_progress_tells_where_it_hangs_and_ends_itself():
+    done = watched("threading.Event().wait()")
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "hung True\n" and "threading.py" in done.stderr
+
+
+@pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
+def test_a_process_ends_itself_even_if_it_cannot_tell_that_it_hangs(on_hang):
+    """As where the storage that it would write to is what does not answer."""
+    assert watched("threading.Event().wait()", on_hang).returncode == -signal.SIGKILL
+
+
+def test_a_process_that_goes_on_is_left_alone():
+    done = watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]")
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+
+
+def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):
+    write(run_uri, [1])
+    (line,) = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
+
+
+def test_throughput_is_by_the_clock_not_the_mean_over_steps():
+    """One step of three waits for what all three need: 3 batches of 10 in 1 + 0.1 + 0.1 seconds."""
+    metrics = pd.DataFrame({"images_per_second": [1.0, 10.0, 100.0, 100.0], "data_wait_share": [1.0, 0.9, 0.0, 0.0]})
+    rate, waited = metrics_log.throughput(metrics, skip=1)
+    assert rate == pytest.approx(30 / 1.2) and waited == pytest.approx(0.9 / 1.2)

@@ -1,0 +1,283 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import diffusion
+from helpers.config import TrainingConfig
+
+SHAPE = (4, 8, 8)
+FIELDS = ("posterior_BCHW", "noise_BCHW", "timesteps_B", "dropped_B")
+
+
+def same(one, other, rows=slice(None)):
+    return all(torch.equal(getattr(one, field)[rows], getattr(other, field)) for field in FIELDS)
+
+
+# ---- random numbers by position
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 10**7),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=12, unique=True),
+    st.data(),
+)
+def test_a_rows_random_numbers_depend_on_seed_step_and_position_only(seed, step, positions, data):
+    whole = diffusion.draw(seed, step, np.array(positions), SHAPE, caption_dropout=0.5)
+    cut = data.draw(st.integers(0, len(positions)))
+    for rows in (slice(0, cut), slice(cut, None), slice(None, None, 2)):
+        assert same(whole, diffusion.draw(seed, step, np.array(positions)[rows], SHAPE, caption_dropout=0.5), rows)
+
+
+def test_drawing_does_not_touch_or_follow_the_global_generators():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = diffusion.draw(0, 0, np.arange(4), SHAPE)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    np.random.seed(3)
+    assert same(first, diffusion.draw(0, 0, np.arange(4), SHAPE))
+
+
+def test_the_random_numbers_are_pinned():
+    """A resume on a new version must go on with the same noise."""
+    draws = diffusion.draw(7, 123, np.arange(5), (1, 1, 2), caption_dropout=0.5)
+    assert diffusion.hash_positions(7, 123, np.arange(3), 1).tolist() == [
+        16597996799735605858,
+        15543615266629991582,
+        3838793239512037789,
+    ]
+    assert draws.timesteps_B.tolist() == [858, 582, 789, 350, 419]
+    assert draws.dropped_B.tolist() == [False, False, False, True, True]
+
+
+def test_rows_steps_seeds_and_purposes_all_have_numbers_of_their_own():
+    hashes = [
+        hashed
+        for seed in range(4)
+        for step in range(20)
+        for stream in range(3)
+        for hashed in diffusion.hash_positions(seed, step, np.arange(50), stream).tolist()
+    ]
+    assert len(set(hashes)) == 4 * 20 * 3 * 50
+    bits = np.array(hashes, dtype=np.uint64)[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(hashes))
+
+
+def test_the_draws_have_the_distributions_that_they_should():
+    parts = [diffusion.draw(0, step, np.arange(512), SHAPE, caption_dropout=0.1) for step in range(8)]
+    for field in ("posterior_BCHW", "noise_BCHW"):
+        values = torch.cat([getattr(part, field) for part in parts]).double().flatten()
+        assert abs(values.mean()) < 5 / np.sqrt(len(values)) and abs(values.std() - 1) < 5 / np.sqrt(2 * len(values))
+        assert abs((values**4).mean() - 3) < 0.1  # as a normal's, and not, say, a uniform's
+    posterior, noise = (torch.cat([getattr(part, field) for part in parts]).flatten() for field in FIELDS[:2])
+    assert abs((posterior * noise).mean()) < 5 / np.sqrt(len(noise))  # independent of each other
+    timesteps = torch.cat([part.timesteps_B for part in parts]).numpy()
+    assert timesteps.dtype == np.int64 and timesteps.min() >= 0 and timesteps.max() <= 999
+    counts = np.bincount(timesteps // 100, minlength=10)
+    assert (((counts - 409.6) ** 2) / 409.6).sum() < 30  # chi-squared, 9 degrees of freedom: 1 in 2,000
+    dropped = torch.cat([part.dropped_B for part in parts]).double().mean().item()
+    assert abs(dropped - 0.1) < 5 * np.sqrt(0.1 * 0.9 / 4096)
+
+
+def test_captions_are_dropped_apart_from_timesteps_and_only_when_asked():
+    draws = diffusion.draw(0, 0, np.arange(4000), (1, 1, 1), caption_dropout=0.3)
+    early = draws.timesteps_B < 500
+    assert abs(draws.dropped_B[early].double().mean() - draws.dropped_B[~early].double().mean()) < 0.08
+    assert not diffusion.draw(0, 0, np.arange(4000), (1, 1, 1)).dropped_B.any()
+
+
+def test_no_rows_need_no_numbers():
+    draws = diffusion.draw(0, 0, np.arange(0), SHAPE)
+    assert draws.noise_BCHW.shape == (0, *SHAPE) and draws.timesteps_B.shape == (0,)
+
+
+# ---- latents and captions
+
+
+def test_latents_are_drawn_from_the_posterior_and_scaled_once():
+    random = np.random.default_rng(0)
+    moments = random.normal(size=(3, 2, *SHAPE)).astype(np.float16)
+    noise = random.normal(size=(3, *SHAPE)).astype(np.float32)
+    found = diffusion.sample_latents(torch.from_numpy(moments), torch.from_numpy(noise), 0.18215)
+    expected = (moments[:, 0].astype(np.float64) + moments[:, 1].astype(np.float64) * noise) * 0.18215
+    assert found.dtype == torch.float32 and np.abs(found.numpy() - expected).max() < 1e-6
+
+
+def test_a_dropped_caption_is_the_empty_one_and_the_others_keep_their_bits():
+    text, empty = torch.randn(4, 6, 8), torch.randn(6, 8)
+    dropped = torch.tensor([False, True, False, True])
+    found = diffusion.drop_captions(text, empty, dropped)
+    assert torch.equal(found[dropped], empty.expand(2, 6, 8)) and torch.equal(found[~dropped], text[~dropped])
+
+
+# ---- the objective, against NumPy
+
+
+ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_the_schedule_is_stable_diffusions(prediction_type):
+    schedule = diffusion.noise_schedule(prediction_type)
+    assert np.abs(schedule.alphas_cumprod.numpy() - ALPHAS).max() < 1e-5
+    assert schedule.config.prediction_type == prediction_type
+
+
+class Recorder(torch.nn.Module):
+    """Stands in for the U-Net: predicts what it was told, and keeps what it was given."""
+
+    def __init__(self, prediction):
+        super().__init__()
+        self.prediction = prediction
+
+    def forward(self, noisy, timesteps, text, return_dict):
+        self.noisy, self.timesteps, self.text = noisy, timesteps, text
+        return (self.prediction,)
+
+
+@pytest.mark.parametrize("gamma", [None, 5.0, 0.5])
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_noise_targets_weights_and_losses_agree_with_the_equations(prediction_type, gamma):
+    timesteps = np.array([0, 1, 250, 500, 998, 999])
+    random = np.random.default_rng(0)
+    latents, noise, prediction = random.normal(size=(3, 6, *SHAPE)).astype(np.float32)
+    draws = diffusion.Draws(None, torch.from_numpy(noise), torch.from_numpy(timesteps), None)
+    unet, text = Recorder(torch.from_numpy(prediction)), torch.randn(6, 3, 2)
+    found = diffusion.row_losses(
+        unet, diffusion.noise_schedule(prediction_type), torch.from_numpy(latents), text, draws, gamma
+    )
+
+    signal, sigma = (np.sqrt(part)[timesteps, None, None, None] for part in (ALPHAS, 1 - ALPHAS))
+    target = noise if prediction_type == "epsilon" else signal * noise - sigma * latents
+    snr = ALPHAS[timesteps] / (1 - ALPHAS[timesteps])
+    weight = np.ones(6)
+    if gamma is not None:  # Hang et al., 2023: min(SNR, gamma) on the clean latents' error
+        weight = np.minimum(snr, gamma) / (snr if prediction_type == "epsilon" else snr + 1)
+    expected = weight * ((prediction - target) ** 2).mean(axis=(1, 2, 3))
+    assert np.abs(unet.noisy.numpy() - (signal * latents + sigma * noise)).max() < 1e-4
+    assert torch.equal(unet.timesteps, draws.timesteps_B) and unet.text is text
+    assert found.shape == (6,) and found.dtype == torch.float32
+    assert np.allclose(found.numpy(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_a_perfect_prediction_has_no_loss(prediction_type):
+    schedule = diffusion.noise_schedule(prediction_type)
+    draws = diffusion.draw(0, 0, np.arange(4), SHAPE)
+    latents = torch.randn(4, *SHAPE)
+    target = draws.noise_BCHW
+    if prediction_type == "v_prediction":
+        target = schedule.get_velocity(latents, draws.noise_BCHW, draws.timesteps_B)
+    assert diffusion.row_losses(Recorder(target), schedule, latents, None, draws, 5.0).max() == 0
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_min_snr_weights_the_error_of_the_clean_latents_alike_for_both_predictions(prediction_type):
+    """Whatever is predicted, the same error in x0 weighs min(SNR, gamma): one objective, two parametrisations."""
+    schedule, timesteps = diffusion.noise_schedule(prediction_type), torch.arange(1000)
+    weights = diffusion.loss_weights(schedule, timesteps, 5.0).double().numpy()
+    alphas = schedule.alphas_cumprod.double().numpy()
+    snr = alphas / (1 - alphas)
+    # x0 from v: sqrt(a) x_t - sqrt(1 - a) v; x0 from epsilon: (x_t - sqrt(1 - a) epsilon) / sqrt(a)
+    error_of_x0 = (1 - alphas) if prediction_type == "v_prediction" else (1 - alphas) / alphas
+    assert np.allclose(weights / error_of_x0, np.minimum(snr, 5.0), rtol=1e-3)
+    assert (diffusion.loss_weights(schedule, timesteps, None) == 1).all()
+
+
+# ---- EMA
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b, self.a = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
+
+    @torch.no_grad()
+    def move(self, step):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in self.parameters():
+            parameter.normal_(generator=generator)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("decay", [0.5, 0.995])
+def test_the_average_agrees_with_a_plain_loop(decay, start):
+    model = Model()
+    ema, expected = diffusion.EMA(model, decay, start), None
+    for step in range(1, 60):
+        model.move(step)
+        ema.update(step)
+        values = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+        if step > start and expected is not None:
+            kept = min(decay, (1 + step - start) / (10 + step - start))
+            values = {name: kept * expected[name] + (1 - kept) * value for name, value in values.items()}
+        expected = values if step > start else None
+        for name, value in (expected or values).items():
+            assert (ema.state_dict()[name] - value).abs().max() < 1e-5
+
+
+def test_before_its_start_the_average_takes_no_memory_and_is_the_model():
+    model = Model()
+    ema = diffusion.EMA(model, 0.9, start=5)
+    for step in range(1, 6):
+        model.move(step)
+        ema.update(step)
+        assert ema.shadow is None
+        assert all(torch.equal(ema.state_dict()[name], parameter) for name, parameter in model.named_parameters())
+    model.move(6)
+    ema.update(6)
+    assert torch.equal(ema.shadow["a"], model.a) and ema.shadow["a"].data_ptr() != model.a.data_ptr()
+
+
+@pytest.mark.parametrize("start, stop", [(0, 5), (8, 5), (5, 5), (4, 5)])
+def test_an_average_goes_on_from_its_state_whatever_the_order_of_names(start, stop):
+    model = Model()
+    straight, broken = diffusion.EMA(model, 0.9, start), diffusion.EMA(model, 0.9, start)
+    for step in range(1, 15):
+        model.move(step)
+        straight.update(step)
+        broken.update(step)
+        if step == stop:
+            state = {name: tensor.clone() for name, tensor in reversed(list(broken.state_dict().items()))}
+            broken = diffusion.EMA(model, 0.9, start)
+            broken.load_state_dict(state, step)
+            state["a"].zero_()  # the state that was given is not kept
+    assert all(torch.equal(straight.state_dict()[name], tensor) for name, tensor in broken.state_dict().items())
+
+
+def test_the_average_is_fp32_whatever_the_model_is():
+    model = Model().to(torch.bfloat16)
+    ema = diffusion.EMA(model, 0.9)
+    for step in (1, 2):
+        model.move(step)
+        ema.update(step)
+    assert {tensor.dtype for tensor in ema.state_dict().values()} == {torch.float32}
+
+
+# ---- the learning rate
+
+
+def test_the_rate_warms_up_in_a_line_then_falls_to_zero_as_a_cosine():
+    config = TrainingConfig(warmup_steps=10, max_steps=110)
+    rates = [diffusion.lr_multiplier(step, config) for step in range(110)]
+    assert rates[:10] == pytest.approx(np.arange(1, 11) / 10) and rates[10] == 1
+    assert rates[60] == pytest.approx(0.5) and 0 < rates[-1] < 0.001 and rates[10:] == sorted(rates[10:], reverse=True)
+    assert diffusion.lr_multiplier(110, config) == pytest.approx(0) and diffusion.lr_multiplier(
+        500, config
+    ) == pytest.approx(0)
+
+
+def test_a_constant_rate_stays_and_no_warm_up_starts_at_the_top():
+    assert diffusion.lr_multiplier(0, TrainingConfig(warmup_steps=0)) == 1
+    config = TrainingConfig(warmup_steps=2, lr_schedule="constant")
+    assert [diffusion.lr_multiplier(step, config) for step in (0, 1, 2, 10**6)] == [0.5, 1, 1, 1]
+
+
+def test_a_run_shorter_than_its_warm_up_still_trains():
+    config = TrainingConfig(warmup_steps=60, max_steps=10)
+    assert [diffusion.lr_multiplier(step, config) for step in (0, 9)] == pytest.approx([1 / 60, 1 / 6])
+    assert 0 <= diffusion.lr_multiplier(60, config) <= 1

@@ -1,0 +1,372 @@
+import json
+import math
+import shlex
+import subprocess
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.lesson import estimates, published_results
+
+PHASE_1 = 1_126_400_000
+P4DE = {"p4de.24xlarge": 4}
+DOCUMENTED_PARAMETERS = set(
+    """storage encoder_model encoder_precision ray_address input_uri input_format row_filter image_column
+    caption_column id_column limit resolutions latents_uri num_transform_workers num_encoders gpus_per_encoder
+    encoder_accelerator_type encoder_batch_size unet_config resolution num_training_workers use_gpu
+    training_accelerator_type global_batch_size micro_batch_size units_per_step max_steps learning_rate warmup_steps
+    lr_schedule adam_beta2 channels_last activation_checkpointing
+    min_snr_gamma seed strategy compile_unet precision prediction_type caption_dropout ema_start ema_decay
+    checkpoint_every checkpoints_kept validate_every validation_share max_failures sections run_name
+    init_from""".split()  # noqa: SIM905
+)
+RECORDS = [
+    *published_results.DATA_PATHS,
+    *published_results.ABLATION,
+    *published_results.INSTANCES,
+    *published_results.PHASES,
+    *published_results.EPOCH_COSTS,
+    *published_results.FACTS.values(),
+]
+POSITIVE = st.floats(1e-3, 1e9)
+
+
+# --- the published numbers --------------------------------------------------------------------------
+
+
+def test_every_published_number_names_its_document():
+    for record in RECORDS:
+        assert record.source.split(",")[0].split(";")[0] in published_results.SOURCES, record
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        published_results.DATA_PATHS,
+        published_results.ABLATION,
+        published_results.INSTANCES,
+        published_results.PHASES,
+        published_results.EPOCH_COSTS,
+    ],
+)
+def test_published_tables_become_frames(records):
+    frame = pd.DataFrame(records)
+    assert len(frame) == len(records) and "source" in frame
+
+
+@pytest.mark.parametrize("published", published_results.EPOCH_COSTS, ids=lambda row: row.setup)
+def test_hours_and_dollars_agree_with_table_2(published):
+    cost = estimates.epoch_cost(
+        PHASE_1, published.images_per_second, published.instances, one_time_dollars=published.one_time_dollars
+    )
+    assert cost.hours == pytest.approx(published.hours, abs=0.05)
+    assert cost.dollars == pytest.approx(published.dollars, rel=0.0025)  # its dollars follow 40.86 $/h, as noted
+    exact = (
+        estimates.dollars(published.hours, published.instances, {"p4de.24xlarge": 40.86}) + published.one_time_dollars
+    )
+    assert exact == pytest.approx(published.dollars, rel=0.0002)
+
+
+def test_savings_agree_with_table_2():
+    loader, offline, online = published_results.EPOCH_COSTS
+    assert [round(100 * (row.hours / loader.hours - 1), 1) for row in (offline, online)] == [-30.9, -31.0]
+    assert [round(100 * (row.dollars / loader.dollars - 1), 1) for row in (offline, online)] == [-18.9, -10.5]
+
+
+def test_the_full_run_takes_the_published_a100_hours_and_dollars():
+    anyscale = [phase for phase in published_results.PHASES if phase.who == "Anyscale"]
+    hours = sum(estimates.training_hours(phase.num_samples, phase.images_per_second) for phase in anyscale)
+    assert 32 * hours == pytest.approx(published_results.FACTS["A100 hours"].value, abs=1)
+    assert estimates.dollars(hours, P4DE) == pytest.approx(published_results.FACTS["dollars, on demand"].value, abs=2)
+    reserved = estimates.dollars(hours, {"p4de.24xlarge, 1 year reserved": 4})
+    assert reserved == pytest.approx(published_results.FACTS["dollars, reserved for a year"].value, abs=5)
+
+
+def test_the_mosaicml_run_takes_the_published_hours_and_dollars():
+    facts = published_results.FACTS
+    hours = facts["MosaicML, training"].value + facts["MosaicML, latents"].value
+    assert hours == facts["MosaicML, all"].value
+    assert estimates.dollars(hours, {"A100": 1}) == pytest.approx(facts["MosaicML, dollars"].value, abs=50)
+    days = sum(phase.hours for phase in published_results.PHASES if phase.who == "MosaicML") / 24
+    assert 128 * 24 * days == pytest.approx(facts["MosaicML, training"].value, rel=0.01)
+
+
+def test_phases_are_consistent():
+    for phase in published_results.PHASES:
+        assert phase.num_steps * phase.global_batch_size == phase.num_samples
+        assert estimates.training_hours(phase.num_samples, phase.images_per_second) == pytest.approx(
+            phase.hours, abs=0.1
+        )
+
+
+def test_printed_speedups_follow_from_the_rates_but_for_the_one_noted():
+    baseline = {
+        (row.gpus, row.resolution): row.images_per_second for row in published_results.ABLATION if row.setup == "DDP"
+    }
+    for row in published_results.ABLATION:
+        if row.speedup and "not 1.86" not in row.note:
+            assert row.images_per_second / baseline[row.gpus, row.resolution] == pytest.approx(row.speedup, abs=0.01)
+
+
+def test_the_ablation_starts_from_the_offline_rate_of_table_1():
+    offline = {row.resolution: row.images_per_second for row in published_results.DATA_PATHS if row.setup == "offline"}
+    for row in published_results.ABLATION:
+        if (row.setup, row.gpus) == ("+ EFA", "32 x A100-80G"):
+            assert row.images_per_second == offline[row.resolution]
+
+
+# --- arithmetic -------------------------------------------------------------------------------------
+
+
+@given(POSITIVE, POSITIVE)
+def test_encoders_needed_are_the_fewest_that_keep_the_trainers_busy(trainer_rate, encoder_rate):
+    count = estimates.encoders_needed(trainer_rate, encoder_rate)
+    assert estimates.online_throughput(count, encoder_rate, trainer_rate) == pytest.approx(trainer_rate)
+    if count > 1:
+        assert estimates.online_throughput(count - 1, encoder_rate, trainer_rate) < trainer_rate
+
+
+@given(st.integers(1, 1000), POSITIVE)
+def test_rounding_never_costs_an_encoder(count, trainer_rate):
+    assert estimates.encoders_needed(trainer_rate, trainer_rate / count) == count
+
+
+def test_online_throughput_rises_linearly_until_the_trainers_saturate():
+    assert [estimates.online_throughput(n, 100, 350) for n in (1, 2, 3, 4, 8)] == [100, 200, 300, 350, 350]
+
+
+@given(POSITIVE, POSITIVE)
+def test_epoch_cost_is_hours_times_price(num_samples, rate):
+    cost = estimates.epoch_cost(num_samples, rate, {"mine": 2}, prices={"mine": 1.5})
+    assert cost.dollars == pytest.approx(3 * cost.hours)
+    assert cost.dollars_per_million_images == pytest.approx(3 / 3600 / rate * 1e6)
+
+
+def test_own_prices_override_and_add():
+    assert estimates.dollars(2, {"g5.2xlarge": 1, "mine": 1}, {"g5.2xlarge": 1.0, "mine": 3}) == 8
+
+
+@pytest.mark.parametrize(
+    "call, named",
+    [
+        (lambda: estimates.training_hours(0, 10), "num_samples=0"),
+        (lambda: estimates.training_hours(10, -1), "images_per_second=-1"),
+        (lambda: estimates.training_hours(10, math.nan), "images_per_second=nan"),
+        (lambda: estimates.training_hours(10, math.inf), "images_per_second=inf"),
+        (lambda: estimates.training_hours("many", 1), "num_samples='many'"),
+        (lambda: estimates.training_hours(True, 1), "num_samples=True"),
+        (lambda: estimates.encoders_needed(0, 1), "trainer_rate=0"),
+        (lambda: estimates.encoders_needed(1, None), "encoder_rate=None"),
+        (lambda: estimates.online_throughput(0, 1, 1), "num_encoders=0"),
+        (lambda: estimates.online_throughput(1.5, 1, 1), "num_encoders=1.5"),
+        (lambda: estimates.dollars(0, P4DE), "hours=0"),
+        (lambda: estimates.dollars(1, {}), "names no machine"),
+        (lambda: estimates.dollars(1, {"p5": 1}), "'p5'"),
+        (lambda: estimates.dollars(1, {"p4de.24xlarge": 0}), "instances['p4de.24xlarge']=0"),
+        (lambda: estimates.dollars(1, {"mine": 1}, {"mine": 0}), "prices['mine']=0"),
+        (lambda: estimates.epoch_cost(1, 1, P4DE, one_time_dollars=-1), "one_time_dollars=-1"),
+        (lambda: published_results.full_run_changes({}, 768), "resolution=768"),
+        (lambda: published_results.papermill_command("a", {"x": object()}, "b"), "x=<object"),
+        (lambda: published_results.papermill_command("a", {"x": [object()]}, "b"), "x=[<object"),
+        (lambda: published_results.papermill_command("a", {"x": "a\0b"}, "b"), "x='a\\x00b'"),
+    ],
+)
+def test_bad_values_are_named_in_one_sentence(call, named):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+# --- the full run -----------------------------------------------------------------------------------
+
+
+def test_the_full_run_uses_the_notebooks_parameter_names_and_says_why():
+    for full in published_results.FULL_RUN.values():
+        assert set(full) <= DOCUMENTED_PARAMETERS
+        assert set(full) <= set(published_results._WHY)
+        json.dumps(full)  # literals only
+
+
+@pytest.mark.parametrize(
+    "resolution, phase", list(zip(published_results.FULL_RUN, published_results.PHASES[:2], strict=True))
+)
+def test_the_full_run_is_the_published_one(resolution, phase):
+    full = published_results.FULL_RUN[resolution]
+    assert full["resolution"] == phase.resolution
+    assert full["max_steps"] * full["global_batch_size"] == phase.num_samples
+    assert (full["num_training_workers"], full["num_encoders"]) == (32, 40)
+
+
+@pytest.mark.parametrize("full", published_results.FULL_RUN.values(), ids=published_results.FULL_RUN)
+def test_the_full_run_divides(full):
+    unit_rows = full["global_batch_size"] // full["units_per_step"]
+    assert full["units_per_step"] % full["num_training_workers"] == 0
+    assert unit_rows % full["micro_batch_size"] == 0
+    assert full["validate_every"] % full["checkpoint_every"] == 0
+
+
+def test_scale_up_table_has_a_row_for_each_parameter_of_the_notebook():
+    mine = {"resolution": 64, "resolutions": [32, 64], "seed": 7, "limit": None, "my_own": "x"}
+    table = published_results.scale_up_table(mine)
+    assert table.index.tolist() == list(mine)
+    assert table["this notebook"].tolist() == list(mine.values())
+    assert table.loc["resolution", "full run, 256 px"] == 256 and table.loc["resolution", "full run, 512 px"] == 512
+    assert table.loc["seed", "full run, 512 px"] == 7  # not part of the full run: stays
+    assert table.loc["my_own"].tolist() == ["x", "x", "x", ""]
+
+
+def test_scale_up_table_is_shown_whole_in_a_notebook():
+    table = published_results.scale_up_table({name: None for name in DOCUMENTED_PARAMETERS})
+    assert "…" not in table.to_html() and "..." not in table.to_html()
+
+
+def test_full_run_changes_are_those_that_differ():
+    mine = {"global_batch_size": 4096, "resolution": 64, "seed": 0}
+    assert published_results.full_run_changes(mine, 512) == {"resolution": 512}
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+# No NUL, which a shell cannot pass, and no newline, so that `words` can undo line continuations; examples have both.
+TEXT = st.text(st.characters(exclude_characters="\0\n", exclude_categories=["Cs"]))
+SCALAR = st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(allow_nan=False) | TEXT
+VALUE = st.recursive(SCALAR, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=5)
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True)
+
+
+def words(command):
+    """What a shell makes of `command`; shlex knows no line continuation."""
+    return shlex.split(command.replace(" \\\n    ", " "))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(NAMES, VALUE, max_size=4), TEXT.filter(bool), TEXT.filter(bool))
+def test_quoting_round_trips(parameters, notebook, output):
+    found = words(published_results.papermill_command(notebook, parameters, output))
+    assert found[:3] == ["papermill", notebook, output]
+    rest = found[3:]
+    for name, value in parameters.items():
+        if isinstance(value, (list, dict)):
+            assert rest[0] == "-y" and rest[1].startswith("{")
+            rest = rest[2:]
+        else:
+            assert rest[0] in ("-p", "-r") and rest[1:3] == [name, str(value)]
+            rest = rest[3:]
+    assert not rest
+
+
+@pytest.fixture(scope="module")
+def received():
+    """What papermill's own command line passes on: words -> (input, output, parameters)."""
+    cli = pytest.importorskip("papermill.cli")
+    from click.testing import CliRunner
+
+    def run(command):
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cli, "execute_notebook", lambda **call: calls.append(call))
+            result = CliRunner().invoke(cli.papermill, words(command)[1:])
+        assert result.exit_code == 0, result.output
+        return calls[0]["input_path"], calls[0]["output_path"], calls[0]["parameters"]
+
+    return run
+
+
+@settings(max_examples=60, deadline=None)
+@given(parameters=st.dictionaries(NAMES, VALUE, max_size=4))
+def test_papermill_gets_the_same_values(received, parameters):
+    assert received(published_results.papermill_command("in.ipynb", parameters, "out.ipynb"))[2] == parameters
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "True",
+        "None",
+        "12",
+        " 1e5",
+        "nan",
+        "-1",
+        "--help",
+        "",
+        'it\'s $HOME; `x`\n"y"',
+        "s3://bucket/a b",
+        1e-5,
+        [1e-5, "1e-5", "2024-01-01", "é", "no"],
+        {"s3://a": 0.7},
+    ],
+)
+def test_values_that_are_easily_misread_arrive_unchanged(received, value):
+    arrived = received(published_results.papermill_command("in.ipynb", {"name": value}, "out.ipynb"))[2]["name"]
+    assert arrived == value and type(arrived) is type(value)
+
+
+def test_the_full_run_arrives_unchanged(received):
+    command = published_results.papermill_command(
+        "Training.ipynb", published_results.FULL_RUN[512], "out/phase 2.ipynb"
+    )
+    assert received(command) == ("Training.ipynb", "out/phase 2.ipynb", published_results.FULL_RUN[512])
+    assert len(command.splitlines()) == 1 + len(published_results.FULL_RUN[512])
+
+
+def test_a_shell_reads_the_command_as_meant():
+    nasty = 'it\'s $HOME; `date` \\\n    "quoted" #'
+    command = published_results.papermill_command("in put.ipynb", {"a": nasty, "b": [1, nasty]}, "out.ipynb")
+    shell = subprocess.run(
+        ["sh", "-c", "papermill() { printf '%s\\0' \"$@\"; }\n" + command], capture_output=True, text=True, check=True
+    )
+    assert shell.stdout.split("\0")[:5] == ["in put.ipynb", "out.ipynb", "-p", "a", nasty]
+
+
+def test_the_table_of_data_paths_puts_measured_rates_beside_the_published_ones():
+    table = published_results.data_paths_table({"DataLoader": 200.0, "online": 300.0})
+    assert table.index.tolist() == ["DataLoader", "offline", "online"]
+    assert table.loc["online", "speed-up here"] == 1.5 and pd.isna(table.loc["offline", "images/s here"])
+    assert (
+        table.loc["offline", "images/s published, 256 px"] == 4068
+        and table.loc["offline", "dollars published"] == 14_753
+    )
+    assert table.loc["online", "speed-up published"] == pytest.approx(1.45, abs=0.005)
+    assert pd.isna(published_results.data_paths_table({}, resolution=512).loc["offline", "dollars published"])
+
+
+# ---- the published ablation, and scaling by arithmetic
+
+
+@pytest.mark.parametrize(("resolution", "last"), [(256, [2910, 5908]), (512, [805, 1349])])
+def test_the_published_ablation_is_a_table_of_both_clusters(resolution, last):
+    table = published_results.published_ablation(resolution)
+    assert list(table.index) == ["DDP", "+ EFA", "+ FSDP", "+ torch.compile"]
+    assert table.iloc[-1][["16 x A100-40G, images/s", "32 x A100-80G, images/s"]].tolist() == last
+    assert (table.iloc[0][["16 x A100-40G, speedup", "32 x A100-80G, speedup"]] == 1).all()
+
+
+def test_a_resolution_without_a_published_ablation_is_one_sentence():
+    with pytest.raises(ValueError, match="^resolution=64 is in no published table: choose 256 or 512.$"):
+        published_results.published_ablation(64)
+
+
+def test_scaling_is_what_the_network_leaves():
+    table = estimates.predict_scaling(865.9e6, 0.5, 50, workers=(1, 8, 128), strategy="ddp").set_index("workers")
+    assert table.loc[1].tolist() == [0, 1, 1]
+    assert table.loc[8, "communication, s"] == pytest.approx(7 / 8 * 8 * 865.9e6 / 50e9)
+    assert table.loc[128, "efficiency, nothing hidden"] == pytest.approx(0.5 / (0.5 + 127 / 128 * 8 * 865.9e6 / 50e9))
+    assert table["efficiency, hidden behind backward"].tolist() == [1, 1, 1]
+    slow = estimates.predict_scaling(865.9e6, 0.5, 5, strategy="ddp").set_index("workers")
+    assert (slow["efficiency, hidden behind backward"] < 0.7).all()
+    sharded = estimates.predict_scaling(865.9e6, 0.5, 5).set_index("workers")
+    assert (
+        sharded["communication, s"].tolist() == pytest.approx((0.75 * slow["communication, s"]).tolist())
+        and len(sharded) == 5
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"strategy": "tp"}, {"step_seconds": 0}, {"gigabytes_per_second": -1}, {"workers": [1.5]}]
+)
+def test_scaling_of_what_cannot_be_is_one_sentence(change):
+    values = {"parameters": 1e6, "step_seconds": 1.0, "gigabytes_per_second": 1.0, **change}
+    with pytest.raises(ValueError, match=r"^(strategy|step_seconds|gigabytes_per_second|workers)=.*\.$"):
+        estimates.predict_scaling(**values)

@@ -1,0 +1,399 @@
+import functools
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from helpers import ingest, schema, storage
+from helpers.config import TrainingConfig
+
+
+def source(names, row_groups, proportion=1.0, uri="/data"):
+    return ingest.Source.of(uri, list(zip(names, row_groups, strict=True)), proportion)
+
+
+def plan_of(names, row_groups, unit_rows, units_per_step, chunk_units, seed=0, block_steps=1):
+    return ingest.Plan([source(names, row_groups)], unit_rows, units_per_step, chunk_units, seed, block_steps)
+
+
+@st.composite
+def plans(draw, most_sources=3, **fixed):
+    """One data set or several, files with row groups of any sizes, and units and chunks that need not fit them."""
+    shares = draw(st.lists(st.integers(1, 20), min_size=1, max_size=most_sources))
+    sources = []
+    for number, share in enumerate(shares):
+        row_groups = draw(st.lists(st.lists(st.integers(1, 30), max_size=6), min_size=1, max_size=5))
+        assume(sum(map(sum, row_groups)))
+        names = [f"{i}.parquet" for i in range(len(row_groups))]
+        sources.append(source(names, row_groups, share / sum(shares), f"/data-{number}"))
+    units_per_step = fixed.pop("units_per_step", None) or draw(st.sampled_from([1, 2, 4, 8]))
+    block_steps = draw(st.integers(1, 3))
+    whole = block_steps * units_per_step if block_steps > 1 else 1
+    plan = ingest.Plan(
+        sources,
+        draw(st.integers(1, 12)),
+        units_per_step,
+        whole * draw(st.integers(1, 9)),
+        draw(st.integers(0, 3)),
+        block_steps,
+    )
+    assume(plan.steps_per_epoch >= 1)
+    return plan
+
+
+def rows_of(plan):
+    """Every row of the data as (data set, file, row group, row)."""
+    return {
+        (source.uri, *source.piece(group, 0, 0)[:2], row)
+        for source in plan.sources
+        for group, rows in enumerate(source.group_rows)
+        for row in range(rows)
+    }
+
+
+def deal(plan, first_step, num_steps):
+    """[(unit number, its rows)] in the order in which they travel, by the plan's words: what a reader must hand out."""
+    travelling = []
+    for chunk in plan.chunks(first_step, num_steps):
+        epoch, index, first, stop = plan.span(chunk, first_step, num_steps)
+        pieces, permutation = plan.chunk(epoch, index)
+        rows = [
+            (source.uri, name, group, start + i)
+            for source, mine in zip(plan.sources, pieces, strict=True)
+            for name, group, start, count in mine
+            for i in range(count)
+        ]
+        dealt = [rows[i] for i in permutation]
+        units, positions = plan.blocks(first, stop)
+        start = epoch * plan.units_per_epoch + index * plan.chunk_units
+        for unit, places in zip(units, positions, strict=True):
+            travelling.append((-1 if unit < 0 else int(start + unit), [dealt[i] for i in places]))
+    return travelling
+
+
+def steps_of(plan, first, last, num_workers=1):
+    """The global batches of some steps, as the workers take them: block b goes to worker b % num_workers."""
+    travelling, size = deal(plan, first, last), plan.block_steps
+    assert len(travelling) % size == 0
+    blocks = [dict(travelling[start : start + size]) for start in range(0, len(travelling), size)]
+    shards = [iter(blocks[rank::num_workers]) for rank in range(num_workers)]
+    waiting, batches = [{} for _ in shards], []
+    for step in range(first, last):
+        batch = [None] * plan.units_per_step
+        for rank, shard in enumerate(shards):
+            wanted = [step * plan.units_per_step + slot for slot in range(rank, plan.units_per_step, num_workers)]
+            if wanted[0] not in waiting[rank]:
+                for _ in wanted:
+                    waiting[rank].update(next(shard))
+            for number in wanted:
+                batch[number % plan.units_per_step] = waiting[rank].pop(number)
+        batches.append(sum(batch, []))
+    assert all(next(shard, None) is None for shard in shards)
+    return batches
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 3))
+def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
+    steps = plan.steps_per_epoch
+    batches = steps_of(plan, epoch * steps, (epoch + 1) * steps)
+    used = [row for rows in batches for row in rows]
+    assert all(len(rows) == plan.batch_rows for rows in batches)
+    assert len(used) == len(set(used)) and set(used) <= rows_of(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(most_sources=1), st.integers(0, 3))
+def test_an_epoch_of_one_data_set_uses_every_row_but_for_less_than_one_batch(plan, epoch):
+    steps = plan.steps_per_epoch
+    used = sum(steps_of(plan, epoch * steps, (epoch + 1) * steps), [])
+    assert len(used) >= plan.num_rows - plan.batch_rows + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_an_epoch_of_a_mixture_ends_when_one_of_them_has_too_few_rows_for_one_more_batch(plan):
+    sizes = np.array([source.num_rows for source in plan.sources])
+    assert (plan.drawn(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
+    assert (plan.drawn((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.data())
+def test_proportions_hold_in_every_window_of_an_epoch(plan, data):
+    """Within two rows, and a thousandth of a percent for their rounding."""
+    used = sum(steps_of(plan, 0, plan.steps_per_epoch), [])
+    first = data.draw(st.integers(0, len(used)))
+    window = used[first : data.draw(st.integers(first, len(used)))]
+    for source_ in plan.sources:
+        found = sum(uri == source_.uri for uri, *_ in window)
+        assert abs(found - source_.proportion * len(window)) <= 2 + 1e-4 * len(window)
+
+
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.9, 0.1], [0.97, 0.02, 0.01], [0.4, 0.3, 0.2, 0.1], [1 / 3] * 3])
+def test_proportions_hold_in_windows_of_a_long_run(shares):
+    sources = [source(["a"], [[64] * 2000], share, f"/{i}") for i, share in enumerate(shares)]
+    plan = ingest.Plan(sources, 16, 4, 64, seed=0)
+    chosen = np.tile(plan.pattern, 2)
+    for size in (50, 333, 5000):
+        for number, share in enumerate(shares):
+            counts = np.convolve(chosen == number, np.ones(size), mode="valid")
+            assert np.abs(counts - share * size).max() <= 2 + 1e-4 * size
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.data())
+def test_a_run_that_starts_at_a_step_goes_on_as_one_that_started_at_the_first(plan, data):
+    last = data.draw(st.integers(1, 3 * plan.steps_per_epoch))
+    first = data.draw(st.integers(0, last))
+    assert steps_of(plan, first, last) == steps_of(plan, 0, last)[first:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(units_per_step=8), st.data())
+def test_any_number_of_workers_trains_on_the_same_global_batches_from_any_step(plan, data):
+    last = plan.steps_per_epoch + 1
+    first = data.draw(st.integers(0, last))
+    batches = steps_of(plan, first, last)
+    for num_workers in (2, 4, 8):
+        assert steps_of(plan, first, last, num_workers) == batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(0, 2))
+def test_the_chunks_are_cut_from_one_permutation_of_each_data_sets_row_groups(plan, epoch):
+    """The rows that a data set gives, chunk after chunk, are those of its row groups in the epoch's order."""
+    for number, (groups, ends) in enumerate(plan.order(epoch)):
+        mine = plan.sources[number]
+        assert sorted(groups) == list(range(len(mine.group_rows))) and ends[-1] == mine.num_rows
+        line = [(*mine.piece(group, 0, 0)[:2], row) for group in groups for row in range(mine.group_rows[group])]
+        found = []
+        for index in range(plan.chunks_per_epoch):
+            pieces, permutation = plan.chunk(epoch, index)
+            assert sorted(permutation) == list(range(sum(count for part in pieces for *_, count in part)))
+            assert all(count >= 1 for *_, count in pieces[number])
+            found += [(name, group, start + i) for name, group, start, count in pieces[number] for i in range(count)]
+        assert found == line[: len(found)]
+
+
+def test_units_that_travel_together_are_one_slots_of_consecutive_steps():
+    plan = plan_of(["a"], [[64] * 3], 4, 2, 12, block_steps=3)
+    numbers = [number for number, _ in deal(plan, 0, 6)]
+    assert numbers == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+def test_what_is_missing_to_a_whole_block_is_marked():
+    plan = plan_of(["a"], [[36]], 4, 2, 6, block_steps=3)
+    assert plan.steps_per_epoch == 4
+    assert [number for number, _ in deal(plan, 2, 4)] == [0, 2, 4, 1, 3, 5, 6, -1, -1, 7, -1, -1]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(["a", "b", "c"], [[64] * 5, [64, 7], [1] * 9], 8, 2, 6)
+
+
+def test_every_epoch_and_every_seed_has_an_order_of_its_own(plan):
+    def first(seed, epoch):
+        other = ingest.Plan(plan.sources, 8, 2, 6, seed)
+        return steps_of(other, epoch * plan.steps_per_epoch, epoch * plan.steps_per_epoch + 1)[0]
+
+    orders = [first(seed, epoch) for seed in range(4) for epoch in range(4)]
+    assert len({tuple(order) for order in orders}) == 16
+    assert first(2, 3) == first(2, 3)
+
+
+def test_every_chunk_is_shuffled_in_an_order_of_its_own():
+    plan = plan_of(["a"], [[64] * 16], 8, 2, 16)
+    orders = [plan.chunk(epoch, index)[1] for epoch in range(2) for index in range(plan.chunks_per_epoch)]
+    assert len({tuple(order) for order in orders}) == 2 * plan.chunks_per_epoch == 16
+
+
+def test_a_batch_mixes_row_groups_and_not_only_the_rows_within_them():
+    plan = plan_of(["a"], [[64] * 16], 8, 2, 64)
+    batches = steps_of(plan, 0, plan.steps_per_epoch)
+    assert np.mean([len({(name, group) for _, name, group, _ in batch}) for batch in batches]) > 5
+    assert not any(batch == sorted(batch) for batch in batches)
+
+
+def test_the_plan_is_the_same_on_another_machine(plan):
+    """It travels by pickle, and NumPy may not change its stream: a resume on a new version must not reshuffle."""
+    assert steps_of(pickle.loads(pickle.dumps(plan)), 0, 5) == steps_of(plan, 0, 5)
+    assert plan.order(1)[0][0].tolist() == [11, 0, 10, 7, 4, 1, 15, 9, 3, 14, 6, 13, 8, 12, 2, 5]
+
+
+def test_row_groups_of_one_row_work():
+    plan = plan_of(["a"], [[1] * 20], 3, 2, 2)
+    used = sum(steps_of(plan, 0, plan.steps_per_epoch), [])
+    assert plan.steps_per_epoch == 3 and len(set(used)) == 18
+
+
+def test_files_without_rows_do_not_shift_the_others():
+    plan = plan_of(["a", "empty", "b"], [[5, 5], [], [5]], 1, 1, 4)
+    expected = {("/data", n, g, r) for n, g in (("a", 0), ("a", 1), ("b", 0)) for r in range(5)}
+    assert set(sum(steps_of(plan, 0, 15), [])) == rows_of(plan) == expected
+
+
+def test_no_steps_left_is_no_work(plan):
+    assert len(plan.chunks(5, 5)) == 0
+
+
+# ---- from a manifest
+
+
+def test_a_run_is_planned_from_the_manifest_and_the_recipe(build_manifest):
+    config = TrainingConfig(global_batch_size=32, units_per_step=2, seed=5, latents_uri="/a")
+    plan = ingest.plan_run({"/a": build_manifest((64, 64, 10))}, config)
+    assert (plan.unit_rows, plan.units_per_step, plan.seed, plan.num_rows) == (16, 2, 5, 138)
+    assert plan.steps_per_epoch == 4 and plan.sources[0].file_names == ["0.parquet"]
+
+
+def test_the_plan_does_not_change_with_the_workers_or_the_micro_batch(build_manifest):
+    manifests = {"/a": build_manifest((64, 64))}
+    plans = [
+        ingest.plan_run(manifests, TrainingConfig(global_batch_size=32, units_per_step=4, latents_uri="/a", **values))
+        for values in ({}, {"num_training_workers": 4}, {"num_training_workers": (1, 2), "micro_batch_size": 4})
+    ]
+    assert steps_of(plans[0], 0, 9) == steps_of(plans[1], 0, 9) == steps_of(plans[2], 0, 9)
+
+
+def test_chunks_are_sized_by_bytes_and_units_that_are_large_travel_alone(build_manifest):
+    """174 kB a row, as Stable Diffusion 2 with 1024-wide captions: a few hundred rows a chunk."""
+    shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
+    config = TrainingConfig(global_batch_size=64, latents_uri="/a")
+    plan = ingest.plan_run({"/a": build_manifest([64] * 1000, shapes=shapes)}, config)
+    assert 0.5 < plan.chunk_units * 64 * (16384 + 157696) / ingest.CHUNK_BYTES <= 1
+    assert plan.block_steps == 1
+
+
+def test_small_units_travel_together(build_manifest):
+    config = TrainingConfig(global_batch_size=32, units_per_step=2, latents_uri="/a")
+    plan = ingest.plan_run({"/a": build_manifest([64] * 1000)}, config)
+    assert plan.block_steps == 8 and plan.chunk_units % 16 == 0
+
+
+def test_too_few_rows_for_one_batch_is_one_sentence(build_manifest):
+    with pytest.raises(ValueError) as error:
+        config = TrainingConfig(global_batch_size=64, latents_uri="/data/latents")
+        ingest.plan_run({"/data/latents": build_manifest((30, 33))}, config)
+    assert str(error.value) == (
+        "global_batch_size=64 is more than the 63 rows of /data/latents can fill: make it smaller, or encode more data."
+    )
+
+
+def test_data_sets_of_different_encoders_are_not_mixed(build_manifest):
+    manifests = {"/a": build_manifest(), "/b": build_manifest(scaling_factor=0.7)}
+    with pytest.raises(
+        ValueError, match=r"latents_uri mixes /b with /a, which differ in scaling_factor \(0.7 and 0.5\)"
+    ):
+        ingest.check_mixture(manifests)
+
+
+def test_a_long_stream_has_at_most_20_000_tasks_of_eight_chunks_or_more():
+    assert [ingest.num_tasks(n) for n in (1, 64, 512, 8000, 160_000, 5_000_000)] == [1, 64, 64, 1000, 20_000, 20_000]
+
+
+# ---- reading what is planned
+
+
+@pytest.fixture
+def latents_uri(tmp_path, build_latents, build_manifest):
+    return write_latents(tmp_path / "one", build_latents(40), build_manifest)
+
+
+def write_latents(folder, table, build_manifest):
+    """Two files, the first of 25 rows, in row groups of 10."""
+    (folder / "data").mkdir(parents=True)
+    files = []
+    for name, part in (("a.parquet", table[:25]), ("b.parquet", table[25:])):
+        pq.write_table(part, folder / "data" / name, row_group_size=10)
+        files.append({"name": name, "row_groups": [min(10, len(part) - start) for start in range(0, len(part), 10)]})
+    segment = {"index": 0, "files": files, "rejects": [], "read": 40, "written": 40, "filtered": 0, "rejected": {}}
+    storage.write_json(storage.join(folder, "manifest.json"), build_manifest(segments=[segment]).to_dict())
+    return str(folder)
+
+
+def read(plan, first, last, resolution=64, validation_share=0.0):
+    """What the reading tasks hand out, as one table."""
+    chunks = plan.chunks(first, last)
+    reader = functools.partial(ingest.read_latents, resolution=resolution, validation_share=validation_share)
+    arguments = {"first_chunk": chunks.start, "first_step": first, "num_steps": last, "read": reader}
+    return pa.concat_tables(ingest.read_chunks({"id": np.arange(len(chunks))}, plan=plan, **arguments))
+
+
+def test_pieces_are_read_in_their_order(latents_uri):
+    pieces = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
+    found = ingest.read_pieces(pieces, [schema.ID, schema.EMBEDDINGS], f"{latents_uri}/data")
+    assert found["id"].to_pylist() == [37, 38, 39, 20, 21, 22, 23, 24, 34, 0, 1]
+    assert found.column_names == [schema.ID, schema.EMBEDDINGS] and found["id"].num_chunks == 1
+
+
+@pytest.mark.parametrize("block_steps", [1, 2])
+def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_latents, block_steps):
+    files = [("a.parquet", [10, 10, 5]), ("b.parquet", [10, 5])]
+    plan = ingest.Plan([ingest.Source.of(latents_uri, files)], 4, 2, 4, seed=1, block_steps=block_steps)
+    rows, ids = read(plan, 2, 8, validation_share=0.3), build_latents(40)["id"].to_pylist()
+    at = {(latents_uri, "a.parquet", g, r): ids[10 * g + r] for g in range(3) for r in range(10) if 10 * g + r < 25}
+    at |= {
+        (latents_uri, "b.parquet", g, r): ids[25 + 10 * g + r] for g in range(2) for r in range(10) if 10 * g + r < 15
+    }
+    travelling = deal(plan, 2, 8)
+    assert rows["id"].to_pylist() == [at[row] for _, unit in travelling for row in unit]
+    assert rows["unit"].to_pylist() == np.repeat([number for number, _ in travelling], 4).tolist()
+    assert rows["keep"].to_pylist() == [not held for held in schema.held_out(rows["id"].to_pylist(), 0.3)]
+    assert rows.column_names == ["id", "caption", "image_latents_64", "caption_embeddings", "keep", "unit"]
+    expected = build_latents(40).take(rows["id"])
+    for column in ("image_latents_64", "caption_embeddings", "caption"):
+        assert rows[column].to_pylist() == expected[column].to_pylist()
+
+
+def test_a_block_is_cut_into_its_units_and_one_that_holds_parts_of_units_is_refused():
+    block = pa.table({"unit": np.repeat([4, 6, -1], 3), "id": range(9)})
+    found = ingest.split_units(block, 3)
+    assert {number: rows["id"].to_pylist() for number, rows in found.items()} == {4: [0, 1, 2], 6: [3, 4, 5]}
+    with pytest.raises(RuntimeError, match=r"A block of 6 rows holds parts of units: \[-1, 4, 6\]"):
+        ingest.split_units(block[1:7], 3)
+
+
+def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manifest):
+    folders = [
+        write_latents(tmp_path / name, build_latents(40, seed), build_manifest) for seed, name in enumerate("xy")
+    ]
+    config = TrainingConfig(
+        latents_uri={folders[0]: 3, folders[1]: 1}, global_batch_size=8, units_per_step=2, validation_share=0
+    )
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    rows = read(plan, 0, plan.steps_per_epoch)
+    rows = rows.filter(pa.array(np.array(rows["unit"]) >= 0))
+    second = set(build_latents(40, 1)["image_latents_64"].to_pylist())
+    from_second = np.array([value in second for value in rows["image_latents_64"].to_pylist()])
+    assert plan.steps_per_epoch == 6 and len(rows) == 48 and from_second.sum() == 12
+    units = np.array(rows["unit"])
+    assert all(from_second[units // 2 == step].sum() == 2 for step in range(6))
+
+
+def test_rows_without_latents_are_masked_not_dropped(tmp_path, build_latents):
+    valid = np.arange(20) % 3 != 0
+    table = build_latents(20)
+    values, _ = schema.from_binary(table["image_latents_64"], (2, 4, 8, 8))
+    table = table.set_column(
+        table.column_names.index("image_latents_64"), "image_latents_64", schema.to_binary(values, valid)
+    )
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    plan = ingest.Plan([ingest.Source.of(str(tmp_path), [("a.parquet", [20])])], 5, 2, 2, seed=0)
+    rows = read(plan, 0, 2)
+    assert sorted(rows["id"].to_pylist()) == list(range(20))
+    assert rows["keep"].to_pylist() == [bool(valid[i]) for i in rows["id"].to_pylist()]
+
+
+def test_validation_takes_the_held_out_rows_that_have_latents(latents_uri):
+    config = TrainingConfig(latents_uri=latents_uri, validation_share=0.3)
+    held = [i for i in range(40) if schema.held_out([i], 0.3)[0]]
+    assert ingest.validation_rows(config, 100)["id"].to_pylist() == held
+    assert ingest.validation_rows(config, 3)["id"].to_pylist() == held[:3]
+    assert ingest.validation_rows(TrainingConfig(latents_uri=latents_uri, validation_share=0), 3) is None

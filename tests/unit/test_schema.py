@@ -1,0 +1,221 @@
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from helpers import encoder, schema, storage
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint16)
+
+
+@st.composite
+def tensors(draw):
+    """Any fp16 bits, NaN and infinities too, and which rows there are."""
+    rows, shape = draw(st.integers(1, 9)), tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    values = draw(hnp.arrays(np.uint16, (rows, *shape))).view(np.float16)
+    return values, draw(st.none() | hnp.arrays(np.bool_, rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.integers(0, 8), st.integers(0, 9))
+def test_tensors_come_back_bit_by_bit_from_slices_too(tensor, start, length):
+    values, valid = tensor
+    column = schema.to_binary(values, valid)
+    assert column.type == pa.binary(values[0].nbytes) and column.null_count == (0 if valid is None else (~valid).sum())
+    found, present = schema.from_binary(column.slice(start, length), values.shape[1:])
+    expected = np.ones(len(values), dtype=bool) if valid is None else valid
+    assert found.dtype == np.float16 and np.array_equal(present, expected[start : start + length])
+    assert np.array_equal(bits(found[present]), bits(values[start : start + length][present]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(tensors(), st.integers(1, 4))
+def test_tensors_come_back_bit_by_bit_from_parquet_and_from_chunks(tensor, rows_per_group):
+    values, valid = tensor
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"x": schema.to_binary(values, valid)}), stream, row_group_size=rows_per_group)
+    file = pq.ParquetFile(stream)
+    column = pa.concat_tables([file.read_row_group(i) for i in range(file.num_row_groups)])["x"]
+    found, present = schema.from_binary(column, values.shape[1:])
+    assert np.array_equal(present, np.ones(len(values), dtype=bool) if valid is None else valid)
+    assert np.array_equal(bits(found[present]), bits(values[present]))
+
+
+def test_reading_a_column_copies_nothing():
+    column = schema.to_binary(np.ones((4, 3)))
+    found, _ = schema.from_binary(column, (3,))
+    assert found.__array_interface__["data"][0] == column.buffers()[1].address
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array([], pa.binary(4)), pa.chunked_array([], pa.binary(4)), pa.nulls(3, pa.binary(4))]
+)
+def test_columns_without_a_value_are_read_too(column):
+    found, present = schema.from_binary(column, (2,))
+    assert found.shape == (len(column), 2) and not present.any()
+
+
+def test_wider_floats_are_rounded_to_fp16():
+    found, _ = schema.from_binary(schema.to_binary(np.array([[1 / 3]])), (1,))
+    assert found[0, 0] == np.float16(1 / 3)
+
+
+def test_latents_are_mean_and_std_at_an_eighth_of_the_resolution():
+    assert schema.latents_shape(256) == (2, 4, 32, 32)
+    assert schema.latents_shape(64, latent_channels=16, downsampling=16) == (2, 16, 4, 4)
+    assert schema.latents_column(256) == "image_latents_256"
+
+
+def test_the_schemas_of_both_kinds_of_file():
+    shapes = {"image_latents_64": [2, 4, 8, 8], "caption_embeddings": [77, 1024]}
+    assert schema.latents_schema(pa.int64(), shapes) == pa.schema(
+        [
+            ("id", pa.int64()),
+            ("caption", pa.string()),
+            ("image_latents_64", pa.binary(1024)),
+            ("caption_embeddings", pa.binary(157696)),
+        ]
+    )
+    names = [(field.name, field.type) for field in schema.rejects_schema(pa.string())]
+    assert names == [("id", pa.string()), ("reason", pa.string()), ("source", pa.string())]
+
+
+# ---- the manifest
+
+
+def segments():
+    return [
+        {
+            "index": 0,
+            "files": [{"name": "a", "row_groups": [64, 3]}, {"name": "b", "row_groups": [5]}],
+            "rejects": ["a"],
+            "read": 80,
+            "written": 72,
+            "rejected": {"not an image": 1, "no caption": 2},
+            "filtered": 5,
+        },
+        {
+            "index": 1,
+            "files": [{"name": "c", "row_groups": [64]}],
+            "rejects": [],
+            "read": 70,
+            "written": 64,
+            "rejected": {"not an image": 4},
+            "filtered": 2,
+        },
+    ]
+
+
+def test_a_manifest_survives_json(build_manifest):
+    manifest = build_manifest(segments=segments(), report={"seconds": 1.5})
+    again = schema.Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())))
+    assert again == manifest and again.to_dict() == manifest.to_dict()
+
+
+def test_a_manifest_counts_every_row_once(build_manifest):
+    manifest = build_manifest(segments=segments())
+    assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (150, 136, 7)
+    assert list(manifest.rejected.items()) == [("not an image", 5), ("no caption", 2)]  # the most frequent first
+    assert manifest.total("read") == manifest.total("written") + sum(manifest.rejected.values()) + manifest.total(
+        "filtered"
+    )
+    written = manifest.to_dict()
+    assert (written["read"], written["written"], written["filtered"]) == (150, 136, 7)
+    assert written["rejected"] == {"not an image": 5, "no caption": 2}
+
+
+def test_a_manifest_lists_the_row_groups_that_planning_needs(build_manifest):
+    assert build_manifest(segments=segments()).files == [("a", [64, 3]), ("b", [5]), ("c", [64])]
+
+
+def test_the_empty_caption_keeps_its_bits_and_shape(build_manifest):
+    values = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float16)
+    manifest = build_manifest(empty_caption_embedding=schema.encode_embedding(values))
+    assert manifest.empty_caption.shape == (6, 128) and manifest.text_width == 128
+    assert np.array_equal(bits(manifest.empty_caption), bits(values))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_schema_version_is_refused_with_what_to_do(build_manifest, version):
+    values = {**build_manifest().to_dict(), "schema_version": version}
+    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 1: encode the data again"):
+        schema.Manifest.from_dict(values)
+
+
+def test_fields_that_a_later_version_adds_do_not_matter(build_manifest):
+    assert schema.Manifest.from_dict({**build_manifest().to_dict(), "more": 1}) == build_manifest()
+
+
+def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest):
+    uri = str(tmp_path / "latents")
+    with pytest.raises(FileNotFoundError) as error:
+        schema.Manifest.read(uri)
+    assert uri in str(error.value) and "Preprocessing.ipynb" in str(error.value)
+    storage.write_json(storage.join(uri, schema.MANIFEST), build_manifest().to_dict())
+    assert schema.Manifest.read(uri) == build_manifest()
+
+
+# ---- held-out rows
+
+
+@pytest.mark.parametrize(
+    "ids", [range(20_000), [f"id-{i}" for i in range(20_000)], [i * 2**40 - 2**62 for i in range(20_000)]]
+)
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_held_out_share_is_what_was_asked_for(ids, share):
+    mask = schema.held_out(ids, share)
+    assert mask.dtype == bool and abs(mask.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(ids))
+
+
+def test_no_share_holds_nothing_out_and_a_larger_one_keeps_what_a_smaller_one_held():
+    ids = list(range(5000))
+    assert not schema.held_out(ids, 0).any()
+    small, large = schema.held_out(ids, 0.05), schema.held_out(ids, 0.2)
+    assert (small <= large).all() and small.sum() < large.sum()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8), max_size=30), st.randoms(), st.floats(0, 0.99))
+def test_a_row_is_held_out_whatever_stands_around_it(ids, random, share):
+    side = dict(zip(map(str, ids), schema.held_out(ids, share), strict=True))
+    shuffled = random.sample(ids, len(ids))
+    assert [side[str(i)] for i in shuffled] == schema.held_out(shuffled, share).tolist()
+    assert all(schema.held_out([i], share)[0] == side[str(i)] for i in ids)
+
+
+def test_numbers_are_held_out_as_their_text_is():
+    """Ids are int64 in one file and text in another."""
+    numbers = np.arange(500)
+    assert np.array_equal(schema.held_out(numbers, 0.3), schema.held_out([str(i) for i in numbers], 0.3))
+
+
+# --- captions in 8-bit floats -------------------------------------------------------------------------
+
+
+def test_8_bit_floats_are_those_of_pytorch():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(schema.float8_values(), codes)
+
+
+def test_embeddings_in_8_bit_floats_come_back_within_a_sixteenth(build_manifest):
+    text = np.random.default_rng(1).normal(size=(5, 6, 128)).astype(np.float16)
+    text[0, 0, 0], text[3] = 900, 0  # an outlier, and a row of zeros
+    stored = encoder.to_float8(torch.from_numpy(text)).numpy()
+    column = schema.to_binary(stored, np.array([True, True, False, True, True]), np.uint8)
+    assert column.type.byte_width == 6 * 128 + 4 == schema.column_bytes("caption_embeddings", (6, 128), "fp8")
+    found, valid = schema.read_embeddings(column, build_manifest(text_precision="fp8"))
+    assert found.dtype == np.float16 and found.shape == text.shape and valid.tolist() == [True, True, False, True, True]
+    for row in (1, 4):
+        np.testing.assert_allclose(found[row], text[row], rtol=1 / 15, atol=1e-3)
+    assert (found[3] == 0).all() and found[0, 0, 0] == 900
+    found, _ = schema.read_embeddings(schema.to_binary(text), build_manifest())
+    np.testing.assert_array_equal(found, text)

@@ -1,0 +1,242 @@
+import contextlib
+import io
+import json
+import logging
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from helpers.lesson import build_tiny_sd, captioned_shapes
+
+FOLDER = build_tiny_sd.FOLDER
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return AutoencoderKL.from_pretrained(FOLDER / "vae", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return CLIPTokenizer.from_pretrained(FOLDER / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def text_encoder():
+    return CLIPTextModel.from_pretrained(FOLDER / "text_encoder", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reconstruction(vae):
+    return build_tiny_sd.reconstruction_scores(vae, num=200)
+
+
+def test_the_folder_holds_at_most_4_mb_in_fp16():
+    assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) <= 4_000_000
+    for weights in FOLDER.rglob("*.safetensors"):
+        assert {t.dtype for t in load_file(weights).values() if t.is_floating_point()} == {torch.float16}
+
+
+def test_stock_classes_open_it_without_a_warning():
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    handler.setLevel(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("error")
+        for logger in loggers:
+            logger.addHandler(handler)
+            stack.callback(logger.removeHandler, handler)
+        AutoencoderKL.from_pretrained(FOLDER, subfolder="vae")
+        CLIPTextModel.from_pretrained(FOLDER, subfolder="text_encoder")
+        CLIPTokenizer.from_pretrained(FOLDER, subfolder="tokenizer")
+        DDIMScheduler.from_pretrained(FOLDER, subfolder="scheduler")
+        UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER, subfolder="unet"))
+    assert log.getvalue() == ""
+
+
+def test_it_becomes_a_pipeline_once_a_unet_is_given():
+    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER, subfolder="unet"))
+    pipeline = StableDiffusionPipeline.from_pretrained(FOLDER, unet=unet, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.vae_scale_factor == 8
+    picture = pipeline(
+        "a large red circle at the top on a blue background", num_inference_steps=2, height=64, width=64
+    ).images[0]
+    assert picture.size == (64, 64)
+
+
+def test_the_unet_is_the_tiny_one_and_fits_the_encoders(vae, text_encoder):
+    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER / "unet"))
+    assert unet.num_parameters() == 1_034_596
+    assert unet.config.cross_attention_dim == text_encoder.config.hidden_size == 128
+    assert unet.config.in_channels == unet.config.out_channels == vae.config.latent_channels == 4
+    assert (
+        unet.down_blocks[1].attentions[0].transformer_blocks[0].attn1.inner_dim
+        == 16 * unet.config.attention_head_dim[1]
+    )
+
+
+def test_the_schedule_is_stable_diffusions_with_v_prediction():
+    config = DDIMScheduler.from_pretrained(FOLDER / "scheduler").config
+    assert {key: config[key] for key in build_tiny_sd.SCHEDULER_CONFIG} == build_tiny_sd.SCHEDULER_CONFIG
+    assert build_tiny_sd.SCHEDULER_CONFIG["prediction_type"] == "v_prediction"
+
+
+def test_unseen_pictures_come_back_at_33_db_and_readable(reconstruction):
+    assert reconstruction["psnr_one_64"] >= 33 and reconstruction["psnr_two_64"] >= 31
+    assert reconstruction["detector_one_64"] >= 0.95 and reconstruction["detector_two_64"] >= 0.95
+
+
+def test_pictures_of_32_pixels_come_back_recognisable(reconstruction):
+    assert reconstruction["psnr_one_32"] >= 27
+
+
+def test_other_pictures_keep_their_colours(vae):
+    pixels = build_tiny_sd.draw_textures(50, seed=12345)
+    with torch.no_grad():
+        back = build_tiny_sd.reconstruct(vae, pixels)
+    assert -10 * torch.log10(((back.float() - pixels.float()) / 255).square().mean()) >= 20
+
+
+def test_scaled_latents_have_unit_variance(vae):
+    pixels, _ = build_tiny_sd.draw_shapes(300, 77, 0.5, "all")
+    with torch.no_grad():
+        latents = vae.encode(pixels.float() / 127.5 - 1).latent_dist.sample(torch.Generator().manual_seed(0))
+    assert latents.shape == (300, 4, 8, 8)
+    assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1, abs=0.03)
+
+
+def test_the_text_encoder_separates_every_attribute(text_encoder, tokenizer):
+    separation = build_tiny_sd.attribute_separation(text_encoder, tokenizer)
+    assert set(build_tiny_sd.ATTRIBUTES) < set(separation)
+    assert min(separation.values()) >= 0.95, separation
+
+
+def test_the_separation_tells_a_trained_encoder_from_an_untrained_one(text_encoder, tokenizer):
+    torch.manual_seed(0)
+    untrained = build_tiny_sd.attribute_separation(CLIPTextModel(text_encoder.config).eval(), tokenizer)
+    assert untrained["background"] < 0.6 and untrained["all"] < 0.5
+
+
+def test_the_end_token_is_found_where_the_tokenizer_puts_it(text_encoder, tokenizer):
+    config = text_encoder.config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    assert config.eos_token_id != 2  # transformers looks for the end elsewhere then
+    assert config.vocab_size == len(tokenizer) and config.max_position_embeddings == tokenizer.model_max_length == 24
+    ids = build_tiny_sd.tokenize(tokenizer, ["a red circle", ""])
+    with torch.no_grad():
+        result = text_encoder(input_ids=ids)
+    assert torch.equal(result.pooler_output, result.last_hidden_state[torch.arange(2), torch.tensor([4, 1])])
+
+
+def test_every_word_of_the_captions_is_one_token(tokenizer):
+    for num_objects in (1, 2):
+        for caption in captioned_shapes.captions(num_objects)[::101]:
+            ids = tokenizer(caption).input_ids
+            assert len(ids) == len(caption.split()) + 2 <= 24
+            assert tokenizer.decode(ids, skip_special_tokens=True).strip() == caption
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=200))
+def test_any_text_becomes_tokens_of_the_vocabulary(tokenizer, text):
+    ids = build_tiny_sd.tokenize(tokenizer, [text])
+    assert ids.shape == (1, 24) and ids.min() >= 0 and ids.max() < len(tokenizer)
+    assert ids[0, 0] == tokenizer.bos_token_id and tokenizer.eos_token_id in ids[0]
+
+
+def test_unknown_words_are_spelled_out_not_cut_short(tokenizer):
+    ids = tokenizer("a zebra, 日本 😀").input_ids
+    assert tokenizer.eos_token_id not in ids[:-1]
+    assert "zebra" in tokenizer.decode(ids) and "日本" in tokenizer.decode(ids)
+
+
+def test_a_tokenizer_built_again_is_the_committed_one(tmp_path):
+    build_tiny_sd.save_tokenizer(build_tiny_sd.build_tokenizer(), tmp_path)
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / name).read_bytes() == (FOLDER / "tokenizer" / name).read_bytes()
+
+
+def test_a_tokenizer_opens_from_vocab_and_merges_alone(tmp_path, tokenizer):
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_bytes((FOLDER / "tokenizer" / name).read_bytes())
+    caption = "a large red circle in the top left on a blue background"
+    assert CLIPTokenizer.from_pretrained(tmp_path)(caption).input_ids == tokenizer(caption).input_ids
+
+
+def test_hard_negatives_differ_in_one_attribute():
+    rng = np.random.default_rng(0)
+    for index in range(300):
+        scene = captioned_shapes.scene(index, two_object_share=0.5)
+        other = build_tiny_sd.change_one_attribute(scene, rng)
+        assert captioned_shapes.parse(other.caption) == other
+        one, two = (build_tiny_sd.attribute_labels([s.caption]) for s in (scene, other))
+        assert sum(int(one[name] != two[name]) for name in one) == 1
+
+
+def test_the_card_states_the_scores_of_these_files(reconstruction):
+    card = (FOLDER / "README.md").read_text()
+    assert "Apache-2.0" in card and "python -m helpers.tiny_sd" in card
+    stated = dict(
+        line.strip("| ").split(" | ")
+        for line in card.splitlines()
+        if line.startswith(("| PSNR", "| Detector", "| Separation"))
+    )
+    assert float(stated["PSNR, one object, 64x64"].split()[0]) == pytest.approx(reconstruction["psnr_one_64"], abs=0.5)
+    assert float(stated["PSNR, one object, 64x64"].split()[0]) >= 33
+    assert float(stated["Detector, one object, 64x64"].rstrip("%")) >= 95
+
+
+def test_a_short_build_writes_a_whole_model_and_replaces_the_old_one(tmp_path, monkeypatch):
+    for name in ("draw_shapes", "draw_textures", "_draw_families"):
+        monkeypatch.setattr(build_tiny_sd, name, few(getattr(build_tiny_sd, name)))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    (tmp_path / "model" / "left over").write_text("old")
+    build_tiny_sd.build(tmp_path / "model", seed=1, effort=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert sorted(p.relative_to(tmp_path / "model") for p in (tmp_path / "model").rglob("*")) == sorted(
+        p.relative_to(FOLDER) for p in FOLDER.rglob("*")
+    )
+    assert "--seed 1" in (tmp_path / "model" / "README.md").read_text()
+    assert json.loads((tmp_path / "model" / "vae" / "config.json").read_text())["scaling_factor"] != 0.18215
+
+
+def test_a_build_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    monkeypatch.setattr(build_tiny_sd, "train_text_encoder", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        build_tiny_sd.build(tmp_path / "model", effort=0)
+    assert [p.name for p in tmp_path.rglob("*")] == ["model", "model_index.json"]
+
+
+def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
+    (tmp_path / "photo.jpg").write_text("mine")
+    with pytest.raises(ValueError, match="holds something other than a model"):
+        build_tiny_sd.build(tmp_path)
+    assert (tmp_path / "photo.jpg").read_text() == "mine"
+
+
+def test_the_command_says_what_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny_sd", "--help"])
+    with pytest.raises(SystemExit):
+        build_tiny_sd.main()
+    assert {"--output", "--seed"} <= set(capsys.readouterr().out.replace("[", " ").split())
+
+
+def few(draw):
+    return lambda num, *arguments: draw(min(num, 40), *arguments)

@@ -1,0 +1,630 @@
+import contextlib
+import json
+import os
+import pathlib
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from helpers import checkpoint, schema, train_step
+from helpers.config import TrainingConfig
+from helpers.train_step import TrainStep, Unit
+from helpers.unet import build_unet, has_compiler, load_unet_config
+from tests.conftest import SHAPES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BATCH, STEPS, COLUMN = 8, 6, "image_latents_64"
+# What is masked differs between the halves of a batch, and so between two workers.
+KEEP = ~np.isin(np.arange(BATCH * STEPS) % 11, [1, 5, 6])
+
+
+def recipe(**values):
+    values = {
+        "global_batch_size": BATCH,
+        "units_per_step": 2,
+        "warmup_steps": 2,
+        "max_steps": 50,
+        "learning_rate": 1e-3,
+        **values,
+    }
+    return TrainingConfig(**values)
+
+
+def with_bits(table, bits, rows, column=COLUMN):
+    """The table with the latents of some rows, or another column, replaced by one fp16 bit pattern."""
+    values, _ = schema.from_binary(table[column], SHAPES[column])
+    values = values.copy()
+    values.view(np.uint16)[rows] = bits
+    return table.set_column(table.column_names.index(column), column, schema.to_binary(values))
+
+
+@pytest.fixture(scope="module")
+def rows(build_latents):
+    """The run's rows; what is masked has NaN in its latents, as a null may."""
+    return with_bits(build_latents(BATCH * STEPS), 0x7E00, ~KEEP).append_column("keep", pa.array(KEEP))
+
+
+@pytest.fixture(scope="module")
+def manifest(build_manifest):
+    return build_manifest()
+
+
+def units(config, manifest, rows, step, rank=0, world=1):
+    """A worker's units of a global batch, dealt as the worker loop does."""
+    return [
+        Unit.from_arrow(
+            rows.slice(step * BATCH + slot * config.unit_rows, config.unit_rows),
+            manifest,
+            config.resolution,
+            slot * config.unit_rows,
+        )
+        for slot in range(rank, config.units_per_step, world)
+    ]
+
+
+def train(state, manifest, rows, first=0, last=STEPS, rank=0, world=1):
+    config = state.config
+    return [state.step(step, units(config, manifest, rows, step, rank, world)) for step in range(first, last)]
+
+
+def weights(state):
+    return {name: parameter.detach().clone() for name, parameter in state.unet.named_parameters()}
+
+
+def parts(state):
+    return {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+
+
+def losses(metrics):
+    return np.array([line["loss"] for line in metrics])
+
+
+def worker(rank, world, folder, config, manifest, rows):
+    """A rank of a plain gloo group: trains, saves on the way, and at last meets a NaN that only the last rank holds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    config, manifest = TrainingConfig.from_dict(config), schema.Manifest.from_dict(manifest)
+    state = TrainStep(config, manifest)
+    metrics = train(state, manifest, rows, 0, 3, rank, world)
+    finish = checkpoint.async_save(f"{folder}/checkpoint", **parts(state), step=3, group=checkpoint.cpu_group())
+    metrics += train(state, manifest, rows, 3, STEPS, rank, world)
+    finish()
+
+    restored = TrainStep(config, manifest)
+    step = checkpoint.load(f"{folder}/checkpoint", **parts(restored))
+    again = train(restored, manifest, rows, step, STEPS, rank, world)
+
+    before, message = weights(state), None
+    bad = with_bits(rows, 0x7E00, slice(BATCH - 1, BATCH)).set_column(
+        rows.column_names.index("keep"), "keep", pa.array([True] * len(rows))
+    )
+    bad = with_bits(bad, 0, slice(0, BATCH - 1))
+    try:
+        state.step(STEPS, units(config, manifest, bad, 0, rank, world))
+    except FloatingPointError as error:
+        message = str(error)
+    unchanged = all(torch.equal(before[name], value) for name, value in weights(state).items())
+    torch.save(weights(state), f"{folder}/weights-{rank}.pt")
+    result = {"metrics": metrics, "again": again, "message": message, "unchanged": unchanged}
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
+LONG = 50
+
+
+def long_recipe(folder, strategy, world, **values):
+    """50 steps of a U-Net of one level, the same parts as "tiny" at a third of the time."""
+    return recipe(
+        unet_config=f"{folder}/unet.json",
+        max_steps=LONG,
+        units_per_step=4,
+        strategy=strategy,
+        num_training_workers=world,
+        **values,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("strategies")
+    one_level = {
+        "block_out_channels": [32],
+        "down_block_types": ["CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D"],
+        "attention_head_dim": [2],
+    }
+    (found / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), **one_level}))
+    return found
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@contextlib.contextmanager
+def group(folder, name, rank, world, here=2):
+    """A gloo group of `world` ranks, two on each node, or `here` on this rank's."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(here)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=world)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_and_save(folder, rank, world, manifest, rows):
+    """Losses of 50 steps under each strategy, with a checkpoint in the middle; and whether it began with `build_unet`'s weights."""
+    losses, drawn = {}, build_unet(f"{folder}/unet.json").state_dict()
+    for strategy in STRATEGIES:
+        state = TrainStep(long_recipe(folder, strategy, world), manifest)
+        assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
+        found = train(state, manifest, rows, 0, LONG // 2, rank, world)
+        checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=LONG // 2)
+        found += train(state, manifest, rows, LONG // 2, LONG, rank, world)
+        losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
+    return losses
+
+
+def continue_from(folder, names, rank, world, manifest, rows):
+    """Losses of two steps under each strategy from one checkpoint each: the first shows weights, the second the optimizer's state."""
+    losses = {}
+    for strategy, name in zip(STRATEGIES, names, strict=True):
+        state = TrainStep(long_recipe(folder, strategy, world), manifest)
+        for parameter in state.unet.parameters():
+            parameter.data.zero_()
+        step = checkpoint.load(f"{folder}/{name}", **parts(state))
+        found = train(state, manifest, rows, step, step + 2, rank, world)
+        checkpoint.save(f"{folder}/later-{strategy}-{world}", **parts(state), step=step + 2)
+        losses[f"{name} -> {strategy}-{world}"] = [line["loss"] for line in found]
+    return losses
+
+
+UNEVEN = dict(global_batch_size=12, units_per_step=6)
+
+
+def train_unevenly(folder, rank, manifest, rows):
+    """`(shape of the mesh, losses)` of two steps under "hsdp" on two nodes, of two ranks and of one."""
+    with group(folder, "uneven", rank, 3, here=(2, 2, 1)[rank]):
+        state = TrainStep(
+            recipe(unet_config=f"{folder}/unet.json", strategy="hsdp", num_training_workers=3, **UNEVEN), manifest
+        )
+        found = train(state, manifest, rows, 0, 2, rank, 3)
+        return list(state.unet.conv_in.weight.device_mesh.shape), [line["loss"] for line in found]
+
+
+def sharded_worker(rank, folder, manifest, rows):
+    """One of four processes, of which first two and then all train, and then both numbers go on from each other's checkpoints."""
+    torch.set_num_threads(1)
+    manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "continued": {}}
+    for world in (2, 4):
+        if rank < world:
+            with group(folder, f"straight-{world}", rank, world):
+                result["straight"].update(train_and_save(folder, rank, world, manifest, rows))
+    for world, names in (
+        (2, ["fsdp-full-4", "hsdp-4", "ddp-4", "fsdp-4"]),
+        (4, ["alone", "ddp-2", "hsdp-2", "fsdp-2"]),
+    ):
+        if rank < world:
+            with group(folder, f"continued-{world}", rank, world):
+                result["continued"].update(continue_from(folder, names, rank, world, manifest, rows))
+    if rank < 3:
+        result["uneven"] = train_unevenly(folder, rank, manifest, rows)
+    if rank == 0:
+        pathlib.Path(folder, "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def alone(folder, manifest, build_latents):
+    """`(losses, rows)` of 50 steps of one process without a process group, which leaves checkpoints "alone" and "later-alone"."""
+    rows = build_latents(BATCH * LONG)
+    state = TrainStep(long_recipe(folder, "ddp", 1), manifest)
+    found = train(state, manifest, rows, 0, LONG // 2)
+    checkpoint.save(folder / "alone", **parts(state), step=LONG // 2)
+    found += train(state, manifest, rows, LONG // 2, LONG // 2 + 2)
+    checkpoint.save(folder / "later-alone", **parts(state), step=LONG // 2 + 2)
+    return losses(found + train(state, manifest, rows, LONG // 2 + 2, LONG)), rows
+
+
+@pytest.fixture(scope="module")
+def strategies(folder, alone, manifest):
+    """What `sharded_worker` found."""
+    _, rows = alone
+    torch.multiprocessing.spawn(sharded_worker, (str(folder), manifest.to_dict(), rows), nprocs=4)
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_every_strategy_on_two_and_four_workers_trains_as_one_process_does(alone, strategies):
+    assert len(strategies["straight"]) == 8
+    for name, found in strategies["straight"].items():
+        np.testing.assert_allclose(found, alone[0], rtol=1e-5, err_msg=name)
+
+
+def test_every_strategy_goes_on_from_checkpoints_of_other_strategies_and_numbers_of_workers(
+    folder, alone, strategies, manifest
+):
+    """Each from another one's, and one process from all of them: what is in them does not depend on who wrote it."""
+    expected, rows = alone
+    continued = dict(strategies["continued"])
+    for name in strategies["straight"]:
+        state = TrainStep(long_recipe(folder, "ddp", 1), manifest)
+        step = checkpoint.load(folder / name, **parts(state))
+        continued[f"{name} -> alone"] = losses(train(state, manifest, rows, step, step + 2))
+    assert len(continued) == 16
+    for pair, found in continued.items():
+        np.testing.assert_allclose(found, expected[LONG // 2 : LONG // 2 + 2], rtol=1e-5, err_msg=pair)
+
+
+@pytest.mark.parametrize("when", ["", "later-"])
+def test_every_strategy_has_the_weights_and_the_average_of_one_process(folder, strategies, when):
+    """In the middle of a run, and two steps on from the checkpoint of another strategy."""
+
+    def read(name, which):
+        return checkpoint.load_weights(
+            folder / f"{when}{name}", build_unet(f"{folder}/unet.json", seed=9), which
+        ).state_dict()
+
+    expected = {which: read("alone", which) for which in ("model", "ema")}
+    assert any(
+        (value - expected["ema"][name]).norm() > 1e-2 * value.norm() for name, value in expected["model"].items()
+    )
+    for strategy in strategies["straight"]:
+        for which in ("model", "ema"):
+            found = read(strategy, which)
+            for name, value in expected[which].items():
+                assert (found[name] - value).norm() <= 1e-4 * value.norm(), (strategy, which, name)
+
+
+def test_nodes_with_unequal_numbers_of_workers_train_together(folder, strategies, alone, manifest):
+    mesh, found = strategies["uneven"]
+    assert mesh == [3, 1]
+    state = TrainStep(recipe(unet_config=f"{folder}/unet.json", **UNEVEN), manifest)
+    np.testing.assert_allclose(found, losses(train(state, manifest, alone[1], 0, 2)), rtol=1e-5)
+
+
+def gradients_of(state):
+    return {name: whole(parameter.grad).clone() for name, parameter in state.unet.named_parameters()}
+
+
+def compiled_worker(rank, folder, manifest, rows):
+    """One of two processes that train eager and compiled: losses of 50 steps, and the gradients of the first."""
+    torch.set_num_threads(1)
+    manifest, result = schema.Manifest.from_dict(manifest), {}
+    with group(folder, "compiled", rank, 2):
+        for strategy in ("ddp", "fsdp"):
+            for compiled in (False, True):
+                state = TrainStep(long_recipe(folder, strategy, 2, compile_unet=compiled), manifest)
+                taken = []
+                state.optimizer.register_step_pre_hook(
+                    lambda *_, state=state, taken=taken: taken.append(gradients_of(state))
+                )
+                found = train(state, manifest, rows, 0, LONG, rank, 2)
+                result[strategy, compiled] = [line["loss"] for line in found], taken[0]
+    if rank == 0:
+        torch.save(result, f"{folder}/compiled.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+def test_compiled_strategies_have_the_losses_and_the_gradients_of_eager_ones(folder, manifest, build_latents):
+    torch.multiprocessing.spawn(
+        compiled_worker, (str(folder), manifest.to_dict(), build_latents(BATCH * LONG)), nprocs=2
+    )
+    found = torch.load(folder / "compiled.pt")
+    expected_losses, expected = found["ddp", False]
+    for (strategy, compiled), (values, gradients) in found.items():
+        np.testing.assert_allclose(values, expected_losses, rtol=1e-3 if compiled else 1e-5, err_msg=strategy)
+        for name, gradient in expected.items():
+            assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, (strategy, compiled, name)
+
+
+@pytest.fixture(scope="module")
+def one(manifest, rows):
+    """One process without a process group: the reference."""
+    state = TrainStep(recipe(), manifest)
+    return train(state, manifest, rows), weights(state)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, manifest, rows):
+    """Two ranks: their results, the folder with their checkpoint, and their weights."""
+    folder = tmp_path_factory.mktemp("two")
+    arguments = (2, str(folder), recipe(num_training_workers=2, micro_batch_size=2).to_dict(), manifest.to_dict(), rows)
+    torch.multiprocessing.spawn(worker, arguments, nprocs=2)
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return results, folder, [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]
+
+
+# ---- the same training on any number of workers
+
+
+def test_two_workers_train_as_one_does(one, two):
+    metrics, expected = one
+    results, _, states = two
+    for rank in range(2):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            found = [line[name] for line in results[rank]["metrics"]]
+            assert np.allclose(
+                found, [line[name] for line in metrics], rtol=1e-5 if name != "grad_norm" else 1e-4, atol=0
+            )
+    for name, value in expected.items():
+        assert torch.equal(states[0][name], states[1][name])
+        assert (states[0][name] - value).norm() <= 1e-3 * value.norm() + 1e-4
+    assert results[0]["metrics"][0]["loss"] == results[1]["metrics"][0]["loss"]  # of the whole batch, on every rank
+
+
+def test_a_group_of_one_trains_as_no_group_does(one, tmp_path, manifest, rows):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        assert train(TrainStep(recipe(), manifest), manifest, rows, 0, 2) == one[0][:2]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, tmp_path, manifest, rows):
+    """As one GPU does with strategy "fsdp": sharded over itself, for the U-Net in bf16 beside fp32 weights."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        state = TrainStep(recipe(strategy="fsdp", precision="bf16"), manifest)
+        found = train(state, manifest, rows, 0, 3)
+        finish = checkpoint.async_save(tmp_path / "c", **parts(state), step=3, group=checkpoint.cpu_group())
+        found += train(state, manifest, rows, 3, STEPS)
+        finish()
+        again = TrainStep(state.config, manifest)
+        assert train(again, manifest, rows, checkpoint.load(tmp_path / "c", **parts(again))) == found[3:]
+    finally:
+        dist.destroy_process_group()
+    assert (
+        losses(found) == pytest.approx(losses(one[0]), rel=0.02) and losses(found).tolist() != losses(one[0]).tolist()
+    )
+    unet = checkpoint.load_weights(tmp_path / "c", build_unet("tiny", seed=9), "model")
+    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "values", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"units_per_step": 1}, {"units_per_step": 8}], ids=str
+)
+def test_the_size_of_micro_batches_and_units_does_not_change_the_result(one, manifest, rows, values):
+    found = train(TrainStep(recipe(**values), manifest), manifest, rows)
+    assert np.allclose(losses(found), losses(one[0]), rtol=1e-5, atol=0)
+
+
+def test_training_twice_gives_the_same_bits(one, manifest, rows):
+    torch.manual_seed(99)
+    state = TrainStep(recipe(), manifest)
+    assert train(state, manifest, rows) == one[0]
+    assert all(torch.equal(one[1][name], value) for name, value in weights(state).items())
+
+
+def test_another_seed_is_another_run(one, manifest, rows):
+    assert train(TrainStep(recipe(seed=1), manifest), manifest, rows, 0, 1)[0]["loss"] != one[0][0]["loss"]
+
+
+def test_training_on_the_same_rows_lowers_the_loss(manifest, build_latents):
+    config = recipe(learning_rate=3e-3, warmup_steps=5, max_steps=60, lr_schedule="constant")
+    state, rows = TrainStep(config, manifest), build_latents(BATCH)
+    found = [state.step(step, units(config, manifest, rows, 0))["loss"] for step in range(60)]
+    assert np.mean(found[-10:]) < 0.8 * np.mean(found[:10])
+
+
+# ---- what a step reports
+
+
+def test_the_loss_is_the_mean_over_the_unmasked_rows_of_the_global_batch(manifest, rows):
+    state = TrainStep(recipe(), manifest)
+    mine = units(state.config, manifest, rows, 0)
+    with torch.no_grad():
+        per_row = torch.cat([state.losses(unit, 0) for unit in mine])
+    keep = torch.cat([unit.keep_U for unit in mine])
+    assert (per_row[~keep] == 0).all() and (per_row[keep] > 0).all() and not keep.all()
+    found = state.step(0, mine)
+    assert found["loss"] == pytest.approx(per_row[keep].mean().item(), rel=1e-5)
+    assert found["learning_rate"] == pytest.approx(state.config.learning_rate / 2) and found["grad_norm"] > 0
+
+
+def test_the_gradient_is_clipped_to_a_norm_of_one(manifest, rows, monkeypatch):
+    state = TrainStep(recipe(), manifest)
+    seen = []
+    original = state.optimizer.step
+    monkeypatch.setattr(
+        state.optimizer,
+        "step",
+        lambda: (seen.append(torch.stack([p.grad.norm() for p in state.unet.parameters()]).norm().item()), original()),
+    )
+    (line,) = train(state, manifest, with_bits(rows, np.float16(100).view(np.uint16), slice(None)), 0, 1)
+    assert seen[0] == pytest.approx(min(1, line["grad_norm"]), rel=1e-3)
+    assert all(parameter.grad is None for parameter in state.unet.parameters())
+
+
+# ---- masked rows
+
+
+def test_masked_rows_do_not_matter_even_when_their_bits_are_nan(one, manifest, rows):
+    for bits in (0x0000, 0x3C00, 0x7C00, 0xFFFF):  # zero, one, infinity, NaN
+        state = TrainStep(recipe(), manifest)
+        changed = with_bits(with_bits(rows, bits, ~KEEP), bits, ~KEEP, schema.EMBEDDINGS)
+        assert train(state, manifest, changed) == one[0]
+        assert all(torch.equal(one[1][name], value) for name, value in weights(state).items())
+
+
+def test_a_batch_that_is_masked_altogether_has_no_loss_and_no_gradient(manifest, rows):
+    none = rows.set_column(rows.column_names.index("keep"), "keep", pa.array([False] * len(rows)))
+    (line,) = train(TrainStep(recipe(), manifest), manifest, none, 0, 1)
+    assert (line["loss"], line["grad_norm"]) == (0, 0)
+
+
+def test_without_a_keep_column_rows_without_latents_are_masked(manifest, build_latents):
+    table, valid = build_latents(4), np.array([True, False, True, True])
+    values, _ = schema.from_binary(table[COLUMN], (2, 4, 8, 8))
+    table = table.set_column(table.column_names.index(COLUMN), COLUMN, schema.to_binary(values, valid))
+    unit = Unit.from_arrow(table, manifest, 64, 12)
+    assert unit.keep_U.tolist() == valid.tolist() and unit.positions_U.tolist() == [12, 13, 14, 15]
+    assert unit.ids == [0, 1, 2, 3] and unit.moments.shape == (4, 2, 4, 8, 8) and unit.text.shape == (4, 6, 128)
+    assert unit.moments.dtype == unit.text.dtype == torch.float16
+    pieces = list(unit.split(3))
+    assert [piece.ids for piece in pieces] == [[0, 1, 2], [3]] and pieces[1].positions_U.tolist() == [15]
+
+
+def test_dropped_captions_are_trained_as_the_empty_one(manifest, rows):
+    """With nearly every caption dropped, the captions themselves do not matter."""
+    state, seen = TrainStep(recipe(caption_dropout=0.999999), manifest), []
+    state.unet.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[2]))
+    train(state, manifest, rows, 0, 1)
+    empty = torch.from_numpy(manifest.empty_caption.astype(np.float32))
+    assert all(torch.equal(text, empty.expand_as(text)) for text in seen)
+
+
+# ---- what is not finite
+
+
+def test_a_loss_that_is_not_finite_raises_before_any_weight_changes(manifest, build_latents):
+    state, rows = TrainStep(recipe(), manifest), build_latents(BATCH)
+    train(state, manifest, rows, 0, 1)
+    before, average = weights(state), {name: value.clone() for name, value in state.ema.state_dict().items()}
+    with pytest.raises(
+        FloatingPointError, match="^The loss at step 1 is nan: lower learning_rate or check the latents"
+    ):
+        state.step(1, units(state.config, manifest, with_bits(rows, 0x7E00, slice(7, 8)), 0))
+    assert all(torch.equal(before[name], value) for name, value in weights(state).items())
+    assert all(torch.equal(average[name], value) for name, value in state.ema.state_dict().items())
+
+
+def test_a_gradient_that_is_not_finite_raises_before_any_weight_changes(manifest, rows):
+    """Or the weights would be NaN, and so a checkpoint of this very step."""
+    state = TrainStep(recipe(), manifest)
+    before = weights(state)
+    state.unet.conv_in.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(FloatingPointError, match="^The gradient at step 0 is (inf|nan)"):
+        train(state, manifest, rows, 0, 1)
+    assert all(torch.equal(before[name], value) for name, value in weights(state).items())
+
+
+def test_every_worker_stops_when_one_of_them_has_a_nan(two):
+    for result in two[0]:
+        assert result["message"].startswith(f"The loss at step {STEPS} is nan") and result["unchanged"]
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("ema_start", [0, 3, 4, 100])
+def test_a_restored_run_goes_on_bit_by_bit(tmp_path, manifest, rows, ema_start):
+    state = TrainStep(recipe(ema_start=ema_start), manifest)
+    straight = train(state, manifest, rows, 0, 3)
+    checkpoint.save(tmp_path / "c", **parts(state), step=3)
+    straight += train(state, manifest, rows, 3, STEPS)  # saving changed nothing, as `one` shows
+
+    restored = TrainStep(recipe(ema_start=ema_start, micro_batch_size=4), manifest)
+    assert checkpoint.load(tmp_path / "c", **parts(restored)) == checkpoint.step_of(tmp_path / "c") == 3
+    assert train(restored, manifest, rows, 3, STEPS) == straight[3:]
+    assert all(torch.equal(weights(state)[name], value) for name, value in weights(restored).items())
+    averages = state.ema.state_dict(), restored.ema.state_dict()
+    assert all(torch.equal(averages[0][name], value) for name, value in averages[1].items())
+
+
+def test_saving_does_not_change_a_run(tmp_path, one, manifest, rows):
+    state = TrainStep(recipe(), manifest)
+    found = train(state, manifest, rows, 0, 1)
+    for step in range(1, STEPS):
+        checkpoint.save(tmp_path / str(step), **parts(state), step=step)
+        found += train(state, manifest, rows, step, step + 1)
+    assert found == one[0]
+
+
+@pytest.mark.parametrize("ema_start", [0, 100])
+def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_begun_at(
+    tmp_path, monkeypatch, one, manifest, rows, ema_start
+):
+    """Though it is written only when the training is over."""
+    trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+
+    def write_late(*arguments):
+        trained.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
+    state = TrainStep(recipe(ema_start=ema_start), manifest)
+    found = train(state, manifest, rows, 0, 3)
+    begun = {"model": weights(state), "ema": {name: value.clone() for name, value in state.ema.state_dict().items()}}
+    finish = checkpoint.async_save(tmp_path, **parts(state), step=3)
+    found += train(state, manifest, rows, 3, STEPS)
+    assert checkpoint.find_corruption(tmp_path)  # not there before it is finished
+    trained.set()
+    finish()
+    assert checkpoint.find_corruption(tmp_path) is None and found == one[0]
+    for which, expected in begun.items():
+        written = checkpoint.load_weights(tmp_path, build_unet("tiny", seed=9), which)
+        assert all(torch.equal(expected[name], value) for name, value in written.named_parameters())
+    restored = TrainStep(recipe(ema_start=ema_start), manifest)
+    assert train(restored, manifest, rows, checkpoint.load(tmp_path, **parts(restored)), STEPS) == found[3:]
+
+
+def test_two_workers_go_on_bit_by_bit_from_their_checkpoint(two):
+    for result in two[0]:
+        assert result["again"] == result["metrics"][3:]
+
+
+def test_a_checkpoint_of_two_workers_goes_on_with_one(two, one, manifest, rows):
+    state = TrainStep(recipe(), manifest)
+    assert checkpoint.load(two[1] / "checkpoint", **parts(state)) == 3
+    assert np.allclose(losses(train(state, manifest, rows, 3)), losses(one[0])[3:], rtol=1e-5, atol=0)
+
+
+def test_the_averaged_or_the_last_weights_load_into_a_plain_unet(tmp_path, manifest, rows):
+    state = TrainStep(recipe(ema_decay=0.9), manifest)
+    train(state, manifest, rows)
+    checkpoint.save(tmp_path / "c", **parts(state), step=STEPS)
+    average, last = (
+        dict(checkpoint.load_weights(tmp_path / "c", build_unet("tiny", seed=9), which).named_parameters())
+        for which in ("ema", "model")
+    )
+    assert all(torch.equal(average[name], value) for name, value in state.ema.state_dict().items())
+    assert all(torch.equal(last[name], value) for name, value in weights(state).items())
+    assert any(not torch.equal(average[name], last[name]) for name in last)
+    default = checkpoint.load_weights(tmp_path / "c", build_unet("tiny", seed=9))
+    assert all(torch.equal(average[name], value) for name, value in default.named_parameters())
+
+
+# ---- validation
+
+
+def test_the_validation_loss_is_the_same_for_every_run_and_weighs_rows_not_batches(manifest, build_latents):
+    unet, rows = build_unet("tiny"), build_latents(80)
+    found = train_step.validation_loss(unet, manifest, rows, recipe(), timesteps_per_row=2)
+    torch.manual_seed(5)
+    assert train_step.validation_loss(unet, manifest, rows, recipe(seed=7), timesteps_per_row=2) == found
+    assert all(parameter.grad is None for parameter in unet.parameters())
+    per_row, schedule = [], train_step.diffusion.noise_schedule()
+    with torch.no_grad():  # a row at a time, by the plain objective
+        for row in range(80):
+            unit = Unit.from_arrow(rows.slice(row, 1).combine_chunks(), manifest, 64, row)
+            for number, timestep in enumerate((250, 750)):
+                draws = train_step.diffusion.draw(0, number, unit.positions_U, (4, 8, 8))
+                draws.timesteps_B[:] = timestep
+                latents = train_step.diffusion.sample_latents(
+                    unit.moments, draws.posterior_BCHW, manifest.scaling_factor
+                )
+                per_row.append(
+                    [
+                        train_step.diffusion.losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
+                        for gamma in (5.0, None)
+                    ]
+                )
+    assert found == pytest.approx(np.mean(per_row, axis=0), rel=1e-4) and found[0] != found[1]
+
+
+def test_without_weighting_both_validation_losses_are_the_same(manifest, build_latents):
+    weighted, plain = train_step.validation_loss(
+        build_unet("tiny"), manifest, build_latents(8), recipe(min_snr_gamma=None), timesteps_per_row=2
+    )
+    assert weighted == plain > 0
+
+
+def test_no_validation_rows_give_zero_not_a_crash(manifest, build_latents):
+    assert train_step.validation_loss(build_unet("tiny"), manifest, build_latents(3)[:0], recipe()) == (0, 0)
