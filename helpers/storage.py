@@ -1,4 +1,4 @@
-"""Files on a local folder or an object store, by one path or URI: everything goes through `pyarrow.fs`."""
+"""Files in a local folder or an object store, by one path or URI: all access goes through `pyarrow.fs`."""
 
 import functools
 import json
@@ -6,17 +6,18 @@ import os
 import pathlib
 import time
 import uuid
+from typing import Any
 
 from pyarrow import fs
 
-# What pyarrow's S3 client says, and does not retry, where a store's message of an error is longer than the bytes asked for.
-LONG_MESSAGE = "Failed to flush response stream"
+# pyarrow does not retry a read if the store's error message is longer than the file; it raises an OSError with this text.
+SHORT_READ_ERROR = "Failed to flush response stream"
 
 
-def resolve(uri):
+def resolve(uri: str | os.PathLike) -> str:
     """An absolute local path, or the URI as it is, without a trailing slash.
 
-    Relative paths are resolved here, on the driver: Ray workers run in folders of their own.
+    Relative paths must be resolved on the driver: Ray workers run in folders of their own.
     """
     uri = str(uri)
     if "://" in uri:
@@ -24,129 +25,120 @@ def resolve(uri):
     return os.path.abspath(os.path.expanduser(uri))
 
 
-def resolve_folder(name):
-    """The absolute path of a local file or folder; a name that is none (a preset, a hub id) stays as it is."""
+def resolve_folder(name: str) -> str:
+    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
     return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
 
 
-def open_filesystem(uri):
+def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     """`(filesystem, path)` of a local path or URI (`s3://`, `gs://`, ...; credentials from the environment)."""
     uri = resolve(uri)
-    if uri.startswith("s3://"):
-        path = uri.removeprefix("s3://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-        environment = [
-            os.environ.get(name)
-            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
-        ]
-        return _open_s3(
-            path.partition("/")[0], environment[0] or environment[1], environment[2] or environment[3]
-        ), path
-    return fs.FileSystem.from_uri(uri)
+    if not uri.startswith("s3://"):
+        return fs.FileSystem.from_uri(uri)
+    path = uri.removeprefix("s3://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
+    env = os.environ
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    return _open_s3(path.partition("/")[0], endpoint, env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")), path
 
 
 @functools.lru_cache(maxsize=16)
-def _open_s3(bucket, endpoint, region):
-    """A client that is kept: making one looks up the bucket's region. A request is tried ten times (or `AWS_MAX_ATTEMPTS`),
-    with growing pauses, so that a store which fails now and then, or is away for some seconds, stops no job. What fits into
-    one part is written by one request in place of three (`allow_delayed_open`)."""
+def _open_s3(bucket: str, endpoint: str | None, region: str | None) -> fs.S3FileSystem:
+    """A cached client: making one looks up the bucket's region.
+
+    A request is tried `max_attempts()` times with growing pauses, so a store that fails now and then, or is away for
+    seconds, stops no job. `allow_delayed_open` writes a small file with one request instead of three.
+    """
+    where = {}
     if endpoint:
         scheme, _, host = endpoint.rpartition("://")
         where = {"endpoint_override": host, "scheme": scheme or "https"}
     else:
-        where = {}
         region = region or fs.resolve_s3_region(bucket)
     retries = fs.AwsStandardS3RetryStrategy(max_attempts=max_attempts())
     return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
 
 
-def max_attempts():
+def max_attempts() -> int:
     return int(os.environ.get("AWS_MAX_ATTEMPTS", 10))
 
 
-def is_local(uri):
+def is_local(uri: str | os.PathLike) -> bool:
     return isinstance(open_filesystem(uri)[0], fs.LocalFileSystem)
 
 
-def join(uri, *parts):
+def join(uri: str | os.PathLike, *parts: str) -> str:
     return "/".join([resolve(uri), *parts])
 
 
-def name(uri):
+def name(uri: str | os.PathLike) -> str:
     """The last part of a path or URI."""
     return str(uri).rstrip("/").rsplit("/", 1)[-1]
 
 
-def exists(uri):
+def _info(uri: str | os.PathLike) -> fs.FileInfo:
     filesystem, path = open_filesystem(uri)
-    return filesystem.get_file_info(path).type != fs.FileType.NotFound
+    return filesystem.get_file_info(path)
 
 
-def is_file(uri):
-    filesystem, path = open_filesystem(uri)
-    return filesystem.get_file_info(path).type == fs.FileType.File
+def exists(uri: str | os.PathLike) -> bool:
+    return _info(uri).type != fs.FileType.NotFound
 
 
-def version(uri):
-    """(bytes, time of the last change) of a file, by which a kept copy of what it says is known to be out of date."""
-    filesystem, path = open_filesystem(uri)
-    info = filesystem.get_file_info(path)
-    return info.size, info.mtime_ns
+def is_file(uri: str | os.PathLike) -> bool:
+    return _info(uri).is_file
 
 
-def list_files(uri, suffix="", recursive=False):
-    """Sorted paths or URIs of the files under `uri` that end in `suffix` (or one of several); none if there is no folder."""
+def version(uri: str | os.PathLike) -> tuple[int, int]:
+    """(bytes, time of the last change) of a file: a cached copy of it is stale when they differ."""
+    found = _info(uri)
+    return found.size, found.mtime_ns
+
+
+def _list(uri: str | os.PathLike, recursive: bool = False) -> dict[str, fs.FileInfo]:
+    """{path below `uri`: info} of the files and folders in a folder, sorted; {} if there is no folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
-    inside = sorted(info.path[len(path) :].lstrip("/") for info in found if info.type == fs.FileType.File)
-    return [join(uri, relative) for relative in inside if relative.endswith(suffix)]
+    return {item.path[len(path) :].lstrip("/"): item for item in sorted(found, key=lambda item: item.path)}
 
 
-def list_folders(uri):
-    """Sorted paths or URIs of the folders directly under `uri`; none if it does not exist."""
+def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
+    """Sorted paths or URIs of the files in a folder that end in `suffix` (or one of several)."""
+    found = _list(uri, recursive)
+    return [join(uri, below) for below, item in found.items() if item.is_file and below.endswith(suffix)]
+
+
+def list_folders(uri: str | os.PathLike) -> list[str]:
+    """Sorted paths or URIs of the folders directly in a folder."""
+    return [join(uri, below) for below, item in _list(uri).items() if item.type == fs.FileType.Directory]
+
+
+def sizes(uri: str | os.PathLike) -> dict[str, int]:
+    """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
+    found = {"": _info(uri)} if _info(uri).is_file else _list(uri, recursive=True)
+    return {below: item.size for below, item in found.items() if item.is_file}
+
+
+def read_text(uri: str | os.PathLike) -> str:
+    """The text of a file; `FileNotFoundError` if it does not exist."""
     filesystem, path = open_filesystem(uri)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return [
-        join(uri, info.base_name) for info in sorted(found, key=lambda i: i.path) if info.type == fs.FileType.Directory
-    ]
-
-
-def sizes(uri):
-    """{path below `uri`: bytes} of all files under it; of a file {"": bytes}."""
-    filesystem, path = open_filesystem(uri)
-    info = filesystem.get_file_info(path)
-    if info.type == fs.FileType.File:
-        return {"": info.size}
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    return {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
-
-
-def size_bytes(uri):
-    """Bytes of all files under `uri`."""
-    return sum(sizes(uri).values())
-
-
-def read_text(uri):
-    """The text of a file; `FileNotFoundError` if it is not there."""
-    filesystem, path = open_filesystem(uri)
-    for left in reversed(range(max_attempts())):
+    for attempt in range(1, max_attempts() + 1):
         try:
             with filesystem.open_input_stream(path) as stream:
                 return stream.read().decode()
         except OSError as error:
-            if LONG_MESSAGE not in str(error) or not left:
+            if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
                 raise
             time.sleep(0.1)
 
 
-def write_text(uri, text):
-    """`write_bytes` of a text, which is encoded before anything is opened."""
-    write_bytes(uri, text.encode())
+def write_text(uri: str | os.PathLike, text: str) -> None:
+    write_bytes(uri, text.encode())  # encoded before anything is opened
 
 
-def write_bytes(uri, data):
-    """Write a file so that a reader sees all of it or the file before it, never a part.
+def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
+    """Write a file atomically: a reader sees the whole new file or the old one.
 
-    Object stores make an object visible when its upload ends; on a file system a rename does that.
+    Object stores show an object when its upload ends; a local file gets its name by a rename at the end.
     """
     filesystem, path = open_filesystem(uri)
     local = isinstance(filesystem, fs.LocalFileSystem)
@@ -164,16 +156,16 @@ def write_bytes(uri, data):
         raise
 
 
-def read_json(uri):
+def read_json(uri: str | os.PathLike) -> Any:
     return json.loads(read_text(uri))
 
 
-def write_json(uri, value):
+def write_json(uri: str | os.PathLike, value: Any) -> None:
     write_text(uri, json.dumps(value, indent=1))
 
 
-def delete(uri):
-    """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+def delete(uri: str | os.PathLike) -> None:
+    """Delete a file or a whole folder, if it exists."""
     filesystem, path = open_filesystem(uri)
     kind = filesystem.get_file_info(path).type
     if kind == fs.FileType.File:
@@ -182,7 +174,7 @@ def delete(uri):
         filesystem.delete_dir(path)
 
 
-def copy_folder(source, target):
+def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:
     """Copy all files of a folder to another path or URI."""
     (from_filesystem, from_path), (to_filesystem, to_path) = open_filesystem(source), open_filesystem(target)
     to_filesystem.create_dir(to_path)

@@ -122,6 +122,6 @@ def free_disk(storage_uri):
     freed = 0
     for folder in ("raw", "latents", "online", "runs"):
         uri = storage.join(storage_uri, folder)
-        freed += storage.size_bytes(uri)
+        freed += sum(storage.sizes(uri).values())
         storage.delete(uri)
     return freed

@@ -3,25 +3,25 @@ import re
 
 import pytest
 
-from helpers import config
+from helpers import config, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections
 
 BAD_PREPROCESSING = [
-    ({"encoder_precision": "int8"}, "encoder_precision='int8' is unknown: choose one of 'fp32', 'fp16', 'bf16'."),
-    ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet', 'webdataset', 'imagefolder'."),
+    ({"encoder_precision": "int8"}, "encoder_precision='int8' is unknown: choose one of 'fp32', 'fp16' or 'bf16'."),
+    ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet', 'webdataset' or 'imagefolder'."),
     ({"num_transform_workers": 0}, "num_transform_workers=0 must be a whole number of at least 1."),
     ({"num_transform_workers": "two"}, "num_transform_workers='two' must be a whole number"),
     ({"num_encoders": -1}, "num_encoders=-1 must be a whole number of at least 1."),
     ({"num_encoders": True}, "num_encoders=True must be a whole number of at least 1."),
     ({"encoder_batch_size": 1.5}, "encoder_batch_size=1.5 must be a whole number of at least 1."),
-    ({"latents": "std"}, "latents='std' is unknown: choose one of 'moments', 'mean'."),
-    ({"text_precision": "int8"}, "text_precision='int8' is unknown: choose one of 'fp16', 'fp8'."),
+    ({"latents": "std"}, "latents='std' is unknown: choose one of 'moments' or 'mean'."),
+    ({"text_precision": "int8"}, "text_precision='int8' is unknown: choose one of 'fp16' or 'fp8'."),
     ({"dollars_per_hour": -1}, "dollars_per_hour=-1 must be a number of at least 0."),
     ({"max_pixels": 0}, "max_pixels=0 must be a whole number of at least 1."),
     ({"max_pixels": None}, "max_pixels=None must be a whole number of at least 1."),
     (
         {"max_aspect_ratio": 0.5},
-        "max_aspect_ratio=0.5 must be a number of at least 1 (longer side / shorter), or None.",
+        "max_aspect_ratio=0.5 must be a number of at least 1 (longer side / shorter side), or None.",
     ),
     ({"max_aspect_ratio": "2"}, "max_aspect_ratio='2' must be a number of at least 1"),
     ({"upscale": 1}, "upscale=1 must be True or False."),
@@ -30,12 +30,15 @@ BAD_PREPROCESSING = [
     ({"gpus_per_encoder": -0.5}, "gpus_per_encoder=-0.5 must be 0 (CPU), a share of a GPU, or more."),
     ({"gpus_per_encoder": "one"}, "gpus_per_encoder='one' must be 0 (CPU), a share of a GPU, or more."),
     ({"gpus_per_encoder": float("nan")}, "gpus_per_encoder=nan must be 0 (CPU), a share of a GPU, or more."),
-    ({"resolutions": []}, "resolutions=[] names no size to encode: give at least one, such as [64]."),
-    ({"resolutions": 64}, "resolutions=64 must be a list of sizes, such as [64]."),
-    ({"resolutions": "64"}, "resolutions='64' must be a list of sizes, such as [64]."),
-    ({"resolutions": [64, 4]}, "resolutions=[64, 4]: 4 is no size of 8 pixels or more."),
-    ({"resolutions": [64.0]}, "resolutions=[64.0]: 64.0 is no size of 8 pixels or more."),
-    ({"resolutions": ["64"]}, "resolutions=['64']: '64' is no size of 8 pixels or more."),
+    *[
+        (
+            {"resolutions": sizes},
+            f"resolutions={sizes!r} must be a list of sizes of at least 8 pixels, such as [64].",
+        )
+        for sizes in ([], 64, "64", [64, 4], [64.0], ["64"], [True], None)
+    ],
+    ({"dollars_per_hour": float("inf")}, "dollars_per_hour=inf must be a number of at least 0."),
+    ({"dollars_per_hour": True}, "dollars_per_hour=True must be a number of at least 0."),
     ({"row_filter": None}, "row_filter=None must be a text."),
     ({"storage": None}, "storage=None must be a text."),
     ({"image_column": 3}, "image_column=3 must be a text."),
@@ -43,21 +46,21 @@ BAD_PREPROCESSING = [
 ]
 
 BAD_TRAINING = [
-    ({"init_from": 5}, "init_from=5 must be a text, or None."),
-    ({"init_from": ""}, "init_from='' must be a text, or None."),
+    ({"init_from": 5}, "init_from=5 must be the name of a run, the folder of a U-Net, or None."),
+    ({"init_from": ""}, "init_from='' must be the name of a run, the folder of a U-Net, or None."),
     ({"training_accelerator_type": 4}, "training_accelerator_type=4 must be a text, or None."),
-    ({"prediction_type": "sample"}, "prediction_type='sample' is unknown: choose one of 'v_prediction', 'epsilon'."),
+    ({"prediction_type": "sample"}, "prediction_type='sample' is unknown: choose one of 'v_prediction' or 'epsilon'."),
     ({"strategy": "zero"}, "strategy='zero' is unknown: choose one of 'ddp'"),
-    ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of 'fp32', 'bf16'"),
-    ({"lr_schedule": "linear"}, "lr_schedule='linear' is unknown: choose one of 'cosine', 'constant'."),
+    ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of 'fp32' or 'bf16'"),
+    ({"lr_schedule": "linear"}, "lr_schedule='linear' is unknown: choose one of 'cosine' or 'constant'."),
     *[
         ({name: 0}, f"{name}=0 must be a whole number of at least 1.")
         for name in (
-            "resolution",
             "global_batch_size",
             "units_per_step",
             "max_steps",
             "num_training_workers",
+            "profile_step",
             "checkpoint_every",
             "checkpoints_kept",
         )
@@ -95,24 +98,30 @@ BAD_TRAINING = [
         ({"run_name": name}, f"run_name={name!r} must be a plain folder name without slashes or spaces.")
         for name in ("", ".", "..", "a/b", "../a", "a b", "a\\b")
     ],
-    ({"run_name": None}, "run_name=None must be a text."),
+    ({"run_name": None}, "run_name=None must be a plain folder name without slashes or spaces."),
     ({"use_gpu": "no"}, "use_gpu='no' must be True or False."),
     ({"compile_unet": 1}, "compile_unet=1 must be True or False."),
-    ({"latents_uri": 3}, "latents_uri=3 must be a folder, a URI, or a mapping of several to shares."),
-    ({"latents_uri": {}}, "latents_uri={} names no data set: give at least one folder and its proportion."),
-    ({"latents_uri": {"/a": -1, "/b": 2}}, "latents_uri: the proportion -1 of /a must be a number of more than 0."),
-    ({"latents_uri": {"/a": 0, "/b": 2}}, "latents_uri: the proportion 0 of /a must be a number of more than 0."),
-    (
-        {"latents_uri": {"/a": "half", "/b": 2}},
-        "latents_uri: the proportion 'half' of /a must be a number of more than 0.",
-    ),
+    *[
+        (
+            {"latents_uri": uri},
+            f"latents_uri={uri!r} must be a folder, a URI, or a mapping of several to their proportions of ",
+        )
+        for uri in (3, {}, {"/a": -1, "/b": 2}, {"/a": 0, "/b": 2}, {"/a": "half", "/b": 2}, {3: 1})
+    ],
+    *[
+        (
+            {"resolution": sizes},
+            f"resolution={sizes!r} must be a size in pixels, or a mapping of sizes to their shares of the steps, such",
+        )
+        for sizes in (0, "64", True, 64.0, {}, {64: 0}, {"big": 1}, {0: 1}, {64: "x"}, {64: float("nan")})
+    ],
     (
         {"latents_uri": {"/a": 1, "/b": 1e-9}},
         "latents_uri: the proportion 1e-09 of /b is less than a thousandth: leave it out.",
     ),
     (
         {"latents_uri": {"/a": 1, "/a/": 1}},
-        "latents_uri={'/a': 1, '/a/': 1} names the same folder twice: give each once.",
+        "latents_uri={'/a': 1.0, '/a/': 1.0} names the same folder twice: give each once.",
     ),
     ({"hang_timeout": 0}, "hang_timeout=0 must be a number of seconds of more than 0."),
     *[
@@ -125,7 +134,7 @@ BAD_TRAINING = [
     (
         {"num_training_workers": (2, 4), "units_per_step": 4},
         "units_per_step=4 does not divide among num_training_workers=(2, 4), which may come down to 3: make it a "
-        "multiple of every count of workers.",
+        "multiple of every count of workers, such as 12.",
     ),
     (
         {"global_batch_size": 64, "units_per_step": 3},
@@ -133,11 +142,21 @@ BAD_TRAINING = [
     ),
     (
         {"units_per_step": 4, "num_training_workers": 3},
-        "units_per_step=4 does not divide among num_training_workers=3: make it a multiple of every count of workers.",
+        "units_per_step=4 does not divide among num_training_workers=3: make it a multiple of every count of workers,",
     ),
     (
-        {"num_training_workers": 2},
-        "units_per_step=1 does not divide among num_training_workers=2: make it a multiple of every count of workers.",
+        {"units_per_step": 1, "num_training_workers": 2},
+        "units_per_step=1 does not divide among num_training_workers=2: make it a multiple of every count of workers",
+    ),
+    (
+        {"num_training_workers": (2, 3)},
+        "units_per_step=3 does not divide among num_training_workers=(2, 3), which may come down to 2: make it a "
+        "multiple of every count of workers, such as 6.",
+    ),
+    (
+        {"global_batch_size": 64, "num_training_workers": 3},
+        "global_batch_size=64 does not divide into units_per_step=3 equal units (where none is given: the most "
+        "workers, or the number that the run began with): change one of the two.",
     ),
     (
         {"global_batch_size": 64, "units_per_step": 2, "micro_batch_size": 24},
@@ -146,7 +165,7 @@ BAD_TRAINING = [
     ({"micro_batch_size": 0}, "micro_batch_size=0 must be a whole number of at least 1."),
     (
         {"validate_every": 300, "checkpoint_every": 250},
-        "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, beside the training (0: never).",
+        "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, beside the",
     ),
 ]
 
@@ -159,7 +178,7 @@ BAD_TRAINING = [
     ],
     ids=str,
 )
-def test_a_bad_parameter_is_named_with_its_value_and_what_to_change(kind, values, message):
+def test_a_bad_parameter_is_refused_in_one_sentence(kind, values, message):
     with pytest.raises(ValueError) as error:
         kind(**values)
     text = str(error.value)
@@ -193,16 +212,16 @@ def test_changed_parameters_survive_json(config):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_notebooks_variables_of_the_same_names_are_taken_and_no_others():
-    namespace = {"run_name": "mine", "seed": 3, "storage": "s3://bucket/x", "resolutions": [8], "_": 1, "json": json}
+def test_parameters_are_taken_from_a_notebooks_variables():
+    namespace = {"run_name": "mine", "seed": 3, "storage": "/x", "resolutions": [8], "_": 1, "json": json}
     config = TrainingConfig.from_parameters(namespace)
-    assert (config.run_name, config.seed, config.storage) == ("mine", 3, "s3://bucket/x")
-    assert config == TrainingConfig(run_name="mine", seed=3, storage="s3://bucket/x")
+    assert (config.run_name, config.seed, config.storage) == ("mine", 3, "/x")
+    assert config == TrainingConfig(run_name="mine", seed=3, storage="/x")
     assert namespace["resolutions"] == [8]
 
 
 def test_unknown_parameters_are_refused():
-    with pytest.raises(TypeError, match="learning_rat"):
+    with pytest.raises(ValueError, match="^learning_rat=1 is not a parameter of TrainingConfig: check its spelling.$"):
         TrainingConfig(learning_rat=1)
 
 
@@ -211,7 +230,7 @@ def test_parameters_cannot_be_assigned_again():
         TrainingConfig().seed = 1
 
 
-def test_relative_folders_are_those_of_the_notebook_not_of_a_worker(tmp_path, monkeypatch):
+def test_relative_folders_are_the_notebooks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     training, preprocessing = TrainingConfig(), PreprocessingConfig(input_uri="my/data")
     assert training.storage == str(tmp_path / "storage") and training.latents_uri == str(tmp_path / "storage/latents")
@@ -224,19 +243,21 @@ def test_relative_folders_are_those_of_the_notebook_not_of_a_worker(tmp_path, mo
 
 
 def test_latents_may_lie_elsewhere_than_the_rest():
-    assert TrainingConfig(storage="s3://b/x", latents_uri="s3://c/latents/").latents_uri == "s3://c/latents"
-    assert TrainingConfig(storage="s3://b/x").latents_uri == "s3://b/x/latents"
+    assert TrainingConfig(storage="/x", latents_uri="s3://c/latents/").latents_uri == "s3://c/latents"
+    assert PreprocessingConfig(storage="s3://b/x").latents_uri == "s3://b/x/latents"
+    # A number of units is given: the run's own, which its `config.json` has, would be looked up in the bucket.
+    assert TrainingConfig(storage="s3://b/x", units_per_step=1).latents_uri == "s3://b/x/latents"
 
 
 def test_no_input_means_the_sample_data():
     assert PreprocessingConfig().input_uri == ""
 
 
-def test_resolutions_are_sorted_and_each_taken_once():
+def test_resolutions_are_sorted_and_unique():
     assert PreprocessingConfig(resolutions=[64, 32, 64]).resolutions == (32, 64)
 
 
-def test_a_unit_is_the_batch_over_the_units_and_the_micro_batch_a_whole_unit_by_default():
+def test_a_unit_is_the_batch_over_the_units():
     config = TrainingConfig(global_batch_size=4096, units_per_step=64, num_training_workers=32)
     assert config.unit_rows == 64 and config.micro_batch_size is None
 
@@ -279,6 +300,7 @@ FREE = {
     "validate_every": 0,
     "max_failures": 0,
     "hang_timeout": 30,
+    "profile_step": 10,
 }
 
 
@@ -299,19 +321,41 @@ def test_a_run_may_be_resumed_with_another(name):
     TrainingConfig(**{name: FREE[name]}).check_resume(stored(TrainingConfig()))
 
 
-def test_a_run_may_be_resumed_on_another_number_of_workers():
+def test_a_run_may_be_resumed_on_other_workers():
     earlier = TrainingConfig(units_per_step=4, num_training_workers=1)
     TrainingConfig(units_per_step=4, num_training_workers=4, micro_batch_size=8).check_resume(stored(earlier))
 
 
-def test_every_parameter_is_known_to_stay_or_known_to_be_free():
+@pytest.mark.parametrize(("workers", "units"), [(1, 1), (2, 2), ((1, 2), 2), (4, 4)])
+def test_units_are_by_default_as_many_as_the_most_workers(workers, units):
+    config = TrainingConfig(num_training_workers=workers)
+    assert config.units_per_step == config.to_dict()["units_per_step"] == units
+
+
+def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
+    def config(workers, name="run"):
+        return TrainingConfig(storage=tmp_path, run_name=name, num_training_workers=workers)
+
+    earlier = config(2)
+    storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})
+    assert config(4).units_per_step == 4  # the run has not taken a step
+    storage.write_text(f"{earlier.run_uri}/metrics.jsonl", "{}\n")
+    later = config(1)
+    assert later.units_per_step == 2
+    later.check_resume(stored(earlier))
+    assert config(1, name="other").units_per_step == 1
+    with pytest.raises(ValueError, match="units_per_step=2 does not divide among num_training_workers=4"):
+        config(4)
+
+
+def test_every_parameter_is_fixed_or_free_on_resume():
     """A new parameter must be put on one side on purpose."""
     decided = set(OTHER) | config.MAY_CHANGE | {"run_name"}
     assert decided == set(stored(TrainingConfig()))
     assert set(FREE) | {"num_training_workers", "strategy"} == config.MAY_CHANGE
 
 
-def test_a_run_of_a_version_with_more_or_fewer_parameters_can_be_resumed():
+def test_a_run_of_another_version_can_be_resumed():
     earlier = stored(TrainingConfig())
     del earlier["adam_beta2"]
     TrainingConfig().check_resume({**earlier, "gone_since": 3})
@@ -330,18 +374,18 @@ def test_a_wrong_random_crop_is_one_sentence(value):
         OnlineConfig(horizontal_flip="yes")
 
 
-def test_a_section_that_a_notebook_does_not_have_is_named_with_those_it_has():
+def test_an_unknown_section_is_refused():
     check_sections([], ["faults", "workers"]), check_sections(["workers"], ["faults", "workers"])
     with pytest.raises(ValueError, match="sections='fault' is unknown: choose one of 'faults', 'workers'"):
         check_sections(["fault"], ["faults", "workers"])
-    with pytest.raises(ValueError, match="sections='faults' must be a list, of 'faults', 'workers'"):
+    with pytest.raises(ValueError, match="sections='faults' must be a list of 'faults', 'workers'"):
         check_sections("faults", ["faults", "workers"])
 
 
 # ---- mixed resolutions
 
 
-def test_each_step_has_one_resolution_in_the_proportions_given_in_every_window():
+def test_mixed_resolutions_keep_their_shares_in_every_window():
     config = TrainingConfig(resolution={64: 3, 32: 1})
     sizes = [config.resolution_at(step) for step in range(10_000)]
     assert config.resolutions == [32, 64] and config.largest_resolution == 64
@@ -352,22 +396,6 @@ def test_each_step_has_one_resolution_in_the_proportions_given_in_every_window()
 def test_a_single_resolution_is_that_of_every_step():
     config = TrainingConfig(resolution=32)
     assert config.resolutions == [32] and config.largest_resolution == config.resolution_at(5) == 32
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        ({}, "resolution={} names no size"),
-        ({64: 0}, "the share 0 of size 64 must be"),
-        ({"big": 1}, "'big' is no size in pixels"),
-        ({0: 1}, "0 is no size in pixels"),
-        ({64: "x"}, "the share 'x' of size 64"),
-        (0, "resolution=0 must be a whole number"),
-    ],
-)
-def test_a_wrong_mixture_of_resolutions_is_one_sentence(value, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        TrainingConfig(resolution=value)
 
 
 def test_a_mixture_that_changes_is_another_run():

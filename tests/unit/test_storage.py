@@ -32,7 +32,7 @@ def test_local_paths_and_file_uris_are_local(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b"])
-def test_any_folder_name_can_be_written_listed_read_and_deleted(tmp_path, folder):
+def test_any_folder_name_can_be_used(tmp_path, folder):
     uri = storage.join(tmp_path, folder, "deep", "file.json")
     storage.write_json(uri, {"text": "grüße"})
     assert storage.list_files(tmp_path / folder, recursive=True) == [uri]
@@ -47,7 +47,7 @@ def test_file_uris_work_as_paths_do(tmp_path):
     assert storage.list_files(uri) == [uri + "/a.txt"] and storage.read_text(tmp_path / "data" / "a.txt") == "hello"
 
 
-def test_a_file_that_is_written_again_is_replaced_and_nothing_else_is_left(tmp_path):
+def test_a_file_written_again_is_replaced(tmp_path):
     for text in ("first", "", "third"):
         storage.write_text(tmp_path / "a.txt", text)
         assert storage.read_text(tmp_path / "a.txt") == text
@@ -60,7 +60,7 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("stage", ["while writing", "before the rename"])
 @pytest.mark.parametrize("error", [OSError, Interrupted])
-def test_an_interrupted_writer_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch, stage, error):
+def test_an_interrupted_writer_leaves_the_old_file(tmp_path, monkeypatch, stage, error):
     storage.write_text(tmp_path / "a.txt", "old")
 
     def interrupt(*_):
@@ -80,7 +80,7 @@ def test_an_interrupted_writer_leaves_the_old_text_and_no_other_file(tmp_path, m
     assert names(tmp_path) == ["a.txt"] and storage.read_text(tmp_path / "a.txt") == "old"
 
 
-def test_a_reader_never_sees_a_part_of_a_text(tmp_path):
+def test_a_reader_never_sees_a_partial_file(tmp_path):
     texts, stop, seen = ["a" * 300_000, "b" * 300_000], threading.Event(), set()
     storage.write_text(tmp_path / "a.txt", texts[0])
 
@@ -97,7 +97,7 @@ def test_a_reader_never_sees_a_part_of_a_text(tmp_path):
     assert seen and seen <= set(texts)
 
 
-def test_writers_at_the_same_time_do_not_mix(tmp_path):
+def test_concurrent_writers_do_not_mix(tmp_path):
     texts = [str(number) * 100_000 for number in range(4)]
     writers = [threading.Thread(target=storage.write_text, args=(tmp_path / "a.txt", text)) for text in texts]
     for writer in writers:
@@ -115,7 +115,9 @@ def test_listing_is_sorted_and_goes_as_deep_as_asked(tmp_path):
     assert storage.list_files(here + "/", ".json", recursive=True)[-1] == f"{here}/sub/d.json"
     assert len(storage.list_files(here)) == 3
     assert storage.list_files(tmp_path / "nowhere") == []
-    assert storage.size_bytes(here) == 4 and storage.size_bytes(tmp_path / "nowhere") == 0
+    assert storage.list_folders(here) == [f"{here}/sub"] and storage.list_folders(tmp_path / "nowhere") == []
+    assert storage.sizes(here) == {"a.json": 1, "b.json": 1, "c.txt": 1, "sub/d.json": 1}
+    assert storage.sizes(f"{here}/c.txt") == {"": 1} and storage.sizes(tmp_path / "nowhere") == {}
 
 
 def test_what_is_a_file(tmp_path):
@@ -129,7 +131,7 @@ def test_missing_files_are_named(tmp_path):
         storage.read_json(tmp_path / "missing.json")
 
 
-def test_deleting_takes_files_folders_and_nothing(tmp_path):
+def test_files_folders_and_nothing_can_be_deleted(tmp_path):
     for name in ("a.txt", "folder/b.txt", "folder/deep/c.txt", "kept.txt"):
         storage.write_text(tmp_path / name, "x")
     for name in ("a.txt", "folder", "folder", "never-was"):
@@ -137,7 +139,7 @@ def test_deleting_takes_files_folders_and_nothing(tmp_path):
     assert names(tmp_path) == ["kept.txt"] and not storage.exists(tmp_path / "folder")
 
 
-def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path):
+def test_a_folder_is_copied_with_all_files(tmp_path):
     for name in ("a.txt", "deep/b.txt"):
         storage.write_text(tmp_path / "from" / name, name)
     storage.copy_folder(tmp_path / "from", tmp_path / "new" / "to")
@@ -151,7 +153,7 @@ def test_json_is_readable_by_people_and_by_others(tmp_path):
     assert json.loads(text) == {"b": [1, None]} and "\n" in text
 
 
-def test_an_object_store_gets_the_whole_object_under_its_own_name(monkeypatch, tmp_path):
+def test_an_object_is_written_under_its_own_name(monkeypatch, tmp_path):
     """A store has no rename: the object appears when its stream is closed."""
     store = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     (tmp_path / "bucket").mkdir()
