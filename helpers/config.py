@@ -18,10 +18,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from . import storage
 
+
+def resolve_model(name: str) -> str:
+    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
+    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
+
+
 # Types of parameters. The text says what a value must be: it completes the sentence of the error.
 Text = Annotated[str, "a text", BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)]
 Location = Annotated[Text, AfterValidator(lambda uri: storage.resolve(uri) if uri else "")]
-Model = Annotated[Text, AfterValidator(storage.resolve_folder)]  # a preset, a hub id or a folder
+Model = Annotated[Text, AfterValidator(resolve_model)]
 OptionalText = Annotated[Annotated[Text, Field(min_length=1)] | None, "a text, or None"]
 Switch = Annotated[bool, "True or False"]
 Count = Annotated[int, "a whole number of at least 1", Field(ge=1)]
@@ -151,9 +157,7 @@ class OnlineConfig(PreprocessingConfig):
     """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
 
     random_crop: Annotated[
-        float,
-        "a share of the picture's shorter side: more than 0, at most 1 (the centre square)",
-        Field(gt=0, le=1),
+        float, "a share of the picture's shorter side: more than 0, at most 1 (the centre square)", Field(gt=0, le=1)
     ] = 1.0
     horizontal_flip: Switch = False
 
@@ -189,9 +193,7 @@ class TrainingConfig(Parameters):
     run_name: Annotated[
         Text, "a plain folder name without slashes or spaces", Field(pattern=r"^[^/\\ ]*[^/\\ .][^/\\ ]*$")
     ] = "run"
-    init_from: Annotated[
-        Annotated[Model, Field(min_length=1)] | None, "the name of a run, the folder of a U-Net, or None"
-    ] = None
+    init_from: Annotated[Annotated[Model, Field(min_length=1)] | None, "a run, the folder of a U-Net, or None"] = None
     # the model and its objective
     unet_config: Model = "tiny"
     resolution: Annotated[

@@ -10,7 +10,8 @@ from typing import Any
 
 from pyarrow import fs
 
-# pyarrow does not retry a read if the store's error message is longer than the file; it raises an OSError with this text.
+# pyarrow does not retry a read if the store's error message is longer than the file. It
+# raises an OSError with this text.
 SHORT_READ_ERROR = "Failed to flush response stream"
 
 
@@ -23,11 +24,6 @@ def resolve(uri: str | os.PathLike) -> str:
     if "://" in uri:
         return uri.rstrip("/")
     return os.path.abspath(os.path.expanduser(uri))
-
-
-def resolve_folder(name: str) -> str:
-    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
-    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:

@@ -1,12 +1,15 @@
 """What the notebooks show of raw rows, of a finished job and of held-out prompts, as frames and pictures."""
 
 import functools
+import io
+import warnings
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
+from PIL import Image
 
 from .. import images, ingest, preprocess, schema, storage
 from ..config import OnlineConfig
@@ -35,7 +38,7 @@ def dataset_stats(config, num_rows=2000, seed=0):
     """
     rows = random_rows(config, num_rows, seed)
     data, captions = preprocess.image_bytes(rows, config), preprocess.text_column(rows[config.caption_column])
-    sizes = [images.size(value) or (None, None) for value in data]
+    sizes = [picture_size(value) or (None, None) for value in data]
     frame = pd.DataFrame(
         {
             "tokens": images.count_tokens(
@@ -198,3 +201,15 @@ def held_out_prompts(config, num_prompts):
     except ValueError:
         return captions, None
     return captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
+
+
+def picture_size(data):
+    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not a picture."""
+    if not data or isinstance(data, images.BadImage):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=images.FORMATS).size
+    except Exception:  # Pillow's parsers raise exceptions of many types; `images.decode` gives the reason
+        return None

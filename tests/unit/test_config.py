@@ -46,8 +46,8 @@ BAD_PREPROCESSING = [
 ]
 
 BAD_TRAINING = [
-    ({"init_from": 5}, "init_from=5 must be the name of a run, the folder of a U-Net, or None."),
-    ({"init_from": ""}, "init_from='' must be the name of a run, the folder of a U-Net, or None."),
+    ({"init_from": 5}, "init_from=5 must be a run, the folder of a U-Net, or None."),
+    ({"init_from": ""}, "init_from='' must be a run, the folder of a U-Net, or None."),
     ({"training_accelerator_type": 4}, "training_accelerator_type=4 must be a text, or None."),
     ({"prediction_type": "sample"}, "prediction_type='sample' is unknown: choose one of 'v_prediction' or 'epsilon'."),
     ({"strategy": "zero"}, "strategy='zero' is unknown: choose one of 'ddp'"),
