@@ -1,18 +1,18 @@
-"""Captioned shapes: the sample data set, drawn pictures with captions, any number of them.
+"""Captioned shapes: a synthetic data set of drawn pictures with captions, as many as are asked for.
 
-A caption names everything that its picture shows, so `detect` can read a generated picture back and
-`agreement` says in how many of them each attribute is right.
+A caption names everything that its picture shows, so `detect` can read the attributes of a generated picture,
+`agreement` counts how many pictures match their prompts, and `shape_overlap` measures how clean a shape is.
 
 - One object: "a large red circle in the top left on a blue background". 8 background colours x 7
   other colours x 3 shapes x 2 sizes x 9 positions = 3,024 captions.
 - Two objects: "a small red circle left of a large white square on a blue background". 8 x 7 x 6
   colours x 9 shapes x 4 sizes x 4 relations = 48,384 captions; drawn only by a `two_object_share`.
-- Picture number `index` is a function of (seed, index) alone. Where exactly an object lies in its
-  ninth of the picture is jitter, so many pictures share a caption.
+- Picture number `index` is a function of (seed, index) alone. The exact place of an object within its ninth of
+  the picture is random, so many pictures share a caption.
 - Held out: captions whose CRC-32 is divisible by 10 (295 and 4,887 of them) are never drawn with
-  split="train", which is what `write_parquet` writes. Measure with `held_out_prompts`.
+  split="train", which is what `write_parquet` writes. Evaluate on `held_out_prompts`.
 
-Needs numpy and Pillow; `write_parquet` also pyarrow. Licence: Apache-2.0, like the code.
+Needs numpy, Pillow and pyarrow. Licence: Apache-2.0, like the code.
 """
 
 import io
@@ -21,6 +21,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
@@ -31,7 +32,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-# Colours that stay apart after blur and JPEG: the nearest two, blue and purple, differ by 115 of 255.
+from .. import storage
+
+# Colours that can be told apart after blur and JPEG: the nearest two, blue and purple, are 115 of 255 apart.
 COLORS = {
     "red": (214, 40, 40),
     "green": (48, 150, 60),
@@ -43,8 +46,8 @@ COLORS = {
     "black": (25, 25, 25),
 }
 SHAPES = ("circle", "square", "triangle")
-# Lengths are in units of the picture's side. A circle's radius, half of a square's side. Areas differ as well as
-# outlines, so that a small square with rounded corners, as a VAE returns it, is still no circle.
+# Lengths are fractions of the picture's side: a circle's radius, half of a square's side. Areas differ as well as
+# outlines, so a small square whose corners a VAE has rounded is not taken for a circle.
 SIZES = {"small": 0.12, "large": 0.18}
 POSITIONS = {
     "in the top left": (0.26, 0.26),
@@ -59,9 +62,9 @@ POSITIONS = {
 }
 RELATIONS = ("left of", "right of", "above", "below")
 JITTER = 0.04
-TRIANGLE_CIRCUMRADIUS = 1.2  # x radius: the largest that stays inside the picture in every position
+TRIANGLE_CIRCUMRADIUS = 1.2  # of the radius: the largest triangle that is inside the picture in every position
 SUPERSAMPLING = 4
-WORKING_SIZE = 64  # detect resamples to this
+WORKING_SIZE = 64  # pixels: the detector resizes pictures to this
 _OBJECT = rf"a ({'|'.join(SIZES)}) ({'|'.join(COLORS)}) ({'|'.join(SHAPES)})"
 _BACKGROUND = rf"on a ({'|'.join(COLORS)}) background"
 _ONE_OBJECT = re.compile(rf"{_OBJECT} ({'|'.join(POSITIONS)}) {_BACKGROUND}")
@@ -70,7 +73,7 @@ _TWO_OBJECTS = re.compile(rf"{_OBJECT} ({'|'.join(RELATIONS)}) {_OBJECT} {_BACKG
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object. `position` is one of POSITIONS, or None in a scene of two, where a relation says it."""
+    """One object. `position` is one of POSITIONS, or None in a scene of two objects, which has a relation instead."""
 
     color: str
     shape: str
@@ -103,7 +106,8 @@ def parse(caption: str) -> Scene:
         scene = Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
     else:
         raise ValueError(
-            f'{caption!r} is not a caption of captioned shapes; they read like "a large red circle in the top left on a blue background"'
+            f"{caption!r} is not a caption of captioned shapes, such as "
+            '"a large red circle in the top left on a blue background"'
         )
     if len({background, *(o.color for o in scene.objects)}) != 1 + len(scene.objects):
         raise ValueError(f"{caption!r} uses one colour twice: objects and background must differ in colour")
@@ -152,7 +156,7 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
     rng = np.random.default_rng([seed, index])
     while True:
         num_objects = 2 if rng.random() < two_object_share else 1
-        # One call for all choices: scenes are drawn by the million, and each call costs microseconds.
+        # One call for all choices: each call takes microseconds, and there may be millions of scenes.
         choice = rng.integers([8, 7, 6, 3, 3, 2, 2, 9, 4]).tolist()
         colors = list(COLORS)
         background, color, color_2 = (colors.pop(c) for c in choice[:3])
@@ -173,7 +177,7 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
 def draw(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
     """Draws `scene` as an RGB picture of `size` x `size` pixels, 4x supersampled.
 
-    `rng_or_seed` (what `numpy.random.default_rng` takes) decides the jitter of the objects' places.
+    `rng_or_seed` (an argument of `numpy.random.default_rng`) decides the random offsets of the objects.
     """
     rng = np.random.default_rng(rng_or_seed)
     side = size * SUPERSAMPLING
@@ -215,7 +219,7 @@ def sample(
 
 
 def held_out_prompts(num: int, seed: int = 0) -> list[str]:
-    """`num` different one-object captions that training never sees, every attribute as even as possible.
+    """`num` different one-object captions that training never sees, with the values of each attribute balanced.
 
     ValueError if there are fewer than `num`.
     """
@@ -241,8 +245,8 @@ def attributes(caption: str) -> dict[str, str | int]:
     """What `detect` finds in a perfect picture for `caption`.
 
     One object: background, count, color, shape, size, position. Two: background, count, relation, and
-    color, shape, size of the left or upper object, then color_2, shape_2, size_2 of the other: a picture
-    cannot tell "A right of B" from "B left of A", so both read "left of". ValueError as in `parse`.
+    color, shape, size of the left or upper object, then color_2, shape_2, size_2 of the other: "A right of B"
+    and "B left of A" are the same picture, so both read "left of". ValueError as in `parse`.
     """
     what = parse(caption)
     objects, relation = what.objects, what.relation
@@ -266,17 +270,70 @@ _PALETTE = np.array(list(COLORS.values()), np.float32)
 _NAMES = list(COLORS)
 _ROW_COLUMN = (np.mgrid[:WORKING_SIZE, :WORKING_SIZE] + 0.5).astype(np.float32) / WORKING_SIZE
 _Y, _X = _ROW_COLUMN
-CORNER = 1.5 / WORKING_SIZE  # blur and VAEs round a square's corners: its template is half way
-_BLUR = 1 / WORKING_SIZE  # templates have edges one pixel wide, like anti-aliased ones
+CORNER = 1.5 / WORKING_SIZE  # radius of the template's corners: blur and VAEs round those of a square
+_BLUR = 1 / WORKING_SIZE  # templates have antialiased edges, one pixel wide
+_RADII = np.arange(
+    0.08, 0.24, 0.0025
+)  # of `shape_overlap`: from a third below the small size to a third above the large
 
 
-def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
-    """Reads the attributes off a picture: uint8 RGB of any size (its centre square is used).
+def detect(picture: Image.Image | np.ndarray) -> dict[str, str | int | None]:
+    """Reads the attributes of a picture (PIL, or uint8 RGB (H, W, 3), of any size; its centre square is used).
 
-    Returns the keys of `attributes`. What cannot be read is None: there may be no object, or a shape
-    that fits none. `count` is 0, 1, 2 or 3 ("more than two").
+    Returns the keys of `attributes`. What cannot be read is None, if there is no object or a shape that fits none.
+    `count` is 0, 1, 2 or 3 ("more than two"). By chance an attribute is right once in as many times as it has values.
     """
-    pixels = _working_copy(np.asarray(pixels_HWC))
+    pixels = _working_copy(picture)
+    background, background_rgb, objects = _find_objects(pixels)
+    found = {"background": _NAMES[background], "count": 0, "color": None, "shape": None, "size": None, "position": None}
+    if not objects:
+        return found
+    found["count"] = min(len(objects), 3)
+
+    if len(objects) == 2:
+        offset = np.abs(objects[0][1] - objects[1][1])
+        axis = int(offset[1] > offset[0])
+        first, second = (
+            (_NAMES[color], *_fit(pixels, background_rgb, color, region)[:2])
+            for color, _, region in sorted(objects, key=lambda item: item[1][axis])
+        )
+        del found["position"]
+        found |= zip(("color", "shape", "size"), first, strict=True)
+        found |= zip(("color_2", "shape_2", "size_2"), second, strict=True)
+        return found | {"relation": ("left of", "above")[axis]}
+
+    color, _, region = objects[0]
+    shape, size, centre, rest = _fit(pixels, background_rgb, color, region)
+    if len(objects) == 1 and rest > 0.4 * np.pi * SIZES["small"] ** 2:
+        found["count"] = 2  # a second object of the same colour
+    row, column = (int(np.digitize(c, (0.38, 0.62))) for c in (centre[1], centre[0]))
+    position = list(POSITIONS)[3 * row + column]
+    return found | {"color": _NAMES[color], "shape": shape, "size": size, "position": position}
+
+
+def shape_overlap(picture: Image.Image | np.ndarray, prompt: str) -> float:
+    """How clean the drawn shape is: intersection over union with the ideal shape that fits best, in [0, 1].
+
+    The ideal shape is any of SHAPES at any size around the drawn one's centre, so a picture can be wrong and score
+    high. The prompt says which colour to measure; if the picture has no object of it, its largest object is measured.
+    With two objects, their mean. NaN if the picture has no object. Drawn pictures have about 0.967.
+    """
+    pixels = _working_copy(picture)
+    _, background_rgb, objects = _find_objects(pixels)
+    colors = [_NAMES.index(thing.color) for thing in parse(prompt).objects]
+    measured = [item for item in objects if item[0] in colors] or objects[:1]
+    overlaps = [
+        max(_overlaps(*_coverage(pixels, background_rgb, color, region), _RADII).values())
+        for color, _, region in measured
+    ]
+    return float(np.mean(overlaps)) if overlaps else float("nan")
+
+
+def _find_objects(pixels: np.ndarray) -> tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
+    """The background's colour (index and RGB), and the objects by falling area, each as (colour, centre, region).
+
+    A region (H, W) masks the pixels that may belong to the object: of two objects, those that are nearer to it.
+    """
     frame = np.concatenate(
         [
             pixels[:2].reshape(-1, 3),
@@ -287,9 +344,7 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
     )
     background_rgb = np.median(frame, 0)
     background = _nearest(background_rgb[None])[0]
-    found = {"background": _NAMES[background], "count": 0, "color": None, "shape": None, "size": None, "position": None}
-
-    # Colours are voted for by pixels whose eight neighbours agree: edges mix two colours into a third.
+    # Only pixels whose eight neighbours have the same colour count: on edges two colours mix to a third.
     labels = _nearest(pixels.reshape(-1, 3)).reshape(WORKING_SIZE, WORKING_SIZE)
     inner = np.zeros_like(labels, bool)
     inner[1:-1, 1:-1] = np.all(
@@ -300,43 +355,15 @@ def detect(pixels_HWC: np.ndarray) -> dict[str, str | int | None]:
         ],
         axis=0,
     )
-    votes = np.bincount(labels[inner], minlength=len(_NAMES))
-    votes[background] = 0
-    seen = [c for c in np.argsort(-votes) if votes[c] >= 10]  # the smallest triangle has about 40
-    if not seen:
-        return found
-    found["count"] = min(len(seen), 3)
-
-    if len(seen) == 2:
-        places = [np.array([_X[inner & (labels == c)].mean(), _Y[inner & (labels == c)].mean()]) for c in seen]
-        distances = [np.hypot(_X - x, _Y - y) for x, y in places]
-        nearer = distances[0] < distances[1]
-        things = [_fit(pixels, background_rgb, c, region) for c, region in zip(seen, (nearer, ~nearer), strict=True)]
-        offset = np.abs(places[0] - places[1])
-        axis = int(offset[1] > offset[0])
-        order = sorted((0, 1), key=lambda i: places[i][axis])
-        (color, (shape, size, _, _)), (color_2, (shape_2, size_2, _, _)) = ((_NAMES[seen[i]], things[i]) for i in order)
-        del found["position"]
-        return found | {
-            "color": color,
-            "shape": shape,
-            "size": size,
-            "color_2": color_2,
-            "shape_2": shape_2,
-            "size_2": size_2,
-            "relation": ("left of", "above")[axis],
-        }
-
-    shape, size, centre, rest = _fit(pixels, background_rgb, seen[0], np.ones_like(inner))
-    if len(seen) == 1 and rest > 0.4 * np.pi * SIZES["small"] ** 2:
-        found["count"] = 2  # a second object of the same colour
-    row, column = (int(np.digitize(c, (0.38, 0.62))) for c in (centre[1], centre[0]))
-    return found | {
-        "color": _NAMES[seen[0]],
-        "shape": shape,
-        "size": size,
-        "position": list(POSITIONS)[3 * row + column],
-    }
+    area = np.bincount(labels[inner], minlength=len(_NAMES))
+    area[background] = 0
+    colors = [c for c in np.argsort(-area) if area[c] >= 10]  # the smallest triangle has about 40
+    centres = [np.array([_X[inner & (labels == c)].mean(), _Y[inner & (labels == c)].mean()]) for c in colors]
+    regions = [np.ones_like(inner)] * len(colors)
+    if len(colors) == 2:
+        distances = [np.hypot(_X - x, _Y - y) for x, y in centres]
+        regions = [distances[0] < distances[1], distances[0] >= distances[1]]
+    return background, background_rgb, list(zip(colors, centres, regions, strict=True))
 
 
 def _nearest(pixels_NC: np.ndarray) -> np.ndarray:
@@ -345,20 +372,31 @@ def _nearest(pixels_NC: np.ndarray) -> np.ndarray:
     return np.argmin((_PALETTE**2).sum(1) - 2 * pixels_NC @ _PALETTE.T, axis=1)
 
 
-def _fit(pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.ndarray):
-    """Shape and size of the template that overlaps best, the object's centre, and the area it leaves over."""
+def _coverage(
+    pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.ndarray
+) -> tuple[np.ndarray, tuple[float, float]]:
+    """How much of each pixel an object covers, (H, W) in 0..1, and the object's centre (x, y)."""
     direction = _PALETTE[color] - background_rgb
     alpha = (pixels - background_rgb) @ direction / (direction @ direction)
-    alpha = np.clip(2 * alpha - 0.5, 0, 1) * region  # steeper: noise of the background would pull the centre
+    alpha = np.clip(2 * alpha - 0.5, 0, 1) * region  # steeper, because noise of the background would move the centre
     mass = max(alpha.sum(), 1)
-    x, y = (alpha * _X).sum() / mass, (alpha * _Y).sum() / mass
-    templates = {(shape, size): _template(shape, SIZES[size], x, y) for shape in SHAPES for size in SIZES}
-    overlap = {key: np.minimum(alpha, t).sum() / np.maximum(alpha, t).sum() for key, t in templates.items()}
-    best = max(overlap, key=overlap.get)
-    grown = _template(best[0], SIZES[best[1]] + 3 * _BLUR, x, y)
-    rest = (alpha * (1 - grown)).sum() / WORKING_SIZE**2
-    shape = best[0] if overlap[best] > 0.6 else None
-    return shape, best[1], (x, y), rest
+    return alpha, ((alpha * _X).sum() / mass, (alpha * _Y).sum() / mass)
+
+
+def _overlaps(alpha: np.ndarray, centre: tuple[float, float], radii: Iterable[float]) -> dict[tuple[str, float], float]:
+    """{(shape, radius): intersection over union of `alpha` and the template} for all shapes and the given radii."""
+    templates = {(shape, radius): _template(shape, radius, *centre) for shape in SHAPES for radius in radii}
+    return {key: np.minimum(alpha, t).sum() / np.maximum(alpha, t).sum() for key, t in templates.items()}
+
+
+def _fit(pixels: np.ndarray, background_rgb: np.ndarray, color: int, region: np.ndarray):
+    """Shape and size of the template that overlaps best, the object's centre, and the area outside of the template."""
+    alpha, centre = _coverage(pixels, background_rgb, color, region)
+    overlaps = _overlaps(alpha, centre, SIZES.values())
+    shape, radius = best = max(overlaps, key=overlaps.get)
+    rest = (alpha * (1 - _template(shape, radius + 3 * _BLUR, *centre))).sum() / WORKING_SIZE**2
+    size = next(name for name in SIZES if SIZES[name] == radius)
+    return shape if overlaps[best] > 0.6 else None, size, centre, rest
 
 
 def _template(shape: str, radius: float, x: float, y: float) -> np.ndarray:
@@ -377,8 +415,9 @@ def _template(shape: str, radius: float, x: float, y: float) -> np.ndarray:
     return np.clip(0.5 - distance / _BLUR, 0, 1)
 
 
-def _working_copy(pixels_HWC: np.ndarray) -> np.ndarray:
-    """The centre square at 64x64, float32: averaged where larger by a whole factor, else bilinear."""
+def _working_copy(picture: Image.Image | np.ndarray) -> np.ndarray:
+    """The centre square as float32 (64, 64, 3): averaged if it is larger by a whole factor, else bilinear."""
+    pixels_HWC = np.asarray(picture.convert("RGB") if isinstance(picture, Image.Image) else picture)
     if pixels_HWC.ndim != 3 or pixels_HWC.shape[2] != 3 or pixels_HWC.dtype != np.uint8:
         raise ValueError(f"pixels are {pixels_HWC.dtype} of shape {pixels_HWC.shape}; detect takes uint8 (H, W, 3)")
     height, width, _ = pixels_HWC.shape
@@ -395,22 +434,26 @@ def _working_copy(pixels_HWC: np.ndarray) -> np.ndarray:
     return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
 
 
+def wrong_attributes(picture: Image.Image | np.ndarray, prompt: str) -> dict[str, tuple[str | int | None, str | int]]:
+    """{attribute: (found, expected)} of the attributes in which a picture differs from its prompt; {}: all right."""
+    found = detect(picture)
+    return {key: (found.get(key), value) for key, value in attributes(prompt).items() if found.get(key) != value}
+
+
 def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
     """Share of pictures (PIL or uint8 arrays (H, W, 3)) that show what their prompt says.
 
     One entry per attribute, over the prompts that have it, and "all": every attribute right at once.
-    ValueError for lists of different lengths, for none, and for prompts that are no captions.
+    ValueError for lists of different lengths, for empty ones, and for prompts that are not captions of this data set.
     """
     if len(pictures) != len(prompts) or not prompts:
         raise ValueError(f"{len(pictures)} pictures and {len(prompts)} prompts: give as many of each, at least one")
     right = {}
     for picture, prompt in zip(pictures, prompts, strict=True):
-        if isinstance(picture, Image.Image):
-            picture = picture.convert("RGB")
-        found = detect(np.asarray(picture))
-        hits = {key: found.get(key) == value for key, value in attributes(prompt).items()}
-        for key, hit in (hits | {"all": all(hits.values())}).items():
-            right.setdefault(key, []).append(hit)
+        wrong = wrong_attributes(picture, prompt)
+        for key in attributes(prompt):
+            right.setdefault(key, []).append(key not in wrong)
+        right.setdefault("all", []).append(not wrong)
     return {key: float(np.mean(hits)) for key, hits in right.items()}
 
 
@@ -429,13 +472,11 @@ def write_parquet(
     """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
-    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. With a `spoilt_share`,
-    evenly spread rows are damaged as rows of a
-    real download are, see `spoil`. Each file appears whole or not at all. A second call with the
-    same arguments writes nothing; with others it replaces the files. ValueError if `folder` holds Parquet
-    files of another origin, or for counts that are not positive. Returns `folder`.
+    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. A `spoilt_share` of the
+    rows, evenly spread, is damaged as rows of a real download are, see `corrupt`. Each file is written atomically.
+    A second call with the same arguments writes nothing; with others it replaces the files. ValueError if `folder`
+    holds Parquet files of another origin, or for counts that are not positive. Returns `folder`.
     """
-
     if num_rows < 1 or rows_per_file < 1:
         raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
     if "://" in str(folder):
@@ -461,7 +502,7 @@ def write_parquet(
         if found == marker and path.name in starts:
             del starts[path.name]
         else:
-            path.unlink()  # before anything new is written, so that a reader never sees two calls mixed
+            path.unlink()  # before anything new is written: a reader never sees files of two calls
 
     for name, start in starts.items():
         indices = range(start, min(start + rows_per_file, num_rows))
@@ -475,10 +516,8 @@ def write_parquet(
     return str(folder)
 
 
-def _write_remote(uri, *arguments):
-    """`write_parquet` in a local copy of what is there, of which the changes go back."""
-    from . import storage
-
+def _write_remote(uri: str, *arguments) -> str:
+    """`write_parquet` to an object store: in a local copy, whose changes are copied back."""
     with tempfile.TemporaryDirectory() as local:
         if storage.exists(uri):
             storage.copy_folder(uri, local)
@@ -493,7 +532,7 @@ def _write_remote(uri, *arguments):
 
 
 def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str | None]:
-    """The picture's bytes and the caption, damaged in the way that spoilt row `number` is: seven ways in turn."""
+    """The picture's bytes and the caption of damaged row `number`: seven kinds of damage in turn."""
     tiny = io.BytesIO()
     Image.new("RGB", (1, 1)).save(tiny, "GIF")
     return [
@@ -508,9 +547,9 @@ def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str |
 
 
 def _widen(picture: Image.Image, index: int) -> Image.Image:
-    """Every sixth picture half as wide again, every sixth as high, so that there is something to crop.
+    """Make one picture in six wider by half and one in six higher, so that there is something to crop.
 
-    The background grows on both sides, and the largest centre square is the picture as it was drawn.
+    The background grows on both sides: the centre square is the picture as it was drawn.
     """
     margin = picture.width // 4
     sides = {0: (margin, 0), 3: (0, margin)}.get(index % 6, (0, 0))
@@ -519,14 +558,13 @@ def _widen(picture: Image.Image, index: int) -> Image.Image:
     return larger
 
 
-def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float):
-
+def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float) -> pa.Table:
     rows = []
     for index in indices:
         picture, caption = sample(index, seed, two_object_share, "train", size)
         picture = _widen(picture, index)
         data = _encode(picture, "PNG" if index % 4 == 3 else "JPEG")
-        number = int((index + 1) * spoilt_share)  # rises by one at each spoilt row
+        number = int((index + 1) * spoilt_share)  # rises by one at each damaged row
         damaged = number != int(index * spoilt_share)
         rows.append((*(corrupt(data, caption, number) if damaged else (data, caption)), picture.size))
     return pa.table(
@@ -542,7 +580,7 @@ def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt
 
 def _encode(picture: Image.Image, file_format: str) -> bytes:
     data = io.BytesIO()
-    # 4:4:4: subsampled colour would bleed over the edges of shapes this small
+    # 4:4:4: chroma subsampling would blur the edges of shapes this small
     picture.save(data, file_format, **({"quality": 95, "subsampling": 0} if file_format == "JPEG" else {}))
     return data.getvalue()
 

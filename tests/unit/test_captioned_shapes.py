@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 
 from helpers.lesson import captioned_shapes
 
@@ -73,7 +73,7 @@ def test_training_never_sees_a_held_out_caption():
     assert any(captioned_shapes.is_held_out(captioned_shapes.scene(i, split="all").caption) for i in range(200))
 
 
-def test_every_attribute_value_is_seen_in_training_and_held_out():
+def test_each_attribute_value_is_in_training_and_held_out():
     for split in ("train", "held_out"):
         seen = collections.defaultdict(set)
         for caption in captioned_shapes.captions(1, split):
@@ -139,7 +139,7 @@ def as_jpeg(picture):
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "degrade",
     [
         noisy,
         as_jpeg,
@@ -150,12 +150,12 @@ def as_jpeg(picture):
     ],
     ids=["noise", "jpeg", "blur", "32x32", "100x100", "256x256"],
 )
-def test_the_detector_reads_spoiled_pictures(spoil):
+def test_the_detector_reads_degraded_pictures(degrade):
     pictures, captions = zip(*(captioned_shapes.sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
-    assert captioned_shapes.agreement([spoil(p) for p in pictures], list(captions))["all"] >= 0.97
+    assert captioned_shapes.agreement([degrade(p) for p in pictures], list(captions))["all"] >= 0.97
 
 
-def test_the_detector_counts_what_the_prompt_did_not_ask_for():
+def test_the_detector_counts_unexpected_objects():
     assert captioned_shapes.detect(np.full((64, 64, 3), 245, np.uint8)) == {
         "background": "white",
         "count": 0,
@@ -192,6 +192,40 @@ def test_the_detector_answers_for_any_picture(seed, height, width, kind):
     assert found["background"] in captioned_shapes.COLORS and found["count"] in (0, 1, 2, 3)
 
 
+def test_wrong_attributes_are_named_with_what_was_expected():
+    caption = "a small red square in the top left on a white background"
+    picture = captioned_shapes.draw(captioned_shapes.parse(caption), 0)
+    assert captioned_shapes.wrong_attributes(picture, caption) == {}
+    assert captioned_shapes.wrong_attributes(np.asarray(picture), caption.replace("red square", "blue circle")) == {
+        "color": ("red", "blue"),
+        "shape": ("square", "circle"),
+    }
+    two = "a small red square left of a large white circle on a blue background"
+    wrong = captioned_shapes.wrong_attributes(picture, two)
+    assert wrong["count"] == (1, 2) and wrong["shape_2"] == (None, "circle")
+
+
+def test_shape_overlap_of_drawn_pictures_is_near_one():
+    pictures, captions = zip(*(captioned_shapes.sample(i, 7, 0.2, "held_out") for i in range(100)), strict=True)
+    overlaps = [captioned_shapes.shape_overlap(*pair) for pair in zip(pictures, captions, strict=True)]
+    assert 0.96 < np.mean(overlaps) < 0.975 and 0.9 < min(overlaps) and max(overlaps) <= 1
+
+
+def test_shape_overlap_falls_with_the_shape_and_ignores_its_size():
+    caption = "a large red circle in the center on a white background"
+
+    def overlap(draw):
+        picture = Image.new("RGB", (256, 256), captioned_shapes.COLORS["white"])
+        draw(ImageDraw.Draw(picture), captioned_shapes.COLORS["red"])
+        return captioned_shapes.shape_overlap(picture, caption)
+
+    circles = [overlap(lambda pen, c, r=r: pen.ellipse((128 - r, 128 - r, 128 + r, 128 + r), c)) for r in (25, 35, 55)]
+    lump = overlap(lambda pen, c: pen.polygon([(60, 130), (110, 90), (150, 70), (200, 150), (120, 180), (130, 130)], c))
+    assert min(circles) > 0.96 and lump < 0.8
+    assert np.isnan(overlap(lambda pen, c: None))
+    assert overlap(lambda pen, c: pen.rectangle((90, 90, 160, 160), captioned_shapes.COLORS["blue"])) > 0.93
+
+
 def test_the_detector_refuses_what_is_no_picture():
     with pytest.raises(ValueError, match="uint8"):
         captioned_shapes.detect(np.zeros((64, 64, 3), np.float32))
@@ -208,7 +242,7 @@ def test_right_of_and_left_of_read_the_same():
     assert (other["color"], other["color_2"], other["relation"]) == ("red", "blue", "left of")
 
 
-def test_the_parquet_is_laion_like_and_its_pictures_decode(tmp_path):
+def test_the_parquet_is_laion_like_and_decodes(tmp_path):
     assert captioned_shapes.write_parquet(tmp_path, 50, rows_per_file=20) == str(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"shapes-0000{i}.parquet" for i in range(3)]
     table = pq.read_table(tmp_path)
@@ -224,7 +258,7 @@ def test_the_parquet_is_laion_like_and_its_pictures_decode(tmp_path):
     assert [row["caption"] for row in rows] == [captioned_shapes.sample(i)[1] for i in range(50)]
 
 
-def test_spoilt_rows_are_as_many_as_asked_for_and_of_every_kind(tmp_path):
+def test_damaged_rows_are_as_many_as_asked_for(tmp_path):
     captioned_shapes.write_parquet(tmp_path, 70, spoilt_share=0.2)
     rows = pq.read_table(tmp_path).to_pylist()
 
@@ -252,7 +286,7 @@ def test_writing_twice_writes_nothing(tmp_path):
     assert before == (contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())])
 
 
-def test_the_same_arguments_give_the_same_bytes_also_after_an_interruption(tmp_path):
+def test_an_interrupted_write_ends_with_the_same_bytes(tmp_path):
     captioned_shapes.write_parquet(tmp_path / "a", 30, rows_per_file=10)
     captioned_shapes.write_parquet(tmp_path / "b", 30, rows_per_file=10)
     (tmp_path / "b" / "shapes-00001.parquet").unlink()
@@ -289,7 +323,7 @@ def test_files_of_another_origin_are_not_touched(tmp_path):
 
 
 def test_the_data_set_needs_neither_torch_nor_ray():
-    code = "import sys, numpy, helpers.captioned_shapes as shapes; shapes.detect(numpy.asarray(shapes.sample(0)[0]))"
+    code = "import sys, numpy, helpers.lesson.captioned_shapes as shapes; shapes.detect(numpy.asarray(shapes.sample(0)[0]))"
     code += "; print({'torch', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

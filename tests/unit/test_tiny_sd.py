@@ -85,18 +85,18 @@ def test_the_unet_is_the_tiny_one_and_fits_the_encoders(vae, text_encoder):
     )
 
 
-def test_the_schedule_is_stable_diffusions_with_v_prediction():
+def test_the_schedule_is_stable_diffusions_v_prediction():
     config = DDIMScheduler.from_pretrained(FOLDER / "scheduler").config
     assert {key: config[key] for key in build_tiny_sd.SCHEDULER_CONFIG} == build_tiny_sd.SCHEDULER_CONFIG
     assert build_tiny_sd.SCHEDULER_CONFIG["prediction_type"] == "v_prediction"
 
 
-def test_unseen_pictures_come_back_at_33_db_and_readable(reconstruction):
+def test_reconstructions_have_33_db_and_readable_shapes(reconstruction):
     assert reconstruction["psnr_one_64"] >= 33 and reconstruction["psnr_two_64"] >= 31
     assert reconstruction["detector_one_64"] >= 0.95 and reconstruction["detector_two_64"] >= 0.95
 
 
-def test_pictures_of_32_pixels_come_back_recognisable(reconstruction):
+def test_reconstructions_at_32_pixels_have_27_db(reconstruction):
     assert reconstruction["psnr_one_32"] >= 27
 
 
@@ -121,7 +121,7 @@ def test_the_text_encoder_separates_every_attribute(text_encoder, tokenizer):
     assert min(separation.values()) >= 0.95, separation
 
 
-def test_the_separation_tells_a_trained_encoder_from_an_untrained_one(text_encoder, tokenizer):
+def test_an_untrained_text_encoder_does_not_separate(text_encoder, tokenizer):
     torch.manual_seed(0)
     untrained = build_tiny_sd.attribute_separation(CLIPTextModel(text_encoder.config).eval(), tokenizer)
     assert untrained["background"] < 0.6 and untrained["all"] < 0.5
@@ -189,7 +189,7 @@ def test_hard_negatives_differ_in_one_attribute():
 
 def test_the_card_states_the_scores_of_these_files(reconstruction):
     card = (FOLDER / "README.md").read_text()
-    assert "Apache-2.0" in card and "python -m helpers.tiny_sd" in card
+    assert "Apache-2.0" in card and "python -m helpers.lesson.build_tiny_sd" in card
     stated = dict(
         line.strip("| ").split(" | ")
         for line in card.splitlines()
@@ -200,7 +200,7 @@ def test_the_card_states_the_scores_of_these_files(reconstruction):
     assert float(stated["Detector, one object, 64x64"].rstrip("%")) >= 95
 
 
-def test_a_short_build_writes_a_whole_model_and_replaces_the_old_one(tmp_path, monkeypatch):
+def test_a_short_build_replaces_the_old_model(tmp_path, monkeypatch):
     for name in ("draw_shapes", "draw_textures", "_draw_families"):
         monkeypatch.setattr(build_tiny_sd, name, few(getattr(build_tiny_sd, name)))
     (tmp_path / "model").mkdir()
