@@ -272,9 +272,8 @@ _ROW_COLUMN = (np.mgrid[:WORKING_SIZE, :WORKING_SIZE] + 0.5).astype(np.float32) 
 _Y, _X = _ROW_COLUMN
 CORNER = 1.5 / WORKING_SIZE  # radius of the template's corners: blur and VAEs round those of a square
 _BLUR = 1 / WORKING_SIZE  # templates have antialiased edges, one pixel wide
-_RADII = np.arange(
-    0.08, 0.24, 0.0025
-)  # of `shape_overlap`: from a third below the small size to a third above the large
+# Radii that `shape_overlap` tries: from a third below the small size to a third above the large one.
+_RADII = np.arange(0.08, 0.24, 0.0025).tolist()
 
 
 def detect(picture: Image.Image | np.ndarray) -> dict[str, str | int | None]:

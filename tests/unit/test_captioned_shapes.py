@@ -208,7 +208,7 @@ def test_wrong_attributes_are_named_with_what_was_expected():
 def test_shape_overlap_of_drawn_pictures_is_near_one():
     pictures, captions = zip(*(captioned_shapes.sample(i, 7, 0.2, "held_out") for i in range(100)), strict=True)
     overlaps = [captioned_shapes.shape_overlap(*pair) for pair in zip(pictures, captions, strict=True)]
-    assert 0.96 < np.mean(overlaps) < 0.975 and 0.9 < min(overlaps) and max(overlaps) <= 1
+    assert 0.96 < np.mean(overlaps) < 0.975 and min(overlaps) > 0.9 and max(overlaps) <= 1
 
 
 def test_shape_overlap_falls_with_the_shape_and_ignores_its_size():
@@ -221,7 +221,7 @@ def test_shape_overlap_falls_with_the_shape_and_ignores_its_size():
 
     circles = [overlap(lambda pen, c, r=r: pen.ellipse((128 - r, 128 - r, 128 + r, 128 + r), c)) for r in (25, 35, 55)]
     lump = overlap(lambda pen, c: pen.polygon([(60, 130), (110, 90), (150, 70), (200, 150), (120, 180), (130, 130)], c))
-    assert min(circles) > 0.96 and lump < 0.8
+    assert min(circles) > 0.95 and lump < 0.8
     assert np.isnan(overlap(lambda pen, c: None))
     assert overlap(lambda pen, c: pen.rectangle((90, 90, 160, 160), captioned_shapes.COLORS["blue"])) > 0.93
 
@@ -323,7 +323,7 @@ def test_files_of_another_origin_are_not_touched(tmp_path):
 
 
 def test_the_data_set_needs_neither_torch_nor_ray():
-    code = "import sys, numpy, helpers.lesson.captioned_shapes as shapes; shapes.detect(numpy.asarray(shapes.sample(0)[0]))"
+    code = "import sys, helpers.lesson.captioned_shapes as shapes; shapes.detect(shapes.sample(0)[0])"
     code += "; print({'torch', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
