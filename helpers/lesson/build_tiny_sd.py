@@ -1,10 +1,10 @@
-"""Builds tiny-sd, a complete text-to-image model small enough to come with the code, from nothing.
+"""Trains and writes tiny-sd, a complete text-to-image model that is small enough to be part of the repository.
 
     python -m helpers.lesson.build_tiny_sd [--output helpers/tiny-sd] [--seed 0]
 
 It trains a VAE and a CLIP text encoder on captioned shapes, writes them with a tokenizer, a noise
-schedule and a U-Net's config in diffusers layout (fp16), and prints the scores that stand in the card,
-tiny-sd/README.md. The U-Net itself has no weights here: training it is what the notebooks are for.
+schedule and a U-Net's config in diffusers layout (fp16), and prints the scores that the model card,
+tiny-sd/README.md, lists. The U-Net has no weights: the notebooks train it.
 
 Sources: VAE, Rombach et al. 2022, https://arxiv.org/abs/2112.10752 (without the adversarial loss);
 text encoder, Radford et al. 2021 (CLIP), https://arxiv.org/abs/2103.00020; hard negatives as in
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, CLIPVisionConfig, CLIPVisionModel
 
 from . import captioned_shapes
@@ -67,7 +68,7 @@ SCHEDULER_CONFIG = dict(
     set_alpha_to_one=False,
     steps_offset=1,
 )
-SPLIT_SEEDS = {"train": 1000, "unseen": 2000}  # + seed: of the pictures, none shared with a user's seed 0
+SPLIT_SEEDS = {"train": 1000, "unseen": 2000}  # + seed: seeds of the pictures; a user's seed 0 draws none of them
 
 
 def draw_shapes(num: int, seed: int, two_object_share: float, split: str) -> tuple[torch.Tensor, list[str]]:
@@ -78,11 +79,13 @@ def draw_shapes(num: int, seed: int, two_object_share: float, split: str) -> tup
 
 
 def draw_textures(num: int, seed: int) -> torch.Tensor:
-    """`num` pictures of nothing in particular, uint8 (N, 3, 64, 64): colour noise at several scales, some
-    with hard edges. They keep the VAE from turning photographs into shapes."""
+    """`num` textures, uint8 (N, 3, 64, 64): colour noise at several scales, half of them with hard edges.
+
+    With them, the VAE also learns to reconstruct pictures other than shapes.
+    """
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(num, 3, 1, 1, generator=generator).expand(-1, -1, 64, 64).clone()
-    # A photograph's spectrum falls with frequency, and its channels move together.
+    # As in photographs, high frequencies are weaker, and the channels are correlated.
     for cells, strength in ((2, 0.5), (4, 0.35), (8, 0.25), (16, 0.15), (32, 0.08)):
         gray = torch.randn(num, 1, cells, cells, generator=generator)
         color = torch.randn(num, 3, cells, cells, generator=generator)
@@ -114,8 +117,8 @@ def _crops_around_objects(pixels_BCHW: torch.Tensor, generator: torch.Generator)
 def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
     """An AutoencoderKL (654 k parameters, 8x down, 4 channels) with `scaling_factor` = 1/std of its latents.
 
-    60 % of the steps see 32x32 crops around objects, where the detail is; then whole pictures at 64x64 and,
-    every fourth step, at 32x32. One picture in eight is a texture.
+    The first 60 % of the steps use 32x32 crops around objects, where the detail is, the rest whole pictures at
+    64x64 and, every fourth step, at 32x32. One picture in eight is a texture.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -155,7 +158,7 @@ def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
         schedule.step()
         decay = min(0.995, (step + 1) / (step + 10))
         with torch.no_grad():
-            torch._foreach_lerp_(list(ema.parameters()), list(vae.parameters()), 1 - decay)
+            get_ema_multi_avg_fn(decay)(list(ema.parameters()), list(vae.parameters()), step)
         if step % 500 == 0 or step == num_steps - 1:
             print(
                 f"VAE step {step}: loss {loss.item():.4f}, {time.process_time() - started:.0f} CPU-seconds", flush=True
@@ -176,11 +179,10 @@ def _warmup_cosine(step: int, num_steps: int, num_warmup: int = 60) -> float:
 
 @torch.no_grad()
 def reconstruction_scores(vae: AutoencoderKL, num: int = 500, seed: int = 0) -> dict[str, float]:
-    """How pictures that `vae` never saw, of held-out captions, come back through it.
+    """How well `vae` reconstructs unseen pictures of held-out captions, from the posterior mean, rounded to 8 bits.
 
-    PSNR in dB, from the mean squared error over all pictures of values in 0..1 (posterior mean, 8-bit
-    result), at 64x64 and 32x32; and the detector's share of reconstructions right in every attribute,
-    for scenes of one and of two objects.
+    PSNR in dB, from the mean squared error over all pictures of values in 0..1, and the share of reconstructions in
+    which the detector finds every attribute right; for scenes of one and of two objects at 64x64, and of one at 32x32.
     """
     scores = {}
     for name, two_object_share, side in (("one", 0.0, 64), ("two", 1.0, 64), ("one", 0.0, 32)):
@@ -197,17 +199,16 @@ def reconstruction_scores(vae: AutoencoderKL, num: int = 500, seed: int = 0) -> 
 
 
 def reconstruct(vae: AutoencoderKL, pixels_BCHW: torch.Tensor) -> torch.Tensor:
-    """Through the VAE and back, by the posterior's mean: values in 0..255 -> uint8, same shape."""
+    """Encode and decode by the posterior's mean: values in 0..255 -> uint8, same shape."""
     decoded = vae.decode(vae.encode(_normalise(pixels_BCHW)).latent_dist.mode()).sample
     return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
 def build_tokenizer() -> CLIPTokenizer:
-    """A CLIPTokenizer that has a token for each word of the captions and falls back to bytes for any other text.
+    """A CLIPTokenizer with one token for each word of the captions; other text is split into bytes.
 
-    Byte-pair encoding, Sennrich et al. 2016: the most frequent pair is merged until every word is whole.
+    Byte-pair encoding, Sennrich et al. 2016: the most frequent pair is merged until every word is one token.
     """
-
     words = sorted(
         {
             word
@@ -284,7 +285,7 @@ ATTRIBUTES = {
 
 
 def attribute_labels(captions: list[str]) -> dict[str, torch.Tensor]:
-    """For each of ATTRIBUTES the number of its value in each caption, as written; -100 where it has none."""
+    """For each of ATTRIBUTES, the index of its value in each caption, as written; -100 if the caption has none."""
     labels = {name: [] for name in ATTRIBUTES}
     for caption in captions:
         scene = captioned_shapes.parse(caption)
@@ -343,8 +344,8 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
     """A CLIPTextModel (128 wide, 3 layers) trained to match captions with pictures.
 
     Symmetric InfoNCE (CLIP, section 2.3) over batches of 32 families of four captions that differ in one
-    attribute, plus the cross-entropy of a linear reading of every attribute off the end token's state:
-    contrast alone barely separates shapes, and a U-Net on top cannot either.
+    attribute, plus the cross-entropy of a linear classifier of each attribute on the end token's state:
+    the contrastive loss alone hardly separates shapes, and the U-Net could not tell them apart.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -380,9 +381,12 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
         )
     )
     project_text, project_vision = nn.Linear(TEXT_WIDTH, 64, bias=False), nn.Linear(96, 64, bias=False)
-    read = nn.ModuleDict({name: nn.Linear(TEXT_WIDTH, len(choices)) for name, choices in ATTRIBUTES.items()})
+    classify = nn.ModuleDict({name: nn.Linear(TEXT_WIDTH, len(choices)) for name, choices in ATTRIBUTES.items()})
     log_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
-    parameters = [log_scale, *(p for m in (text, vision, project_text, project_vision, read) for p in m.parameters())]
+    parameters = [
+        log_scale,
+        *(p for m in (text, vision, project_text, project_vision, classify) for p in m.parameters()),
+    ]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmup_cosine(step, num_steps))
 
@@ -394,10 +398,10 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
         similarity = F.normalize(project_text(end_state), dim=1) @ F.normalize(project_vision(picture_state), dim=1).T
         logits, target = similarity * log_scale.clamp(max=np.log(100)).exp(), torch.arange(len(similarity))
         contrast = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-        reading = sum(
-            F.cross_entropy(read[name](end_state), labels[name][families].flatten()) for name in ATTRIBUTES
+        attributes = sum(
+            F.cross_entropy(classify[name](end_state), labels[name][families].flatten()) for name in ATTRIBUTES
         ) / len(ATTRIBUTES)
-        loss = contrast + reading
+        loss = contrast + attributes
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -405,7 +409,7 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
         schedule.step()
         if step % 100 == 0 or step == num_steps - 1:
             print(
-                f"text step {step}: contrast {contrast.item():.3f}, reading {reading.item():.3f}, "
+                f"text step {step}: contrast {contrast.item():.3f}, attributes {attributes.item():.3f}, "
                 f"{time.process_time() - started:.0f} CPU-seconds",
                 flush=True,
             )
@@ -414,11 +418,11 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
 
 @torch.no_grad()
 def attribute_separation(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) -> dict[str, float]:
-    """How far apart the values of an attribute lie in the end token's state: nearest class mean.
+    """How well the end token's state separates the values of each attribute: accuracy of a nearest-mean classifier.
 
     Per attribute, the share of held-out captions whose state is nearest to the mean state of the training
-    captions with the same value. Nothing is fitted, so an attribute that hardly moves the state scores low,
-    however linear it is: an untrained encoder reads 21 to 99 %. One-object captions for background, color,
+    captions with the same value. Nothing is trained, so an attribute that hardly changes the state scores low,
+    even if it is linearly separable: an untrained encoder has 21 to 99 %. One-object captions for background, color,
     shape, size, position and "all" of these at once; two-object captions for the rest and "all_2".
     """
     scores = {}
@@ -426,7 +430,7 @@ def attribute_separation(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) 
         states, labels = {}, {}
         for split in ("train", "held_out"):
             captions = captioned_shapes.captions(num_objects, split)
-            captions = list(captions[:: len(captions) // 2700 or 1])  # about 3,000 of the two-object ones will do
+            captions = list(captions[:: len(captions) // 2700 or 1])  # about 3,000 of two objects are enough
             labels[split] = attribute_labels(captions)
             states[split] = torch.cat(
                 [
@@ -490,39 +494,39 @@ pipeline_tag: text-to-image
 
 # tiny-sd
 
-A text-to-image model in Stable Diffusion's layout, small enough to come with the code: a VAE
-({vae_parameters:,} parameters), a CLIP text encoder ({text_parameters:,}), a tokenizer ({vocabulary} tokens, {max_tokens} at
-most), a noise schedule (DDIM, v-prediction) and the config of a U-Net ({unet_parameters:,}), which has no weights
+A text-to-image model in Stable Diffusion's layout, small enough to be part of the repository: a VAE
+({vae_parameters:,} parameters), a CLIP text encoder ({text_parameters:,}), a tokenizer ({vocabulary} tokens,
+{max_tokens} at most), a noise schedule (DDIM, v-prediction) and the config of a U-Net ({unet_parameters:,}), which has no weights
 here: training it is the exercise. Weights are fp16; load them as fp32 on a CPU.
 
 ## How it was made
 
     python -m helpers.lesson.build_tiny_sd --seed {seed}
 
-rebuilds this folder from nothing: {cpu_seconds:.0f} CPU-seconds ({wall_seconds:.0f} s on {num_threads} threads), no downloads.
+rebuilds this folder, without downloads: {cpu_seconds:.0f} CPU-seconds ({wall_seconds:.0f} s on {num_threads} threads).
 
 - Data: drawn by `captioned_shapes`, one- and two-object scenes in equal parts, no held-out captions. One of
   the VAE's pictures in eight is a synthetic texture. No photographs.
 - VAE: {vae_steps} steps of AdamW (3e-3, betas 0.9 and 0.99, cosine); L1 + MSE + 3e-4 KL; 32x32 crops around objects,
   then whole pictures at 64x64 and 32x32; EMA 0.995. `scaling_factor` {scaling_factor} is 1/std of its latents.
 - Text encoder: {text_steps} steps against a small vision transformer (not kept): CLIP's loss on families of captions
-  that differ in one attribute, plus linear readings of every attribute off the end token.
+  that differ in one attribute, plus a linear classifier of each attribute on the end token's state.
 
-## What it scores
+## Scores
 
 Unseen pictures of held-out captions, weights as stored, computed in fp32:
 
 {score_table}
 
-PSNR is that of the mean squared error over 500 pictures. "Detector" is the share of reconstructions that
-`captioned_shapes.detect` reads right in every attribute. The text encoder's separation is the share of
+PSNR is that of the mean squared error over 500 pictures. "Detector" is the share of reconstructions in which
+`captioned_shapes.detect` finds every attribute right. The text encoder's separation is the share of
 held-out captions whose end-token state is nearest to the mean state of training captions with the same value of
 the attribute (an untrained encoder: 21 to 99 %); "_2" are attributes of the second object, "all_2" of scenes of two.
 
 ## What it is for
 
-Learning and testing. It knows captioned shapes and nothing else: photographs come back blurred, and words
-outside the captions mean nothing to it. Licence: Apache-2.0.
+Learning and testing. It has seen only captioned shapes: photographs are reconstructed blurred, and words that
+are not in the captions have no meaning. Licence: Apache-2.0.
 """
 
 
@@ -535,7 +539,7 @@ def score_rows(reconstruction: dict[str, float], separation: dict[str, float]) -
 
 
 def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
-    """Trains and writes tiny-sd. `output` is replaced at the end, in one step; a build that is stopped changes nothing.
+    """Trains and writes tiny-sd. `output` is replaced at the end, by a rename; an interrupted build changes nothing.
 
     `effort` scales the number of training steps. ValueError if `output` is a folder of something else.
     """
@@ -591,7 +595,7 @@ def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m helpers.lesson.build_tiny_sd", description="Builds tiny-sd from nothing."
+        prog="python -m helpers.lesson.build_tiny_sd", description="Trains and writes tiny-sd."
     )
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
