@@ -496,8 +496,8 @@ pipeline_tag: text-to-image
 
 A text-to-image model in Stable Diffusion's layout, small enough to be part of the repository: a VAE
 ({vae_parameters:,} parameters), a CLIP text encoder ({text_parameters:,}), a tokenizer ({vocabulary} tokens,
-{max_tokens} at most), a noise schedule (DDIM, v-prediction) and the config of a U-Net ({unet_parameters:,}), which has no weights
-here: training it is the exercise. Weights are fp16; load them as fp32 on a CPU.
+{max_tokens} at most), a noise schedule (DDIM, v-prediction) and the config of a U-Net ({unet_parameters:,}),
+which has no weights here: training it is the exercise. Weights are fp16; load them as fp32 on a CPU.
 
 ## How it was made
 
