@@ -696,7 +696,9 @@ def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
     for name, share in shares.items():
         bottom.barh([0], [100 * share], left=[left], color=colors.get(name, GREY), height=0.8)
         if share > 0.07:  # else the text would overlap; the legend names the colour
-            bottom.text(left + 50 * share, 0, f"{name}\n{share:.0%}", ha="center", va="center", fontsize=SMALL)
+            ink = "white" if colors.get(name, GREY) in (BLUE, GREY) else "black"
+            style = {"ha": "center", "va": "center", "fontsize": SMALL, "color": ink}
+            bottom.text(left + 50 * share, 0, f"{name}\n{share:.0%}", **style)
         left += 100 * share
     bottom.set(xlim=(0, 100), yticks=[], xlabel="share of a step's time, %")
     bottom.spines[["left"]].set_visible(False)
