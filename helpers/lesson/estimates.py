@@ -1,7 +1,6 @@
 """Arithmetic on a cluster before it is rented: hours, dollars, encoders, memory a rank, scaling over GPUs."""
 
 import math
-from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -93,34 +92,6 @@ def predict_scaling(
         rows.append((count, talk, step_seconds / (step_seconds + talk), step_seconds / (step_seconds + exposed)))
     names = ["workers", "communication, s", "efficiency, nothing hidden", "efficiency, hidden behind backward"]
     return pd.DataFrame(rows, columns=names)
-
-
-@dataclass(frozen=True)
-class EpochCost:
-    """Hours and dollars of one pass over the data."""
-
-    hours: float
-    dollars: float
-    dollars_per_million_images: float
-
-
-def epoch_cost(
-    num_samples: float,
-    images_per_second: float,
-    instances: dict[str, int],
-    *,
-    one_time_dollars: float = 0.0,
-    prices: dict[str, float] | None = None,
-) -> EpochCost:
-    """What one pass over `num_samples` takes; `one_time_dollars` is added, for latents encoded before.
-
-    ValueError as `training_hours` and `dollars`, and for a negative `one_time_dollars`.
-    """
-    if not 0 <= one_time_dollars < math.inf:
-        raise ValueError(f"one_time_dollars={one_time_dollars!r} must be 0 or more.")
-    hours = training_hours(num_samples, images_per_second)
-    total = dollars(hours, instances, prices) + one_time_dollars
-    return EpochCost(hours, total, total / num_samples * 1e6)
 
 
 def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8, accumulates=False):

@@ -1,16 +1,13 @@
-"""Throughput -> hours and dollars, the published tables, how many encoders a trainer needs. No torch, no Ray.
+"""What others published about pre-training Stable Diffusion v2: throughput, cost, size of the runs. No torch, no Ray.
 
-The published numbers are tuples of small frozen records; `pd.DataFrame(ABLATION)` makes a table of one. Each has its
-`source` (SOURCES spells it out), `derived` says how a number that is not printed there was computed (empty: as
-printed), and `note` says where the documents disagree with each other or with their own arithmetic.
+Tables are tuples of frozen records; `pd.DataFrame(ABLATION)` makes a frame of one. Each record has its `source` (its
+full title is in SOURCES). `derived` says how a number that is not printed there was computed (empty: as printed), and
+`note` where the documents contradict each other or their own arithmetic.
 """
 
-import math
-import shlex
 from dataclasses import dataclass
 
 import pandas as pd
-import yaml
 
 SOURCES = {
     "blog": 'Anyscale, "Reducing the Cost of Pre-training Stable Diffusion by 3.7x with Anyscale"',
@@ -23,7 +20,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Throughput:
-    """One training throughput: all GPUs together, images/s. `speedup` is printed, over the table's first column."""
+    """One training throughput, images/s of all GPUs together. `speedup` is as printed, over the table's first row."""
 
     setup: str
     resolution: int
@@ -56,7 +53,7 @@ DATA_PATHS = (
         None,
         "blog, Table 1",
         derived="1029 / 1.26, the table's ratio",
-        note="the text under the table says 1.57x, which gives 655",
+        note="the text below the table says 1.57x, which gives 655",
     ),
     Throughput(
         "offline",
@@ -65,11 +62,11 @@ DATA_PATHS = (
         1029,
         1.26,
         "blog, Table 1",
-        note="the text under the table says 1.57x, and the summary 30% for all of it",
+        note="the text below the table says 1.57x, and the summary 30%",
     ),
 )
-# Each row adds to the one before. The blog's Tables 3.a and 3.b lost their first column and two headings on the way
-# to text; the slides' 4.a and 4.b are the same tables, whole. Speedups are mostly cut, not rounded, to two digits.
+# Each row adds one optimisation to the row before. The slides' Tables 4.a and 4.b are the blog's 3.a and 3.b, which are
+# incomplete there. Most speedups are truncated, not rounded, to two digits.
 _A, _B = "slides, Table 4.a (blog, Table 3.a)", "slides, Table 4.b (blog, Table 3.b)"
 ABLATION = (
     Throughput("DDP", 256, "16 x A100-40G", 1075, None, _A),
@@ -216,7 +213,7 @@ EPOCH_COSTS = (
         14_753,
         2_183,
         "blog, Table 2",
-        note=_PRICE + "; the rate's cell is lost: it is Table 1's",
+        note=_PRICE + "; the rate is Table 1's, its cell is missing here",
     ),
     PublishedCost(
         "online",
@@ -257,21 +254,21 @@ FACTS = {
         "images/s at 256 px",
         "blog, Table 2",
         derived="1,126,400,000 images for $2,183 at $1.212 an hour",
-        note="supposes that the $2,183 are g5.2xlarge hours only; 24 of these would feed 4,068 images/s",
+        note="assumes that the $2,183 are g5.2xlarge hours only; 24 of them would then feed 4,068 images/s",
     ),
     "one A10G, online, at least": Fact(
         101.9,
         "images/s at 256 px",
         "slides, Ray Data vs Torch DataLoader",
         derived="4,075 images/s / 40 encoders",
-        note="the trainers were the limit, so the encoders may have had room",
+        note="the trainers were the bottleneck, so the encoders may be faster",
     ),
     "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA", note="a U-Net of the same size"),
     "A100 hours": Fact(
         13_165,
         "A100-80G hours",
         "slides, Results; quickstart",
-        note="both phases at the last rates of Table 4.b; preprocessing is not in it",
+        note="both phases at the last rates of Table 4.b, without preprocessing",
     ),
     "dollars, reserved for a year": Fact(39_511, "$", "slides, Results; quickstart"),
     "dollars, on demand": Fact(
@@ -300,23 +297,23 @@ FACTS = {
 
 
 def published_ablation(resolution: int) -> pd.DataFrame:
-    """The documents' ablation (ABLATION) at 256 or 512 pixels: a row a setting, images/s and speedup on both clusters."""
+    """ABLATION at 256 or 512 pixels: one row a setting, images/s and speedup on both clusters. ValueError otherwise."""
     columns = {}
     for gpus in ("16 x A100-40G", "32 x A100-80G"):
-        found = [row for row in ABLATION if (row.resolution, row.gpus) == (resolution, gpus)]
-        if not found:
+        rows = [row for row in ABLATION if (row.resolution, row.gpus) == (resolution, gpus)]
+        if not rows:
             raise ValueError(f"resolution={resolution!r} is in no published table: choose 256 or 512.")
-        first = found[0].images_per_second
-        columns[f"{gpus}, images/s"] = {row.setup: row.images_per_second for row in found}
-        columns[f"{gpus}, speedup"] = {row.setup: row.images_per_second / first for row in found}
+        first = rows[0].images_per_second
+        columns[f"{gpus}, images/s"] = {row.setup: row.images_per_second for row in rows}
+        columns[f"{gpus}, speedup"] = {row.setup: row.images_per_second / first for row in rows}
     return pd.DataFrame(columns).rename_axis("setting")
 
 
 def data_paths_table(measured: dict, *, resolution: int = 256) -> pd.DataFrame:
-    """Where latents come from: `measured` images/s beside the documents' Tables 1 and 2, one row a path.
+    """The three ways to get latents, one row each: `measured` images/s beside the published (blog, Tables 1 and 2).
 
-    `measured`: {"DataLoader": images/s, "offline": ..., "online": ...} of your own machine; a path may be missing.
-    `resolution`: of the published rates, 256 or 512. Speed-ups are over the DataLoader; dollars are for one pass over
+    `measured`: {"DataLoader": images/s, "offline": ..., "online": ...} of your own machine; any may be missing.
+    `resolution`: of the published rates, 256 or 512. Speed-ups are over the DataLoader. Dollars are for one pass over
     the 1,126,400,000 images of phase 1, published for 256 pixels only.
     """
     rates = {row.setup: row.images_per_second for row in DATA_PATHS if row.resolution == resolution}
@@ -332,180 +329,3 @@ def data_paths_table(measured: dict, *, resolution: int = 256) -> pd.DataFrame:
             "dollars published": dollars.get(path),
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("latents by")
-
-
-_BOTH_PHASES = {
-    "storage": "s3://your-bucket/sd2",
-    "encoder_model": "stabilityai/stable-diffusion-2-base",  # MosaicML; the blog: OpenCLIP-ViT/H and the VAE
-    "encoder_precision": "fp16",
-    "ray_address": "auto",
-    "input_uri": "s3://your-bucket/laion2B-en",
-    "input_format": "parquet",
-    "row_filter": "aesthetic >= 4.5 and punsafe < 0.1",  # model card of SD 2 base; MosaicML has the first half
-    "limit": None,
-    "resolutions": [256, 512],
-    "latents_uri": "s3://your-bucket/sd2/latents",
-    "num_transform_workers": 240,  # not published: six of the eight CPUs of each g5.2xlarge
-    "num_encoders": 40,  # slides, Ray Data vs Torch DataLoader
-    "gpus_per_encoder": 1,  # slides, Implementing Offline Preprocessing
-    "encoder_accelerator_type": "A10G",
-    "encoder_batch_size": 32,  # not published for 512 px; the slides' example, 100, says no size
-    "unet_config": "sd2-base",
-    "num_training_workers": 32,  # blog, Table 1
-    "use_gpu": True,
-    "training_accelerator_type": "A100",
-    "global_batch_size": 4096,  # slides, Results
-    "units_per_step": 32,
-    "learning_rate": 1e-4,  # model cards of Stable Diffusion, as the warm-up
-    "warmup_steps": 10_000,
-    "lr_schedule": "constant",  # Stable Diffusion's
-    "adam_beta2": 0.999,
-    "min_snr_gamma": None,  # Hang et al. 2023, after Stable Diffusion 2
-    "strategy": "fsdp",  # blog: SHARD_GRAD_OP
-    "compile_unet": True,
-    "precision": "bf16",
-    "channels_last": True,
-    "prediction_type": "epsilon",  # blog, Figure 1's text: the U-Net predicts the noise
-    "caption_dropout": 0.1,
-    "ema_decay": 0.9999,
-    "checkpoints_kept": 3,
-    "validation_share": 0.0001,
-    "max_failures": 100,
-    "sections": [],
-}
-# The notebooks' parameters as the full run sets them, by resolution; what is missing stays as the notebook has it.
-FULL_RUN = {
-    256: _BOTH_PHASES
-    | {
-        "resolution": 256,
-        "micro_batch_size": 128,
-        "max_steps": 275_000,
-        "ema_start": 275_000,
-        "checkpoint_every": 2_500,
-        "validate_every": 2_500,
-        "run_name": "sd2-256",
-    },
-    512: _BOTH_PHASES
-    | {
-        "resolution": 512,
-        "micro_batch_size": 32,
-        "max_steps": 425_000,
-        "ema_start": 400_000,
-        "checkpoint_every": 500,
-        "validate_every": 500,
-        "run_name": "sd2-512",
-        "init_from": "sd2-256",
-    },
-}
-# At most 50 characters each: pandas cuts longer ones where a notebook shows them.
-_WHY = {
-    "storage": "every node must reach it",
-    "encoder_model": "VAE and OpenCLIP-ViT/H, frozen",
-    "encoder_precision": "half the memory; these weights never train",
-    "ray_address": "the cluster that this machine is part of",
-    "input_uri": "LAION, English captions",
-    "input_format": "pictures and captions in columns",
-    "row_filter": "as Stable Diffusion 2 was filtered",
-    "limit": "everything",
-    "resolutions": "both phases from one pass and one decoding",
-    "latents_uri": "encoded once, read by both phases",
-    "num_transform_workers": "CPUs beside the encoders (not published)",
-    "num_encoders": "40 g5.2xlarge, one A10G each",
-    "gpus_per_encoder": "one A10G each",
-    "encoder_accelerator_type": "$1.21 an hour, not an eighth of $40.96",
-    "encoder_batch_size": "what 24 GB hold at 512 px (not published)",
-    "unet_config": "865.9 M parameters",
-    "resolution": "phase 1 small, phase 2 large",
-    "num_training_workers": "4 p4de.24xlarge, 8 A100-80G each",
-    "use_gpu": "a GPU a worker",
-    "training_accelerator_type": "keeps trainers off the encoders' GPUs",
-    "global_batch_size": "samples = max_steps x this",
-    "micro_batch_size": "what fits a GPU; the rest is accumulated",
-    "units_per_step": "one unit of 128 rows a worker",
-    "max_steps": "1,126,400,000 and 1,740,800,000 samples",
-    "learning_rate": "Stable Diffusion's, large models need less",
-    "warmup_steps": "Stable Diffusion's",
-    "lr_schedule": "Stable Diffusion's",
-    "adam_beta2": "a longer memory for a longer run",
-    "min_snr_gamma": "Stable Diffusion 2 weighted all steps alike",
-    "strategy": "gradients and optimizer sharded (SHARD_GRAD_OP)",
-    "compile_unet": "1.15x to 1.51x over FSDP alone",
-    "precision": "tensor cores; weights stay fp32",
-    "channels_last": "the layout that tensor cores want",
-    "activation_checkpointing": "fits without; computes a third more",
-    "prediction_type": "Stable Diffusion 2 base predicts the noise",
-    "caption_dropout": "for classifier-free guidance",
-    "ema_start": "only at the end of phase 2, as MosaicML",
-    "ema_decay": "averages about 10,000 steps",
-    "checkpoint_every": "about half an hour of work at risk",
-    "checkpoints_kept": "the newest may be incomplete",
-    "validate_every": "at every checkpoint, as MosaicML",
-    "validation_share": "still 79,000 of 790 M rows",
-    "max_failures": "nodes will fail; a bug must still end the run",
-    "sections": "the main lesson alone",
-    "run_name": "the same name resumes",
-    "init_from": "phase 2 starts from phase 1's weights",
-}
-
-
-def scale_up_table(parameters: dict, also: tuple = ()) -> pd.DataFrame:
-    """The notebook's `parameters` (name -> value) beside the same names in the full SD2 run, one row each.
-
-    `also`: names of parameters that the notebook does not have, for the machines that it needs nothing to know of.
-
-    Columns: "this notebook", "full run, 256 px", "full run, 512 px", "why". Sources are in FULL_RUN's comments and
-    in DATA_PATHS, PHASES and FACTS; "not published" marks choices of our own.
-    """
-    rows = {
-        name: [value, FULL_RUN[256].get(name, value), FULL_RUN[512].get(name, value), _WHY.get(name, "")]
-        for name, value in {**parameters, **dict.fromkeys(also, "-")}.items()
-    }
-    columns = ["this notebook", "full run, 256 px", "full run, 512 px", "why"]
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns, dtype=object)
-    return table.rename_axis("parameter")
-
-
-def full_run_changes(parameters: dict, resolution: int) -> dict:
-    """What to change in the notebook's `parameters` for the full run at `resolution`, 256 or 512 (else ValueError)."""
-    if resolution not in FULL_RUN:
-        raise ValueError(f"resolution={resolution!r} is no phase of the full run: choose 256 or 512.")
-    full = FULL_RUN[resolution]
-    return {name: full[name] for name, value in parameters.items() if name in full and full[name] != value}
-
-
-def papermill_command(notebook: str, parameters: dict, output: str) -> str:
-    """The shell command that runs `notebook` with `parameters` and saves it as `output`, one parameter a line.
-
-    Values arrive in the notebook as they are here: numbers, booleans, None and text by -p; text that -p would read
-    as one of those by -r; lists, tuples (as lists) and dicts as YAML by -y. ValueError for other values.
-    """
-    parts = [["papermill", notebook, output]]
-    parts += [_papermill_option(name, value) for name, value in parameters.items()]
-    return " \\\n    ".join(shlex.join(part) for part in parts)
-
-
-def _papermill_option(name, value):
-    if isinstance(value, (list, tuple, dict)):
-        try:
-            text = yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf, sort_keys=False)
-        except yaml.YAMLError:
-            raise ValueError(f"{name}={value!r} holds a value that YAML has no form for.") from None
-        return ["-y", text.strip()]
-    if isinstance(value, str):
-        if "\0" in value:
-            raise ValueError(f"{name}={value!r} holds a NUL character, which no shell command can.")
-        return ["-r" if _read_as_other_type(value) else "-p", name, value]
-    if value is None or isinstance(value, (bool, int, float)):
-        return ["-p", name, str(value)]
-    raise ValueError(f"{name}={value!r} is no literal that papermill can pass: use text, a number, a list or a dict.")
-
-
-def _read_as_other_type(text):
-    """Whether papermill's -p turns `text` into a number, a boolean or None."""
-    if text in ("True", "False", "None"):
-        return True
-    try:
-        float(text)  # every text that int() takes, float() takes
-    except ValueError:
-        return False
-    return True

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.lesson import estimates, published_results
+from helpers.lesson import estimates, full_run, published_results
 
 PHASE_1 = 1_126_400_000
 P4DE = {"p4de.24xlarge": 4}
@@ -58,11 +58,10 @@ def test_published_tables_become_frames(records):
 
 @pytest.mark.parametrize("published", published_results.EPOCH_COSTS, ids=lambda row: row.setup)
 def test_hours_and_dollars_agree_with_table_2(published):
-    cost = estimates.epoch_cost(
-        PHASE_1, published.images_per_second, published.instances, one_time_dollars=published.one_time_dollars
-    )
-    assert cost.hours == pytest.approx(published.hours, abs=0.05)
-    assert cost.dollars == pytest.approx(published.dollars, rel=0.0025)  # its dollars follow 40.86 $/h, as noted
+    hours = estimates.training_hours(PHASE_1, published.images_per_second)
+    dollars = estimates.dollars(hours, published.instances) + published.one_time_dollars
+    assert hours == pytest.approx(published.hours, abs=0.05)
+    assert dollars == pytest.approx(published.dollars, rel=0.0025)  # its dollars follow 40.86 $/h, as noted
     exact = (
         estimates.dollars(published.hours, published.instances, {"p4de.24xlarge": 40.86}) + published.one_time_dollars
     )
@@ -138,10 +137,10 @@ def test_online_throughput_rises_linearly_until_the_trainers_saturate():
 
 
 @given(POSITIVE, POSITIVE)
-def test_epoch_cost_is_hours_times_price(num_samples, rate):
-    cost = estimates.epoch_cost(num_samples, rate, {"mine": 2}, prices={"mine": 1.5})
-    assert cost.dollars == pytest.approx(3 * cost.hours)
-    assert cost.dollars_per_million_images == pytest.approx(3 / 3600 / rate * 1e6)
+def test_dollars_are_hours_times_price(num_samples, rate):
+    hours = estimates.training_hours(num_samples, rate)
+    assert hours == pytest.approx(num_samples / 3600 / rate)
+    assert estimates.dollars(hours, {"mine": 2}, prices={"mine": 1.5}) == pytest.approx(3 * hours)
 
 
 def test_own_prices_override_and_add():
@@ -166,11 +165,10 @@ def test_own_prices_override_and_add():
         (lambda: estimates.dollars(1, {"p5": 1}), "'p5'"),
         (lambda: estimates.dollars(1, {"p4de.24xlarge": 0}), "instances['p4de.24xlarge']=0"),
         (lambda: estimates.dollars(1, {"mine": 1}, {"mine": 0}), "prices['mine']=0"),
-        (lambda: estimates.epoch_cost(1, 1, P4DE, one_time_dollars=-1), "one_time_dollars=-1"),
-        (lambda: published_results.full_run_changes({}, 768), "resolution=768"),
-        (lambda: published_results.papermill_command("a", {"x": object()}, "b"), "x=<object"),
-        (lambda: published_results.papermill_command("a", {"x": [object()]}, "b"), "x=[<object"),
-        (lambda: published_results.papermill_command("a", {"x": "a\0b"}, "b"), "x='a\\x00b'"),
+        (lambda: full_run.changes({}, 768), "resolution=768"),
+        (lambda: full_run.papermill_command("a", {"x": object()}, "b"), "x=<object"),
+        (lambda: full_run.papermill_command("a", {"x": [object()]}, "b"), "x=[<object"),
+        (lambda: full_run.papermill_command("a", {"x": "a\0b"}, "b"), "x='a\\x00b'"),
     ],
 )
 def test_bad_values_are_named_in_one_sentence(call, named):
@@ -183,23 +181,21 @@ def test_bad_values_are_named_in_one_sentence(call, named):
 
 
 def test_the_full_run_uses_the_notebooks_parameter_names_and_says_why():
-    for full in published_results.FULL_RUN.values():
+    for full in full_run.PARAMETERS.values():
         assert set(full) <= DOCUMENTED_PARAMETERS
-        assert set(full) <= set(published_results._WHY)
+        assert set(full) <= {name for whys in full_run._WHY.values() for name in whys}
         json.dumps(full)  # literals only
 
 
-@pytest.mark.parametrize(
-    "resolution, phase", list(zip(published_results.FULL_RUN, published_results.PHASES[:2], strict=True))
-)
+@pytest.mark.parametrize("resolution, phase", list(zip(full_run.PARAMETERS, published_results.PHASES[:2], strict=True)))
 def test_the_full_run_is_the_published_one(resolution, phase):
-    full = published_results.FULL_RUN[resolution]
+    full = full_run.PARAMETERS[resolution]
     assert full["resolution"] == phase.resolution
     assert full["max_steps"] * full["global_batch_size"] == phase.num_samples
     assert (full["num_training_workers"], full["num_encoders"]) == (32, 40)
 
 
-@pytest.mark.parametrize("full", published_results.FULL_RUN.values(), ids=published_results.FULL_RUN)
+@pytest.mark.parametrize("full", full_run.PARAMETERS.values(), ids=full_run.PARAMETERS)
 def test_the_full_run_divides(full):
     unit_rows = full["global_batch_size"] // full["units_per_step"]
     assert full["units_per_step"] % full["num_training_workers"] == 0
@@ -207,24 +203,40 @@ def test_the_full_run_divides(full):
     assert full["validate_every"] % full["checkpoint_every"] == 0
 
 
-def test_scale_up_table_has_a_row_for_each_parameter_of_the_notebook():
-    mine = {"resolution": 64, "resolutions": [32, 64], "seed": 7, "limit": None, "my_own": "x"}
-    table = published_results.scale_up_table(mine)
-    assert table.index.tolist() == list(mine)
-    assert table["this notebook"].tolist() == list(mine.values())
-    assert table.loc["resolution", "full run, 256 px"] == 256 and table.loc["resolution", "full run, 512 px"] == 512
-    assert table.loc["seed", "full run, 512 px"] == 7  # not part of the full run: stays
-    assert table.loc["my_own"].tolist() == ["x", "x", "x", ""]
+def test_the_comparison_shows_only_what_differs_in_groups():
+    mine = {"resolution": 64, "global_batch_size": 64, "seed": 7, "precision": "bf16", "limit": 6000}
+    table = full_run.compare(mine, also=["num_encoders"])
+    assert table.index.tolist() == [
+        ("data", "limit"),
+        ("data", "resolution"),
+        ("machines", "num_encoders"),
+        ("training", "global_batch_size"),
+    ]
+    assert table.loc[("data", "resolution")].tolist()[:3] == [64, 256, 512]
+    assert table.loc[("machines", "num_encoders")].tolist()[:3] == ["-", 40, 40]
+    assert full_run.compare({"seed": 7}).empty
 
 
-def test_scale_up_table_is_shown_whole_in_a_notebook():
-    table = published_results.scale_up_table({name: None for name in DOCUMENTED_PARAMETERS})
-    assert "…" not in table.to_html() and "..." not in table.to_html()
+def test_the_comparison_is_shown_whole_in_a_notebook():
+    table = full_run.compare({name: None for name in DOCUMENTED_PARAMETERS})
+    assert len(table) > 40 and "…" not in table.to_html() and "..." not in table.to_html()
 
 
-def test_full_run_changes_are_those_that_differ():
+def test_the_command_has_only_what_differs_and_joins_the_cluster():
+    command = full_run.command(
+        "Training.ipynb", {"resolution": 64, "seed": 0, "sections": ["faults"]}, 512, "out.ipynb"
+    )
+    assert [line.strip(" \\") for line in command.splitlines()] == [
+        "papermill Training.ipynb out.ipynb",
+        "-p ray_address auto",
+        "-p resolution 512",
+        "-y '{sections: []}'",
+    ]
+
+
+def test_changes_are_those_parameters_that_differ():
     mine = {"global_batch_size": 4096, "resolution": 64, "seed": 0}
-    assert published_results.full_run_changes(mine, 512) == {"resolution": 512}
+    assert full_run.changes(mine, 512) == {"resolution": 512}
 
 
 # --- the command ------------------------------------------------------------------------------------
@@ -244,7 +256,7 @@ def words(command):
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUE, max_size=4), TEXT.filter(bool), TEXT.filter(bool))
 def test_quoting_round_trips(parameters, notebook, output):
-    found = words(published_results.papermill_command(notebook, parameters, output))
+    found = words(full_run.papermill_command(notebook, parameters, output))
     assert found[:3] == ["papermill", notebook, output]
     rest = found[3:]
     for name, value in parameters.items():
@@ -277,7 +289,7 @@ def received():
 @settings(max_examples=60, deadline=None)
 @given(parameters=st.dictionaries(NAMES, VALUE, max_size=4))
 def test_papermill_gets_the_same_values(received, parameters):
-    assert received(published_results.papermill_command("in.ipynb", parameters, "out.ipynb"))[2] == parameters
+    assert received(full_run.papermill_command("in.ipynb", parameters, "out.ipynb"))[2] == parameters
 
 
 @pytest.mark.parametrize(
@@ -299,21 +311,19 @@ def test_papermill_gets_the_same_values(received, parameters):
     ],
 )
 def test_values_that_are_easily_misread_arrive_unchanged(received, value):
-    arrived = received(published_results.papermill_command("in.ipynb", {"name": value}, "out.ipynb"))[2]["name"]
+    arrived = received(full_run.papermill_command("in.ipynb", {"name": value}, "out.ipynb"))[2]["name"]
     assert arrived == value and type(arrived) is type(value)
 
 
 def test_the_full_run_arrives_unchanged(received):
-    command = published_results.papermill_command(
-        "Training.ipynb", published_results.FULL_RUN[512], "out/phase 2.ipynb"
-    )
-    assert received(command) == ("Training.ipynb", "out/phase 2.ipynb", published_results.FULL_RUN[512])
-    assert len(command.splitlines()) == 1 + len(published_results.FULL_RUN[512])
+    command = full_run.papermill_command("Training.ipynb", full_run.PARAMETERS[512], "out/phase 2.ipynb")
+    assert received(command) == ("Training.ipynb", "out/phase 2.ipynb", full_run.PARAMETERS[512])
+    assert len(command.splitlines()) == 1 + len(full_run.PARAMETERS[512])
 
 
 def test_a_shell_reads_the_command_as_meant():
     nasty = 'it\'s $HOME; `date` \\\n    "quoted" #'
-    command = published_results.papermill_command("in put.ipynb", {"a": nasty, "b": [1, nasty]}, "out.ipynb")
+    command = full_run.papermill_command("in put.ipynb", {"a": nasty, "b": [1, nasty]}, "out.ipynb")
     shell = subprocess.run(
         ["sh", "-c", "papermill() { printf '%s\\0' \"$@\"; }\n" + command], capture_output=True, text=True, check=True
     )

@@ -2,17 +2,17 @@ import inspect
 import warnings
 
 import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_hex
 from PIL import Image
 
 from helpers.lesson import figures
 
+matplotlib.use("Agg")
 RNG = np.random.default_rng(0)
 PICTURE = RNG.integers(0, 256, (16, 16, 3), dtype=np.uint8)
 CAPTION = "a large red circle in the top left on a blue background"
@@ -47,23 +47,25 @@ MEMORY = pd.DataFrame({"second": np.linspace(0, 2, 50), "gib": np.linspace(0.5, 
 ENCODERS = pd.DataFrame({"num_encoders": [1, 2, 4], "images_per_second": [100.0, 200, 350]})
 EVERY = {
     "architecture": lambda: figures.architecture(),
-    "pictures": lambda: figures.pictures([PICTURE] * 7, [CAPTION] * 7),
-    "transform_steps": lambda: figures.transform_steps({"decoded": PICTURE, "cropped": PICTURE[:8, :8]}),
-    "latents": lambda: figures.latents_panel(PICTURE, RNG.normal(size=(2, 4, 2, 2)), PICTURE),
+    "pictures": lambda: figures.pictures([PICTURE] * 7, [CAPTION] * 7, marks=["", "not a circle"] + [""] * 5),
+    "transform_steps": lambda: figures.transform_steps(
+        {"decoded": PICTURE, "cropped": PICTURE[:8, :8]}, {"small": PICTURE[:4, :4], "large": PICTURE[:8, :8]}
+    ),
+    "latents_panel": lambda: figures.latents_panel(PICTURE, RNG.normal(size=(2, 4, 2, 2)), PICTURE),
     "stage_throughput": lambda: figures.stage_throughput(STAGES),
-    "encoders_busy": lambda: figures.encoder_utilization(TIMELINE),
+    "encoder_utilization": lambda: figures.encoder_utilization(TIMELINE),
     "distribution": lambda: figures.distribution(SURVEY, max_tokens=77, resolutions=[256, 512]),
-    "noise_schedule": lambda: figures.noise_schedule_curves(ALPHAS),
+    "noise_schedule_curves": lambda: figures.noise_schedule_curves(ALPHAS),
     "noised_strip": lambda: figures.noised_strip([PICTURE] * 3, [0, 500, 999]),
     "blocks": lambda: figures.blocks(BLOCKS),
-    "interrupted": lambda: figures.interrupted_run(RUN, ATTEMPTS),
-    "losses": lambda: figures.loss_curves({"training": RUN}),
-    "throughput": lambda: figures.throughput(METRICS),
+    "interrupted_run": lambda: figures.interrupted_run(RUN, ATTEMPTS),
+    "loss_curves": lambda: figures.loss_curves({"training": RUN}),
+    "throughput": lambda: figures.throughput(METRICS, 600, 0.02),
     "before_after": lambda: figures.before_after([PICTURE] * 3, [PICTURE] * 3, [CAPTION] * 3),
     "iteration": lambda: figures.iteration(PHASES, MEMORY),
     "throughput_over_encoders": lambda: figures.throughput_over_encoders(ENCODERS, ENCODERS),
     "agreement": lambda: figures.agreement(SCORES),
-    "phases": lambda: figures.training_phases({"32 px": RUN, "64 px": RUN}),
+    "training_phases": lambda: figures.training_phases({"32 px": RUN, "64 px": RUN}),
     "time_shares": lambda: figures.time_shares(
         pd.DataFrame({"data": [0.1], "communication": [0.2], "checkpoints": [0.1]}, index=["run"])
     ),
@@ -97,6 +99,25 @@ def test_every_figure_is_tested_here():
 
 
 @pytest.mark.parametrize("draw", EVERY.values(), ids=EVERY)
+def test_a_figure_has_an_alternative_text_beside_its_png(draw):
+    data, metadata = draw()._repr_mimebundle_()
+    assert data["image/png"].startswith(b"\x89PNG")
+    alt = metadata["image/png"]["alt"]
+    assert len(alt) > 20 and alt.endswith(".") and "\n" not in alt and alt == data["text/plain"]
+
+
+def test_a_notebook_output_keeps_the_alternative_text():
+    formatter = DisplayFormatter()
+    for inline_backend in (False, True):
+        if inline_backend:  # its own PNG replaces the figure's
+            formatter.formatters["image/png"].for_type(matplotlib.figure.Figure, lambda fig: b"PNG")
+        data, metadata = formatter.format(figures.loss_curves({"training": RUN}))
+        assert (data["image/png"] == b"PNG") == inline_backend
+        assert metadata["image/png"]["alt"] == data["text/plain"]
+        assert "from 0.945 to 0.155 over steps 1 to 100" in data["text/plain"]
+
+
+@pytest.mark.parametrize("draw", EVERY.values(), ids=EVERY)
 def test_a_figure_shows_once_draws_without_warnings_and_leaves_settings_alone(draw):
     settings = matplotlib.rcParams.copy()
     with warnings.catch_warnings():
@@ -116,7 +137,9 @@ def test_a_figure_fits_a_notebook_and_can_be_read(draw):
         assert not text.get_text() or text.get_fontsize() >= 9, text.get_text()
 
 
-@pytest.mark.parametrize("name", ["stage_throughput", "noise_schedule", "blocks", "losses", "throughput", "agreement"])
+@pytest.mark.parametrize(
+    "name", ["stage_throughput", "noise_schedule_curves", "blocks", "loss_curves", "throughput", "agreement"]
+)
 def test_axes_of_a_plot_are_labelled(name):
     for ax in EVERY[name]().axes:
         assert ax.get_xlabel() or ax.get_ylabel()
@@ -186,6 +209,10 @@ def test_encoders_busy_shows_the_median_and_the_goal():
     assert "96% of their time" in found and "goal 95 %" in found
 
 
+def test_utilization_starts_with_the_encoders_first_batch():
+    assert figures.encoder_utilization(TIMELINE).axes[0].lines[0].get_xdata().tolist() == [0, 1, 2]
+
+
 def test_distribution_says_what_is_cut_off_and_what_is_large_enough():
     found = texts(figures.distribution(SURVEY, max_tokens=77, resolutions=[256, 512]))
     assert "25.0% are cut at 77" in found and "256: 75%, 512: 25%" in found and "33% are longer than 2 : 1" in found
@@ -196,7 +223,7 @@ def test_distribution_says_what_is_cut_off_and_what_is_large_enough():
 def test_stage_throughput_draws_the_rates_and_marks_the_slowest():
     fig = figures.stage_throughput(STAGES)
     ax = fig.axes[0]
-    assert widths(ax) == STAGES["images_per_second"].tolist()
+    assert [point.get_xdata()[0] for point in ax.lines] == STAGES["images_per_second"].tolist()
     assert [label.get_text() for label in ax.get_yticklabels()] == STAGES["stage"].tolist()
     marked = [text.get_text() for text in ax.texts if "bottleneck" in text.get_text()]
     assert len(marked) == 1 and marked[0].startswith("300 images/s, 1 worker")
@@ -211,6 +238,14 @@ def test_pictures_shows_each_with_its_caption():
     shown = [ax for ax in fig.axes if ax.images]
     assert [ax.get_xlabel() for ax in shown] == captions
     assert fig.get_suptitle() == "Rows"
+
+
+def test_pictures_say_in_text_what_is_wrong():
+    fig = figures.pictures([PICTURE] * 3, ["a", "b", "c"], marks=["", "not a circle", ""])
+    assert [ax.get_xlabel() for ax in fig.axes] == ["a\n✓ right", "b\n✗ not a circle", "c\n✓ right"]
+    frames = [to_hex(ax.spines["left"].get_edgecolor()).upper() for ax in fig.axes]
+    assert frames == [figures.GREEN, figures.RED, figures.GREEN]
+    assert "2 of them right" in fig.alt_text
 
 
 def test_pictures_takes_pil_images_grey_ones_and_different_sizes():
@@ -229,8 +264,17 @@ def test_any_caption_can_be_drawn(caption):
 
 
 def test_transform_steps_says_each_size():
-    fig = figures.transform_steps({"decoded": np.zeros((30, 50, 3), np.uint8), "square": np.zeros((8, 8, 3), np.uint8)})
+    steps = {"decoded": np.zeros((30, 50, 3), np.uint8), "square": np.zeros((8, 8, 3), np.uint8)}
+    fig = figures.transform_steps(steps)
     assert [ax.get_title() for ax in fig.axes] == ["decoded\n50 x 30 px", "square\n8 x 8 px"]
+
+
+def test_every_size_has_an_arrow_from_the_last_step():
+    square = np.zeros((8, 8, 3), np.uint8)
+    fig = figures.transform_steps({"decoded": square, "square": square}, {"a": square, "b": square, "c": square})
+    arrows = [(text.anncoords, ax.transAxes) for ax in fig.axes for text in ax.texts if text.arrow_patch]
+    starts = [next(i for i, ax in enumerate(fig.axes) if ax.transAxes == start) for start, _ in arrows]
+    assert starts == [0, 1, 1, 1]
 
 
 def test_latents_share_one_scale_around_zero():
@@ -240,6 +284,15 @@ def test_latents_share_one_scale_around_zero():
     means = [ax.images[0] for ax in fig.axes if ax.get_title().startswith("mean")]
     assert len(means) == 4 and {image.get_clim() for image in means} == {(-9.0, 9.0)}
     assert len([ax for ax in fig.axes if ax.get_title().startswith("std")]) == 4
+
+
+def test_latents_stand_in_a_grid_with_the_picture_and_its_reconstruction():
+    fig = EVERY["latents_panel"]()
+    fig.canvas.draw()
+    boxes = [ax.get_window_extent() for ax in fig.axes if ax.images and ax.get_title()]
+    assert len(boxes) == 10
+    for row in (boxes[:5], boxes[5:]):
+        assert np.ptp([box.y0 for box in row]) < 1 and np.ptp([box.height for box in row]) < 1
 
 
 def test_latents_gives_the_psnr_of_the_reconstruction():
@@ -348,9 +401,9 @@ def test_marks_stand_at_their_steps():
 
 
 def test_throughput_has_a_panel_for_rate_and_one_for_waiting():
-    rate, wait = figures.throughput(METRICS).axes
+    rate, wait = EVERY["throughput"]().axes
     assert set(rate.lines[0].get_ydata()) == {600} and set(wait.lines[0].get_ydata()) == {2}
-    assert "%" in wait.get_ylabel() and "600 images/s" in rate.get_title()
+    assert "%" in wait.get_ylabel() and rate.get_title() == "600 images/s; 2.0% of the time waiting for data"
 
 
 def test_agreement_draws_percentages_with_all_set_apart():
@@ -384,6 +437,7 @@ def test_before_and_after_keep_their_colours():
         (lambda: figures.architecture(highlight="all"), "highlight='all'"),
         (lambda: figures.pictures([]), "images is empty"),
         (lambda: figures.pictures([PICTURE], ["a", "b"]), "1 pictures and 2 captions"),
+        (lambda: figures.pictures([PICTURE], marks=[]), "1 pictures and 0 marks"),
         (lambda: figures.transform_steps({}), "steps is empty"),
         (lambda: figures.latents_panel(PICTURE, np.zeros((2, 4, 2, 2)), PICTURE[:4]), "(4, 16, 3)"),
         (lambda: figures.latents_panel(PICTURE, np.zeros((8, 2, 2))), "(8, 2, 2)"),
@@ -393,7 +447,7 @@ def test_before_and_after_keep_their_colours():
         (lambda: figures.blocks(BLOCKS.drop(columns="gflops")), "'gflops'"),
         (lambda: figures.loss_curves({}), "runs is empty"),
         (lambda: figures.loss_curves({"mine": RUN[:0]}), "run 'mine' has no rows"),
-        (lambda: figures.throughput(RUN), "'images_per_second'"),
+        (lambda: figures.throughput(RUN, 1, 0), "'images_per_second'"),
         (lambda: figures.agreement({}), "scores is empty"),
     ],
 )
@@ -409,6 +463,7 @@ def test_an_iteration_shows_each_phase_with_its_share_of_the_time_and_the_memory
     assert all(part in texts(fig) for part in ("encode\n40%", "forward\n50%", "documents: 39 %"))
     assert fig.axes[0].get_xlim() == (0, 2)
     assert len(fig.axes[0].patches) == 6
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["data", "encode", "forward"]
 
 
 def test_the_throughput_over_encoders_keeps_measured_and_predicted_apart_and_draws_the_ceiling():
@@ -416,11 +471,13 @@ def test_the_throughput_over_encoders_keeps_measured_and_predicted_apart_and_dra
     assert line(ax, "measured").get_xdata().tolist() == [1, 2]
     assert line(ax, "predicted: min(n x encoder, trainers)").get_ydata().tolist() == [100, 200, 350]
     assert line(ax, "trainers alone: 350 images/s").get_ydata()[0] == 350
+    both = figures.throughput_over_encoders({"here": ENCODERS[:2], "simulated": ENCODERS}, ENCODERS).axes[0]
+    assert len(line(both, "here").get_xdata()) == 2 and len(line(both, "simulated").get_xdata()) == 3
     only = figures.throughput_over_encoders([], ENCODERS).axes[0]
     assert "measured" not in [entry.get_label() for entry in only.lines]
 
 
-def test_phases_are_laid_end_to_end_with_a_line_where_one_ends():
+def test_phases_follow_each_other_with_a_line_where_one_begins():
     first = pd.DataFrame({"step": range(1, 31), "loss": np.linspace(1, 0.5, 30)})
     second = pd.DataFrame({"step": range(1, 11), "loss": np.linspace(0.7, 0.6, 10)})
     (ax,) = figures.training_phases({"32 px": first, "64 px": second}).axes
