@@ -420,7 +420,7 @@ def test_the_loss_is_the_mean_over_the_unmasked_rows_of_the_global_batch(manifes
     state = TrainStep(recipe(), manifest)
     mine = units(state.config, manifest, rows, 0)
     with torch.no_grad():
-        per_row = torch.cat([state.losses(unit, 0) for unit in mine])
+        per_row = torch.cat([state.row_losses(unit, 0) for unit in mine])
     keep = torch.cat([unit.keep_U for unit in mine])
     assert (per_row[~keep] == 0).all() and (per_row[keep] > 0).all() and not keep.all()
     found = state.step(0, mine)
@@ -612,7 +612,7 @@ def test_the_validation_loss_is_the_same_for_every_run_and_weighs_rows_not_batch
                 )
                 per_row.append(
                     [
-                        train_step.diffusion.losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
+                        train_step.diffusion.row_losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
                         for gamma in (5.0, None)
                     ]
                 )

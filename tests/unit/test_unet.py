@@ -8,6 +8,7 @@ from diffusers import UNet2DConditionModel
 from torch._dynamo.backends.debugging import aot_eager
 
 from helpers import run_setup
+from helpers import unet as unet_module
 from helpers.config import TrainingConfig
 from helpers.unet import (
     autocast,
@@ -19,7 +20,7 @@ from helpers.unet import (
     count_flops,
     has_compiler,
     load_unet_config,
-    ranks_of_a_shard,
+    shard_size,
     synchronise_gradients,
 )
 
@@ -251,11 +252,11 @@ def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch, three_lev
 def test_weights_are_sharded_over_as_many_ranks_as_divide_every_node(monkeypatch, nodes, size):
     here = [number for number in nodes for _ in range(number)]  # of each rank
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here[0]))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(here))
+    monkeypatch.setattr(unet_module, "world_size", lambda: len(here))
     monkeypatch.setattr(
         torch.distributed, "all_gather", lambda found, mine: [one.fill_(n) for one, n in zip(found, here, strict=True)]
     )
-    assert ranks_of_a_shard("cpu") == size
+    assert shard_size("cpu") == size
     starts = [sum(nodes[:number]) for number in range(len(nodes))]
     assert all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
 
