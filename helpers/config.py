@@ -186,6 +186,7 @@ MAY_CHANGE = {
     "validate_every",
     "max_failures",
     "hang_timeout",
+    "profile_step",
 }
 
 
@@ -231,6 +232,7 @@ class TrainingConfig(Parameters):
     validation_share: float = 0.02
     max_failures: int = 3
     hang_timeout: float = 600
+    profile_step: int | None = None
 
     def __post_init__(self):
         self.check_types()

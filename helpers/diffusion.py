@@ -1,7 +1,7 @@
 """The diffusion objective: noise, v- and epsilon-prediction, min-SNR weights, caption dropout, EMA, learning rate.
 
-The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on any
-number of workers and after every resume.
+The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on
+any number of workers and after every resume.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
 
 def noise_schedule(prediction_type: str = "v_prediction") -> DDPMScheduler:
-    """Stable Diffusion's schedule: 1,000 timesteps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
+    """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
     return DDPMScheduler(
         num_train_timesteps=1000,
         beta_schedule="scaled_linear",
@@ -49,8 +49,8 @@ def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> 
 class Draws:
     """The random numbers of B rows; `draw` makes them.
 
-    posterior_BCHW and noise_BCHW are standard normals, timesteps_B is uniform, and where dropped_B is True the caption is
-    replaced by the empty one.
+    posterior_BCHW and noise_BCHW are standard normals, timesteps_B is uniform, and where dropped_B is True the caption
+    is replaced by the empty one.
     """
 
     posterior_BCHW: torch.Tensor
@@ -69,7 +69,7 @@ def draw(
     num_timesteps: int = 1000,
     device: torch.device | str = "cpu",
 ) -> Draws:
-    """The random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W) is one row's latents."""
+    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents."""
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
     for row, row_seed in enumerate(hash_positions(seed, step, positions, NOISE)):
@@ -182,7 +182,7 @@ class EMA:
 
 
 def lr_multiplier(step: int, config: TrainingConfig) -> float:
-    """The learning rate of step `step` (from 0) over `config.learning_rate`: linear warm-up, then cosine to 0, or constant."""
+    """The learning rate of step `step` (from 0) as a factor: linear warm-up, then constant, or cosine to 0."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":

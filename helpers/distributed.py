@@ -55,7 +55,7 @@ def max_over_ranks(number: float, device: torch.device | str) -> float:
 
 
 def use_cores(workers_here: int, online: bool = False) -> None:
-    """Divide this machine's cores among its `workers_here` workers: Ray gives each worker as many threads as it has CPUs.
+    """Divide this machine's cores among its workers, by PyTorch's number of threads; Ray sets one for each logical CPU.
 
     `online`: leave one core to the encoders. Threads that wait for a core slow the training down more than they add.
     """

@@ -23,8 +23,8 @@ from .unet import autocast, build_model, clip_gradients, computes_in_bf16, synch
 class Unit:
     """U rows of a global batch.
 
-    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U: False for rows that
-    are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each row.
+    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U: False for rows
+    that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each row.
     """
 
     moments: torch.Tensor
@@ -117,8 +117,8 @@ class TrainStep:
         """Train on this worker's units of global batch number `step` (from 0).
 
         Returns {"loss", "grad_norm", "learning_rate"}: the loss is the mean over the unmasked rows of the whole global
-        batch, before this update. Raises FloatingPointError if the loss or the gradient is not finite, before any weight
-        changes.
+        batch, before this update. Raises FloatingPointError if the loss or the gradient is not finite, before any
+        weight changes.
         """
         config = self.config
         num_kept = torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)), device=self.device)

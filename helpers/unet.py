@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from .config import TrainingConfig
 from .distributed import rank, world_size
 
-# "sd2-base" is the published configuration of Stable Diffusion 2 base; "small" has its shape at a tenth of its size, for
-# one GPU; "tiny" is tiny-sd/unet/config.json.
+# "sd2-base" is the published configuration of Stable Diffusion 2 base; "small" has its shape at a tenth of its size,
+# for one GPU; "tiny" is tiny-sd/unet/config.json.
 _SD2_SHAPE = dict(
     in_channels=4,
     out_channels=4,
@@ -81,15 +81,15 @@ def has_compiler() -> bool:
 def compile_blocks(unet: UNet2DConditionModel, mode: str | None = None) -> UNet2DConditionModel:
     """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
 
-    As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and parameter
-    names do not change. Each block is compiled once for each size of its input.
+    As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and
+    parameter names do not change. Each block is compiled once for each size of its input.
     """
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
     for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        # Blocks of one class share their code. Without isolate_recompiles, TorchDynamo counts their graphs together, stops
-        # at eight, and compiles for symbolic sizes, for which Inductor does not use channels last.
+        # Blocks of one class share their code. By default TorchDynamo counts their graphs together, stops at eight, and
+        # compiles for symbolic sizes, for which Inductor does not use channels last.
         block.compile(mode=mode, dynamic=False, isolate_recompiles=True, recompile_limit=64)
     return unet
 
@@ -193,7 +193,7 @@ def shard_size(device: torch.device | str) -> int:
 def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str):
     """Context manager for a micro-batch: reduce gradients over the ranks only in the backward pass of the `last` one.
 
-    Under "fsdp" and "hsdp" weights also stay gathered until then: one all-gather a step for any number of micro-batches.
+    Under "fsdp" and "hsdp" weights stay gathered until then: one all-gather a step for any number of micro-batches.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
@@ -224,8 +224,8 @@ def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int
         text_shape: (L, D).
 
     Returns:
-        A frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an addition
-        are two FLOPs (`torch.utils.flop_counter`).
+        A frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
+        addition are two FLOPs (`torch.utils.flop_counter`).
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(load_unet_config(name))

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pyarrow as pa
+import ray.train.torch
 import torch
 
 from .. import distributed, encoder, ingest, online, schema
@@ -117,7 +118,7 @@ class DeviceEncoder:
 
 def steps(config, manifest, first_step, rejects, *, raw):
     """As `train.train_steps`, for `train.train_loop_per_worker(..., steps=...)`: from a DataLoader, encoded by the worker."""
-    rank, world, device = distributed.rank(), distributed.world_size(), get_device()
+    rank, world, device = distributed.rank(), distributed.world_size(), ray.train.torch.get_device()
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     loader = iter(build_loader(plan, config, raw, first_step, rank, world))
     encode = DeviceEncoder(raw, device)

@@ -117,11 +117,11 @@ def worker(rank, world, folder, config, manifest, rows):
 
 
 STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
-LONG = 50
+LONG = 16
 
 
 def long_recipe(folder, strategy, world, **values):
-    """50 steps of a U-Net of one level, the same parts as "tiny" at a third of the time."""
+    """A U-Net of one level: the same parts as "tiny" at a third of the time."""
     return recipe(
         unet_config=f"{folder}/unet.json",
         max_steps=LONG,
@@ -160,7 +160,7 @@ def group(folder, name, rank, world, here=2):
 
 
 def train_and_save(folder, rank, world, manifest, rows):
-    """Losses of 50 steps under each strategy, with a checkpoint in the middle; and whether it began with `build_unet`'s weights."""
+    """Losses under each strategy, which starts with `build_unet`'s weights; with a checkpoint in the middle."""
     losses, drawn = {}, build_unet(f"{folder}/unet.json").state_dict()
     for strategy in STRATEGIES:
         state = TrainStep(long_recipe(folder, strategy, world), manifest)
@@ -173,7 +173,7 @@ def train_and_save(folder, rank, world, manifest, rows):
 
 
 def continue_from(folder, names, rank, world, manifest, rows):
-    """Losses of two steps under each strategy from one checkpoint each: the first shows weights, the second the optimizer's state."""
+    """Losses of two steps from one checkpoint for each strategy: they show its weights, then its optimizer state."""
     losses = {}
     for strategy, name in zip(STRATEGIES, names, strict=True):
         state = TrainStep(long_recipe(folder, strategy, world), manifest)
@@ -200,7 +200,7 @@ def train_unevenly(folder, rank, manifest, rows):
 
 
 def sharded_worker(rank, folder, manifest, rows):
-    """One of four processes, of which first two and then all train, and then both numbers go on from each other's checkpoints."""
+    """One of four processes: first two and then all train, and then both go on from each other's checkpoints."""
     torch.set_num_threads(1)
     manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "continued": {}}
     for world in (2, 4):
@@ -222,7 +222,7 @@ def sharded_worker(rank, folder, manifest, rows):
 
 @pytest.fixture(scope="module")
 def alone(folder, manifest, build_latents):
-    """`(losses, rows)` of 50 steps of one process without a process group, which leaves checkpoints "alone" and "later-alone"."""
+    """`(losses, rows)` of one process without a process group; it leaves the checkpoints "alone" and "later-alone"."""
     rows = build_latents(BATCH * LONG)
     state = TrainStep(long_recipe(folder, "ddp", 1), manifest)
     found = train(state, manifest, rows, 0, LONG // 2)

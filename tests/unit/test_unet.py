@@ -1,11 +1,11 @@
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
-from torch._dynamo.backends.debugging import aot_eager
 
 from helpers import run_setup
 from helpers import unet as unet_module
@@ -186,20 +186,6 @@ def assert_same_gradients(compiled, eager, size=8):
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
 
 
-@pytest.fixture
-def three_levels(tmp_path):
-    """A U-Net with several blocks of each class, as Stable Diffusion's has."""
-    changes = {
-        "block_out_channels": [32, 32, 64],
-        "down_block_types": ["CrossAttnDownBlock2D"] * 3,
-        "layers_per_block": 1,
-        "up_block_types": ["CrossAttnUpBlock2D"] * 3,
-        "attention_head_dim": [2, 2, 4],
-    }
-    (tmp_path / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), **changes}))
-    return str(tmp_path / "unet.json")
-
-
 def test_without_a_compiler_compiling_is_skipped_and_said(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
     calls = [block._compiled_call_impl for block in compile_blocks(build_unet("tiny")).down_blocks]
@@ -216,33 +202,36 @@ def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names()
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
-def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch, three_levels):
-    """Symbolic sizes, which TorchDynamo makes of sizes that vary, keep Inductor from laying a graph out in channels last.
+@torch.no_grad()
+def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch):
+    """With symbolic sizes, to which TorchDynamo turns when sizes vary, Inductor would not use channels last.
 
-    Without Inductor, which would take minutes for so many blocks.
+    Small blocks of one class, and only TorchDynamo: the U-Net's own blocks with Inductor take minutes.
     """
     graphs, compile_module = [], torch.nn.Module.compile
 
-    def note(graph, arguments):
-        graphs.append(
-            any(
-                isinstance(number, torch.SymInt)
-                for argument in arguments
-                for number in getattr(argument, "shape", [argument])
-            )
-        )
-        return aot_eager(graph, arguments)
+    def record(graph, arguments):
+        sizes = [size for argument in arguments for size in getattr(argument, "shape", [argument])]
+        graphs.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return graph.forward
+
+    class Block(torch.nn.Conv2d):
+        def forward(self, values):
+            return super().forward(values).relu()
 
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=note, **options)
+        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=record, **options)
     )
     torch.compiler.reset()
-    eager, unet = build_unet(three_levels), compile_blocks(build_unet(three_levels))
-    for number, size in enumerate((4, 8, 16), start=1):  # more than eight graphs of one class
-        assert_same_gradients(unet, eager, size)
-        assert len(graphs) == 7 * number and not any(graphs)
-    gradients(unet, 8)
-    assert len(graphs) == 21
+    first, second, middle, third = blocks = [Block(2, 2, 3, padding=1) for _ in range(4)]
+    compile_blocks(types.SimpleNamespace(down_blocks=[first, second], mid_block=middle, up_blocks=[third]))
+    for number, size in enumerate((4, 8, 16, 32), start=1):  # twice as many graphs as the default limit of eight
+        values = torch.randn(2, 2, size, size)
+        for block in blocks:
+            assert torch.equal(block(values), block.forward(values))
+        assert len(graphs) == 4 * number and not any(graphs)
+    blocks[0](values[:, :, :8, :8].contiguous())
+    assert len(graphs) == 16
     torch.compiler.reset()
 
 
