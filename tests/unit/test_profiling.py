@@ -43,7 +43,7 @@ def test_training_costs_three_forward_passes():
         ("NVIDIA L4", "L4"),
     ],
 )
-def test_gpus_are_known_by_the_names_that_drivers_give(name, found):
+def test_gpus_are_found_by_the_names_that_drivers_give(name, found):
     assert profiling.find_accelerator(name).name == found
 
 
@@ -64,7 +64,7 @@ def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
 # ---- profiles
 
 
-def test_what_hides_behind_computing_is_not_exposed():
+def test_communication_that_overlaps_with_compute_is_not_exposed():
     events = [("aten::conv", 0, 60), ("gloo:all_reduce", 50, 80), ("aten::addmm", 80, 90), ("gloo:all_reduce", 95, 100)]
     assert profiling.exposed_communication(events) == pytest.approx(0.25)
     assert profiling.exposed_communication([]) == profiling.exposed_communication(events[:1]) == 0
@@ -88,7 +88,7 @@ def test_what_hides_behind_computing_is_not_exposed():
         ("vectorized_elementwise_kernel", "elementwise and rest"),
     ],
 )
-def test_kernels_are_told_apart_by_what_they_do(name, kind):
+def test_kernels_have_the_category_of_their_work(name, kind):
     assert profiling.op_category(name) == kind
 
 
@@ -105,7 +105,7 @@ def test_a_profile_adds_up_and_names_what_a_unet_does():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 32, 128])
-def test_the_state_of_sd2_base_takes_sixteen_bytes_a_parameter_and_sharded_its_share(ranks):
+def test_training_state_takes_sixteen_bytes_a_parameter_or_a_share(ranks):
     whole = 4 * 865_910_724
     ddp = estimates.memory("sd2-base", "ddp", ranks)
     assert ddp == {"parameters": whole, "gradients": whole, "optimizer": 2 * whole, "gathered": 0}
@@ -126,7 +126,7 @@ def test_the_state_of_sd2_base_takes_sixteen_bytes_a_parameter_and_sharded_its_s
         assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
 
 
-def test_the_memory_table_has_a_row_for_each_strategy_and_number_of_ranks():
+def test_the_memory_table_has_a_row_for_each_strategy_and_ranks():
     table = estimates.memory_table("sd2-base", precision="bf16").set_index(["strategy", "ranks"])
     assert (
         len(table) == 16
@@ -193,7 +193,7 @@ def held(tmp_path_factory, build_manifest, build_latents):
     return json.loads((folder / "memory.json").read_text())
 
 
-def test_ranks_hold_the_bytes_that_the_arithmetic_says(held):
+def test_ranks_hold_the_bytes_that_were_estimated(held):
     assert len(held) == 8
     for name, found in held.items():
         strategy, ranks = name.rsplit("-", 1)
@@ -213,7 +213,7 @@ def test_communication_is_a_share_of_the_step(held):
 # ---- the ablation
 
 
-def test_the_ablation_has_a_row_for_each_setting_and_compares_with_the_first(monkeypatch):
+def test_the_ablation_compares_each_setting_with_the_first(monkeypatch):
     monkeypatch.setattr(ablations, "has_compiler", lambda: False)  # compiling has tests of its own, and takes a minute
     config = TrainingConfig(global_batch_size=4, resolution=32)
     rows = ablations.ablation(config, steps=2, warm_up=1)
@@ -295,7 +295,7 @@ def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
         assert len(calls) == number and (meter.communication_share is None) == (profile_step is None)
 
 
-def test_alone_there_is_no_communication_and_masked_rows_do_not_count(build_manifest):
+def test_speed_counts_unmasked_rows_only(build_manifest):
     assert not dist.is_initialized()
     meter = profiling.Meter(TrainingConfig(), build_manifest(), "cpu")
     with meter.watch():
