@@ -1,8 +1,10 @@
-"""The objective: noise, v- and epsilon-prediction, min-SNR weights, caption dropout, EMA; all randomness by position.
+"""The diffusion objective: noise, v- and epsilon-prediction, min-SNR weights, caption dropout, EMA, learning rate.
 
-Every random number of step s for the row at position p of the global batch is a function of (seed, s, p), so it does
-not depend on how many workers there are or where a run was resumed.
+The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on
+any number of workers and after every resume.
 """
+
+from __future__ import annotations
 
 import dataclasses
 
@@ -10,13 +12,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-# What the streams of random numbers of one row are for; part of the hash.
+from .config import TrainingConfig
+
+# One stream of random numbers for each use; part of the hash.
 NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
 
-def noise_schedule(prediction_type="v_prediction"):
-    """Stable Diffusion's schedule: 1,000 timesteps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
+def noise_schedule(prediction_type: str = "v_prediction") -> DDPMScheduler:
+    """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
     return DDPMScheduler(
         num_train_timesteps=1000,
         beta_schedule="scaled_linear",
@@ -28,8 +33,8 @@ def noise_schedule(prediction_type="v_prediction"):
     )
 
 
-def hash_positions(seed, step, positions, stream):
-    """uint64 hashes of (seed, step, position, stream), one a position; SplitMix64 (Steele et al., 2014), chained."""
+def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> np.ndarray:
+    """(B,) uint64 hashes of (seed, step, position, stream), by chained SplitMix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         state = np.zeros(len(positions), dtype=np.uint64)
         for part in (seed, step, stream, np.asarray(positions)):
@@ -42,7 +47,11 @@ def hash_positions(seed, step, positions, stream):
 
 @dataclasses.dataclass
 class Draws:
-    """The random numbers of B rows: see `draw`."""
+    """The random numbers of B rows; `draw` makes them.
+
+    posterior_BCHW and noise_BCHW are standard normals, timesteps_B is uniform, and where dropped_B is True the caption
+    is replaced by the empty one.
+    """
 
     posterior_BCHW: torch.Tensor
     noise_BCHW: torch.Tensor
@@ -50,12 +59,17 @@ class Draws:
     dropped_B: torch.Tensor
 
 
-def draw(seed, step, positions, shape, *, caption_dropout=0.0, num_timesteps=1000, device="cpu"):
-    """The random numbers of the rows at `positions` of the global batch; `shape` (C, H, W) of one row's latents.
-
-    Returns `Draws`: standard normals for the VAE posterior and for the diffusion, uniform timesteps, and which
-    captions are dropped.
-    """
+def draw(
+    seed: int,
+    step: int,
+    positions: np.ndarray,
+    shape: tuple[int, ...],
+    *,
+    caption_dropout: float = 0.0,
+    num_timesteps: int = 1000,
+    device: torch.device | str = "cpu",
+) -> Draws:
+    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents."""
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
     for row, row_seed in enumerate(hash_positions(seed, step, positions, NOISE)):
@@ -70,10 +84,10 @@ def draw(seed, step, positions, shape, *, caption_dropout=0.0, num_timesteps=100
     )
 
 
-def sample_latents(moments_B2CHW, noise_BCHW, scaling_factor):
-    """Draw from the VAE's posterior and scale: (B, 2, C, H, W) stored moments -> (B, C, H, W) fp32 latents.
+def sample_latents(moments_B2CHW: torch.Tensor, noise_BCHW: torch.Tensor, scaling_factor: float) -> torch.Tensor:
+    """Sample the VAE's posterior and scale: stored moments (B, 2, C, H, W) -> (B, C, H, W) fp32 latents.
 
-    Where only the mean was stored, (B, 1, C, H, W), it is the latent.
+    If only means were stored, (B, 1, C, H, W), the mean is the latent.
     """
     if moments_B2CHW.shape[1] == 1:
         return moments_B2CHW[:, 0].float() * scaling_factor
@@ -81,13 +95,17 @@ def sample_latents(moments_B2CHW, noise_BCHW, scaling_factor):
     return (mean + std * noise_BCHW) * scaling_factor
 
 
-def drop_captions(text_BLD, empty_LD, dropped_B):
-    """Captions replaced by the empty caption's embedding where `dropped_B`, for classifier-free guidance."""
+def drop_captions(text_BLD: torch.Tensor, empty_LD: torch.Tensor, dropped_B: torch.Tensor) -> torch.Tensor:
+    """Replace captions by the empty one where `dropped_B`, for classifier-free guidance (Ho and Salimans, 2022)."""
     return torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
 
 
-def loss_weights(schedule, timesteps_B, gamma):
-    """Min-SNR-gamma weights (Hang et al., 2023, eq. 6; for v the target's own SNR + 1 is divided out); (B,)."""
+def loss_weights(schedule: DDPMScheduler, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
+    """(B,) min-SNR-gamma weights (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
+
+    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction: the error of the clean
+    latents then counts the same for both.
+    """
     if gamma is None:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
     alphas = schedule.alphas_cumprod.to(timesteps_B.device)[timesteps_B]
@@ -96,8 +114,15 @@ def loss_weights(schedule, timesteps_B, gamma):
     return clipped / (snr + 1) if schedule.config.prediction_type == "v_prediction" else clipped / snr
 
 
-def row_losses(unet, schedule, latents_BCHW, text_BLD, draws, gamma=None):
-    """(B,) weighted squared error of the U-Net's prediction, averaged over each row's latents."""
+def row_losses(
+    unet: torch.nn.Module,
+    schedule: DDPMScheduler,
+    latents_BCHW: torch.Tensor,
+    text_BLD: torch.Tensor,
+    draws: Draws,
+    gamma: float | None = None,
+) -> torch.Tensor:
+    """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`."""
     noisy = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     if schedule.config.prediction_type == "v_prediction":
         target = schedule.get_velocity(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
@@ -109,47 +134,55 @@ def row_losses(unet, schedule, latents_BCHW, text_BLD, draws, gamma=None):
 
 
 class EMA:
-    """Exponential moving average of a model's parameters, in fp32, from step `start` on.
+    """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
 
-    Before `start` it costs neither time nor memory, only its place in a checkpoint: it begins as a copy of the parameters
-    (MosaicML began theirs near the end of training for that reason). `warm_up`: follow faster at first, so as not to hold on to a random
-    initialisation; not for weights that come from another run.
+    It starts as a copy of the parameters after step `start`; before that it takes neither time nor memory, and a
+    checkpoint holds the parameters in its place. (MosaicML started theirs near the end of training.)
+
+    Args:
+        model: whose parameters are averaged.
+        decay: share of the average that a step keeps.
+        start: steps before the average starts.
+        warm_up: use a smaller decay in the first steps, so that a random initialisation is soon forgotten. Not for
+            weights that come from another run.
     """
 
-    def __init__(self, model, decay, start=0, warm_up=True):
-        self.decay, self.start, self.warm_up = decay, start, warm_up
-        self.model = model
+    def __init__(self, model: torch.nn.Module, decay: float, start: int = 0, warm_up: bool = True):
+        self.model, self.decay, self.start, self.warm_up = model, decay, start, warm_up
         self.shadow = None
 
-    @torch.no_grad()
-    def update(self, step):
-        """After the optimizer's step number `step` (the first is 1)."""
+    def update(self, step: int) -> None:
+        """Call after the optimizer's step number `step`; the first is 1."""
         if step <= self.start:
             return
         if self.shadow is None:
             self.shadow = self.copy()
             return
-        early = (1 + step - self.start) / (10 + step - self.start) if self.warm_up else 1.0
-        torch._foreach_lerp_(list(self.shadow.values()), list(self.parameters().values()), 1 - min(self.decay, early))
+        since_start = step - self.start
+        decay = min(self.decay, (1 + since_start) / (10 + since_start)) if self.warm_up else self.decay
+        update_average = get_ema_multi_avg_fn(decay)
+        update_average(list(self.shadow.values()), list(self.parameters().values()), since_start)
 
-    def parameters(self):
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """name -> the model's parameter in fp32; no copy if it is fp32 already."""
         return {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
 
-    def copy(self):
+    def copy(self) -> dict[str, torch.Tensor]:
+        """name -> copy of the model's parameter in fp32."""
         return {name: parameter.clone() for name, parameter in self.parameters().items()}
 
-    def state_dict(self):
-        """name -> fp32 tensor, no copy: the average itself, or before `start` the parameters themselves."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """name -> fp32 tensor, not copied: the average, or before it starts the parameters."""
         return self.parameters() if self.shadow is None else self.shadow
 
-    def load_state_dict(self, state, step):
-        """Continue after `step` steps from what `state_dict` gave."""
-        names = [name for name, _ in self.model.named_parameters()]  # `update` goes by their order
+    def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
+        """Continue after `step` steps from what `state_dict` returned."""
+        names = [name for name, _ in self.model.named_parameters()]  # `update` relies on this order
         self.shadow = {name: state[name].clone() for name in names} if step > self.start else None
 
 
-def lr_multiplier(step, config):
-    """The factor of `config.learning_rate` at step `step` (from 0): linear warm-up, then cosine to 0, or constant."""
+def lr_multiplier(step: int, config: TrainingConfig) -> float:
+    """The learning rate of step `step` (from 0) as a factor: linear warm-up, then constant, or cosine to 0."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":

@@ -1,31 +1,63 @@
-"""Rank, world size and process groups of a training worker."""
+"""Rank, world size and collectives of a training worker, which all work without a process group too. No Ray."""
+
+from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
-import ray.train
-import ray.train.collective
-import ray.train.torch
 import torch
 import torch.distributed as dist
 
 
-def place():
-    """`(rank, number of workers, device)` of this worker."""
-    context = ray.train.get_context()
-    return context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-@functools.cache
-def objects_group():
-    """A process group for Python objects: gloo's, since NCCL would take them by way of the GPU. First called on all workers at once."""
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list | None:
+    """Every rank's `value`, in the order of the ranks, as a list on rank 0; None on the others. Call it on all ranks.
+
+    `group`: a gloo group for a thread that runs beside the training; two threads must not share one.
+    """
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, values, group=group or _gloo_group(dist.group.WORLD))
+    return values
+
+
+@functools.lru_cache(maxsize=1)
+def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One more group over all ranks, once for each default group: NCCL would send Python objects through the GPU."""
     return dist.new_group(backend="gloo")
 
 
-def use_cores(workers_here, online=False):
-    """Share this machine's cores among its workers: Ray sets one thread a logical CPU.
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which now holds the sum over all ranks."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
 
-    Where pictures are encoded on the way, one is left to that: threads that wait for each other lose more than they gain.
+
+def max_over_ranks(number: float, device: torch.device | str) -> float:
+    """The largest `number` of all ranks; `device` is the one that the process group communicates from."""
+    if world_size() == 1:
+        return number
+    value = torch.tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def use_cores(workers_here: int, online: bool = False) -> None:
+    """Divide this machine's cores among its workers, by PyTorch's number of threads; Ray sets one for each logical CPU.
+
+    `online`: leave one core to the encoders. Threads that wait for a core slow the training down more than they add.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, (cores - online) // workers_here))

@@ -1,4 +1,6 @@
-"""Seeing what was learned: the pipeline of a checkpoint, pictures from prompts, scores, the validation function."""
+"""What a run has learned: the pipeline of a checkpoint, images from prompts, the validation function, the export."""
+
+from __future__ import annotations
 
 import tempfile
 
@@ -6,49 +8,36 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray.train
 import torch
 import transformers
+from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-# Diffusers imports image processors that this project does not use, and each warns that torchvision is missing.
-_verbosity = transformers.logging.get_verbosity()
-transformers.logging.set_verbosity_error()
-from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: E402
-
-transformers.logging.set_verbosity(_verbosity)
-
-from . import checkpoint, encoder, images, ingest, schema, storage  # noqa: E402
-from .config import TrainingConfig  # noqa: E402
-from .train_step import validation_loss  # noqa: E402
-from .unet import build_unet  # noqa: E402
-
+from . import checkpoint, diffusion, encoder, images, ingest, schema, storage
+from .config import TrainingConfig
+from .train_step import validation_loss
+from .unet import build_unet
 
 NUM_VALIDATION_ROWS = 512
 
 
-def first_manifest(config):
-    """What is said of the encoder: the same in all data sets of a mixture."""
+def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
+    """The manifest of the run's latents; of a mixture the first, since all its data sets share one encoder."""
     return schema.Manifest.read(next(iter(config.proportions)))
 
 
-def build_pipeline(unet, encoder_model, prediction_type="v_prediction"):
-    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that made its latents."""
-    scheduler = DDIMScheduler(
-        num_train_timesteps=1000,
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        prediction_type=prediction_type,
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-    pipeline = StableDiffusionPipeline(
+def build_pipeline(
+    unet: UNet2DConditionModel, encoder_model: str, prediction_type: str = "v_prediction"
+) -> DiffusionPipeline:
+    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data."""
+    noise_schedule = diffusion.noise_schedule(prediction_type)
+    pipeline = import_pipeline()(
         vae=encoder.load_vae(encoder_model),
         text_encoder=encoder.load_text_encoder(encoder_model),
         tokenizer=images.load_tokenizer(encoder_model),
         unet=unet.eval(),
-        scheduler=scheduler,
+        scheduler=DDIMScheduler.from_config(noise_schedule.config, set_alpha_to_one=False),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -57,8 +46,31 @@ def build_pipeline(unet, encoder_model, prediction_type="v_prediction"):
     return pipeline
 
 
-def generate(pipeline, prompts, *, resolution, seed=0, steps=20, guidance_scale=2.0, batch_size=32):
-    """One picture a prompt, a list of (H, W, 3) uint8 arrays; picture i depends on (prompt i, seed + i) alone."""
+def import_pipeline() -> type[DiffusionPipeline]:
+    """`StableDiffusionPipeline`, imported without transformers' warning that torchvision is missing.
+
+    The import loads image processors of the safety checker, which is not used here.
+    """
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        from diffusers import StableDiffusionPipeline
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    return StableDiffusionPipeline
+
+
+def generate(
+    pipeline: DiffusionPipeline,
+    prompts: list[str],
+    *,
+    resolution: int,
+    seed: int = 0,
+    steps: int = 20,
+    guidance_scale: float = 2.0,
+    batch_size: int = 32,
+) -> list[np.ndarray]:
+    """One image a prompt, (H, W, 3) uint8 arrays; image i depends on prompt i and seed + i only."""
     pictures = []
     for start in range(0, len(prompts), batch_size):
         part = list(prompts[start : start + batch_size])
@@ -76,36 +88,36 @@ def generate(pipeline, prompts, *, resolution, seed=0, steps=20, guidance_scale=
     return pictures
 
 
-def sample(config, prompts, found, *, seed=0):
-    """Pictures of prompts from a checkpoint's EMA weights, or from an untrained U-Net where `found` is None.
+def sample(config: dict, prompts: list[str], saved: ray.train.Checkpoint | None, *, seed: int = 0) -> list[np.ndarray]:
+    """Images of prompts from a checkpoint's EMA weights, or from an untrained U-Net if `saved` is None; see `generate`.
 
     On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`.
     """
     config = TrainingConfig.from_dict(config)
-    manifest = first_manifest(config)
-    unet = build_unet(config.unet_config, seed=config.seed) if found is None else load_unet(config, found)
+    manifest = read_encoder_manifest(config)
+    unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
     pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     return generate(pipeline, prompts, resolution=config.largest_resolution, seed=seed)
 
 
-def save_pictures(pictures, uri):
-    """Write pictures as `00.png`, `01.png`, ... under a folder or URI."""
+def save_pictures(pictures: list[np.ndarray], uri: str) -> None:
+    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
     with tempfile.TemporaryDirectory() as folder:
         for number, picture in enumerate(pictures):
             Image.fromarray(picture).save(f"{folder}/{number:02d}.png")
         storage.copy_folder(folder, uri)
 
 
-def load_unet(config, found, which="ema"):
-    """The U-Net of a Ray Train checkpoint: its averaged weights ("ema") or the raw ones ("model")."""
+def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> UNet2DConditionModel:
+    """The U-Net of a Ray Train checkpoint, with its averaged weights ("ema") or its last ones ("model")."""
     unet = build_unet(config.unet_config)
-    with found.as_directory() as folder:
+    with saved.as_directory() as folder:
         return checkpoint.load_weights(folder, unet, which)
 
 
-def export_pipeline(pipeline, uri):
-    """Save a pipeline so that `StableDiffusionPipeline.from_pretrained` opens it; fp32 safetensors."""
+def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
+    """Save a pipeline for `StableDiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
     if storage.is_local(uri):
         pipeline.save_pretrained(uri)
         return uri
@@ -115,39 +127,39 @@ def export_pipeline(pipeline, uri):
     return uri
 
 
-def export_checkpoint(config, found, which="ema"):
-    """Export a checkpoint to the run's `pipeline/`; returns where it is. `config`: the dict of a `TrainingConfig`."""
+def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema") -> str:
+    """Export a checkpoint to the run's `pipeline/`; returns its URI. `config`: the dict of a `TrainingConfig`."""
     config = TrainingConfig.from_dict(config)
-    manifest = first_manifest(config)
-    pipeline = build_pipeline(load_unet(config, found, which), manifest.encoder["model"], config.prediction_type)
+    manifest = read_encoder_manifest(config)
+    pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config.prediction_type)
     return export_pipeline(pipeline, storage.join(config.run_uri, "pipeline"))
 
 
-def validate(found, config):
-    """Ray Train's validation function: the held-out loss of a checkpoint's EMA weights, while training goes on.
+def validate(saved: ray.train.Checkpoint, config: dict) -> dict[str, float]:
+    """Ray Train's validation function: the held-out loss of a checkpoint's EMA weights, while training continues.
 
-    Also writes it to `validation/{step}.json` of the run, and copies the checkpoint to `best/` if no other has a lower
-    loss. `config`: the dict of a `TrainingConfig`.
+    Also writes it to the run's `validation/{step}.json`, and copies the checkpoint to `best/` if no other has a lower
+    loss. Returns {} if no rows are held out. `config`: the dict of a `TrainingConfig`.
     """
     config = TrainingConfig.from_dict(config)
-    manifest = first_manifest(config)
+    manifest = read_encoder_manifest(config)
     rows = validation_rows(config)
     if rows is None:
         return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with found.as_directory() as folder:
+    with saved.as_directory() as folder:
         step = checkpoint.step_of(folder)
         unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
         loss, unweighted = validation_loss(unet, manifest, rows, config)
         if not (read_validation(config.run_uri)["validation_loss"] < loss).any():
-            checkpoint.keep_as_best(config.run_uri, folder, storage.name(found.path))
+            checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}
     storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
     return result
 
 
-def validation_rows(config):
-    """The run's held-out rows, kept in its `validation/rows.parquet`: to find a few among billions takes a while."""
+def validation_rows(config: TrainingConfig) -> pa.Table | None:
+    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
     uri = storage.join(config.run_uri, "validation", "rows.parquet")
     if storage.exists(uri):
         filesystem, path = storage.open_filesystem(uri)
@@ -160,7 +172,7 @@ def validation_rows(config):
     return rows
 
 
-def read_validation(run_uri):
-    """The validation losses of a run as a frame with columns step, validation_loss, unweighted, rows."""
-    found = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
-    return pd.DataFrame(found, columns=["step", "validation_loss", "unweighted", "rows"])
+def read_validation(run_uri: str) -> pd.DataFrame:
+    """The validation losses of a run: a frame with columns step, validation_loss, unweighted, rows."""
+    results = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+    return pd.DataFrame(results, columns=["step", "validation_loss", "unweighted", "rows"])

@@ -15,7 +15,6 @@ import ray.train
 import ray.train.collective
 import ray.train.torch
 import torch
-import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -53,7 +52,7 @@ def train_loop_per_worker(config, steps=None):
             ids, num_kept = gather_ids(units)
             seconds = time.perf_counter() - started
             if log:
-                speeds = meter.line(config.resolution_at(step - 1), seconds, data_seconds, checkpoint_seconds)
+                speeds = meter.line(config.resolution_at(step - 1), seconds, data_seconds, checkpoint_seconds, num_kept)
                 log.write(step, metrics, ids, num_kept, **speeds)
             checkpoint_seconds = 0.0
             watchdog.beat()
@@ -65,7 +64,7 @@ def train_loop_per_worker(config, steps=None):
 
 def train_steps(config, manifest, first_step, rejects):
     """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
-    rank, world, _ = distributed.place()
+    rank, world = distributed.rank(), distributed.world_size()
     blocks = iter(
         ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     )
@@ -271,10 +270,7 @@ def write_worker_info(config, log):
         "node_id": ray.get_runtime_context().get_node_id(),
         "pid": os.getpid(),
     }
-    parts = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size() if log else None
-        dist.gather_object(mine, parts, group=distributed.objects_group())
+    parts = distributed.gather_objects(mine)
     if log:
         storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": parts})
 
@@ -282,8 +278,5 @@ def write_worker_info(config, log):
 def gather_ids(units):
     """`(ids, rows kept)` of the whole global batch, on rank 0; (None, None) elsewhere."""
     ids, kept = [i for unit in units for i in unit.ids], sum(int(unit.keep_U.sum()) for unit in units)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ids, kept
-    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((ids, kept), parts, group=distributed.objects_group())
+    parts = distributed.gather_objects((ids, kept))
     return ([i for part, _ in parts for i in part], sum(kept for _, kept in parts)) if parts else (None, None)

@@ -1,25 +1,30 @@
-"""One training step: the U-Net, its EMA and optimizer, and what they do with a batch of latents. No Ray.
+"""One training step in plain PyTorch, on one process or many: the U-Net, its optimizer and EMA, and a batch of latents.
 
-Ray Train's workers, a bare loop and tests all call this.
+No Ray: Ray Train's workers, a plain loop and the tests all call this.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pyarrow as pa
 import torch
-import torch.distributed as dist
 
 from . import diffusion, schema
+from .config import TrainingConfig
+from .distributed import sum_over_ranks, world_size
 from .unet import autocast, build_model, clip_gradients, computes_in_bf16, synchronise_gradients
 
 
 @dataclasses.dataclass
 class Unit:
-    """U rows of a global batch, on their way to the U-Net.
+    """U rows of a global batch.
 
-    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D) in fp16; `keep_U` False masks a row out
-    of the loss; `positions_U` are the rows' places in the global batch.
+    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U: False for rows
+    that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each row.
     """
 
     moments: torch.Tensor
@@ -29,8 +34,8 @@ class Unit:
     ids: list
 
     @classmethod
-    def from_arrow(cls, table, manifest, resolution, first_position):
-        """From a table of latents rows; a column `keep` is taken if there is one."""
+    def from_arrow(cls, table: pa.Table, manifest: schema.Manifest, resolution: int, first_position: int) -> Unit:
+        """From rows of latents; rows without latents at this resolution, and rows whose `keep` is False, are masked."""
         column = schema.latents_column(resolution)
         moments, valid = schema.from_binary(table[column], manifest.shapes[column])
         text, _ = schema.read_embeddings(table[schema.EMBEDDINGS], manifest)
@@ -38,40 +43,47 @@ class Unit:
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
 
-    def split(self, rows):
-        """Micro-batches of `rows` rows."""
+    def split(self, rows: int) -> Iterator[Unit]:
+        """Micro-batches of `rows` rows; the last may be smaller."""
         for start in range(0, len(self.ids), rows):
             part = slice(start, start + rows)
             yield Unit(self.moments[part], self.text[part], self.keep_U[part], self.positions_U[part], self.ids[part])
 
 
-def to_tensor(values):
-    """A copy of an array, because Arrow's buffers are read-only; pinned where there is a GPU, which then need not be waited for."""
+def to_tensor(values: np.ndarray) -> torch.Tensor:
+    """Copy an array (Arrow's buffers are read-only); pinned if there is a GPU, for asynchronous copies to it."""
     copy = torch.from_numpy(values.copy())
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
 class TrainStep:
-    """The state of training on one worker.
+    """The state of training on one worker: U-Net, optimizer, EMA; `step` trains on one global batch.
 
     Args:
         config: `TrainingConfig`.
-        manifest: of the latents: shapes, scaling factor, the empty caption.
+        manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
         device: this worker's device.
-        phase: called as `with phase(name)` around the forward and backward passes and the optimizer's step.
-        fused: one kernel for all of AdamW; None: PyTorch's default, for comparison.
+        profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
+        fused: AdamW in one kernel; None: PyTorch's default, for comparison.
     """
 
-    def __init__(self, config, manifest, device="cpu", phase=contextlib.nullcontext, fused=True):
-        self.config, self.device, self.phase = config, torch.device(device), phase
+    def __init__(
+        self,
+        config: TrainingConfig,
+        manifest: schema.Manifest,
+        device: torch.device | str = "cpu",
+        profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        fused: bool | None = True,
+    ):
+        self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.scaling_factor = manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
         self.unet, self.model = build_model(config, self.device)
         self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
-        # A U-Net that computes in bf16 by itself casts what comes in; autocast would take its norms back to fp32.
-        self.autocast_to = "fp32" if computes_in_bf16(config) else config.precision
+        # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
+        self.autocast_precision = "fp32" if computes_in_bf16(config) else config.precision
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -80,8 +92,8 @@ class TrainStep:
             fused=fused,
         )
 
-    def losses(self, unit, step):
-        """(U,) losses of a unit's rows at a step; masked rows count 0."""
+    def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
+        """(U,) losses of a unit's rows at a step; 0 for masked rows."""
         moments, text, keep = (
             values.to(self.device, non_blocking=True) for values in (unit.moments, unit.text, unit.keep_U)
         )
@@ -94,68 +106,64 @@ class TrainStep:
             device=self.device,
         )
         latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor)
-        # Masked rows hold arbitrary bits, which may be NaN; zero times NaN would still be NaN.
+        # Masked rows hold arbitrary bits. They are replaced, not multiplied by zero, because NaN * 0 is NaN.
         text = diffusion.drop_captions(text.float(), self.empty_LD, draws.dropped_B | ~keep)
         latents = torch.where(keep[:, None, None, None], latents, 0)
-        with autocast(self.autocast_to, self.device):
-            rows = diffusion.row_losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
-        return rows * keep
+        with autocast(self.autocast_precision, self.device):
+            losses = diffusion.row_losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
+        return losses * keep
 
-    def step(self, step, units):
+    def step(self, step: int, units: list[Unit]) -> dict[str, float]:
         """Train on this worker's units of global batch number `step` (from 0).
 
-        Returns {"loss", "grad_norm", "learning_rate"}: the loss is the mean over the unmasked rows of the whole
-        global batch, before this update. Raises FloatingPointError if it or the gradient is not finite, before any
+        Returns {"loss", "grad_norm", "learning_rate"}: the loss is the mean over the unmasked rows of the whole global
+        batch, before this update. Raises FloatingPointError if the loss or the gradient is not finite, before any
         weight changes.
         """
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        kept = self.sum_over_workers(torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)))).clamp(min=1)
-        micros = [
-            micro for unit in units for micro in unit.split(self.config.micro_batch_size or self.config.unit_rows)
-        ]
-        total = torch.zeros((), device=self.device)
-        for number, micro in enumerate(micros):
-            with synchronise_gradients(self.model, number == len(micros) - 1, self.config.strategy):
-                with self.phase("forward"):
-                    loss = self.losses(micro, step).sum() / kept
-                with self.phase(
-                    "backward"
-                ):  # the gradients of the workers are averaged: times their number makes it the sum
-                    (loss * world).backward()
-            total += loss.detach()
-        total = self.sum_over_workers(total).item()
-        if not np.isfinite(total):
-            raise FloatingPointError(f"The loss at step {step} is {total}: lower learning_rate or check the latents.")
-        with self.phase("optimizer"):
+        config = self.config
+        num_kept = torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)), device=self.device)
+        num_kept = sum_over_ranks(num_kept).clamp(min=1)
+        micro_batches = [part for unit in units for part in unit.split(config.micro_batch_size or config.unit_rows)]
+        loss = torch.zeros((), device=self.device)
+        for micro_batch in micro_batches:
+            last = micro_batch is micro_batches[-1]
+            with synchronise_gradients(self.model, last, config.strategy):
+                with self.profile_span("forward"):
+                    part = self.row_losses(micro_batch, step).sum() / num_kept
+                with self.profile_span("backward"):
+                    # Gradients are averaged over the ranks, where the loss is a sum over them.
+                    (part * world_size()).backward()
+            loss += part.detach()
+        with self.profile_span("optimizer"):
             norm = clip_gradients(self.model, max_norm=1.0)
-            if not np.isfinite(norm):
-                raise FloatingPointError(
-                    f"The gradient at step {step} is {norm}: lower learning_rate or check the latents."
-                )
-            rate = self.config.learning_rate * diffusion.lr_multiplier(step, self.config)
+            # The step's only wait for the GPU. The norm is over all ranks, so all ranks raise or none does.
+            loss, norm = torch.stack([sum_over_ranks(loss), norm]).tolist()
+            for name, value in (("loss", loss), ("gradient", norm)):
+                if not np.isfinite(value):
+                    raise FloatingPointError(
+                        f"The {name} at step {step} is {value}: lower learning_rate or check the latents."
+                    )
+            learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = learning_rate
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.ema.update(step + 1)
-        return {"loss": total, "grad_norm": norm, "learning_rate": rate}
-
-    def sum_over_workers(self, value):
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return value.to(self.device)
-        value = value.to(self.device)
-        dist.all_reduce(value)
-        return value
+        return {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
 
 
 @torch.no_grad()
-def validation_loss(unet, manifest, rows, config, timesteps_per_row=8):
-    """`(loss, unweighted)`: mean losses of a U-Net over held-out rows, at evenly spread timesteps and with fixed noise.
+def validation_loss(
+    unet: torch.nn.Module,
+    manifest: schema.Manifest,
+    rows: pa.Table,
+    config: TrainingConfig,
+    timesteps_per_row: int = 8,
+) -> tuple[float, float]:
+    """`(loss, unweighted loss)`: means over held-out latents `rows`, at evenly spaced timesteps, with fixed noise.
 
-    The first is weighted as in training (`min_snr_gamma`), so that it stands on the training curve's axis.
-
-    `rows`: an Arrow table of latents. The same rows, noise and timesteps every time: curves of different steps and
-    runs can be compared.
+    The first is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise and
+    timesteps are the same every time, so that steps and runs can be compared.
     """
     device = next(unet.parameters()).device
     schedule = diffusion.noise_schedule(config.prediction_type)
@@ -167,9 +175,9 @@ def validation_loss(unet, manifest, rows, config, timesteps_per_row=8):
             draws = diffusion.draw(0, number, unit.positions_U, unit.moments.shape[2:], device=device)
             draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
             latents = diffusion.sample_latents(unit.moments.to(device), draws.posterior_BCHW, manifest.scaling_factor)
-            values = diffusion.row_losses(unet, schedule, latents, unit.text.to(device).float(), draws).sum().item()
-            # One timestep for all rows, so their weights are the same.
+            unweighted = diffusion.row_losses(unet, schedule, latents, unit.text.to(device).float(), draws).sum().item()
+            # All rows have the same timestep here, and so the same weight.
             weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
-            totals += values * weight, values
+            totals += unweighted * weight, unweighted
             count += len(unit.ids)
     return tuple((totals / max(1, count)).tolist())

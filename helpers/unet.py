@@ -1,4 +1,6 @@
-"""The U-Net: presets, FLOPs, sharding over workers, compiling, precision. No Ray."""
+"""The U-Net: presets, FLOPs, compiling, sharding, precision. No Ray."""
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -18,8 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-# "tiny" stands in tiny-sd/unet/config.json. "sd2-base" is the published configuration of Stable Diffusion 2 base;
-# "small" has its shape at a tenth of its size, for one GPU.
+from .config import TrainingConfig
+from .distributed import rank, world_size
+
+# "sd2-base" is the published configuration of Stable Diffusion 2 base; "small" has its shape at a tenth of its size,
+# for one GPU; "tiny" is tiny-sd/unet/config.json.
 _SD2_SHAPE = dict(
     in_channels=4,
     out_channels=4,
@@ -37,8 +42,11 @@ UNETS = {
 }
 
 
-def load_unet_config(name):
-    """The U-Net's configuration: "tiny", "small", "sd2-base", or the path of a config.json in diffusers layout."""
+def load_unet_config(name: str) -> dict:
+    """The U-Net's configuration: "tiny", "small", "sd2-base", or the path of a config.json in diffusers layout.
+
+    Raises ValueError for an unknown name and for a file that configures no `UNet2DConditionModel`.
+    """
     if name in UNETS:
         return dict(UNETS[name])
     path = pathlib.Path(__file__).parent / "tiny-sd" / "unet" / "config.json" if name == "tiny" else pathlib.Path(name)
@@ -57,7 +65,7 @@ def load_unet_config(name):
     return {key: value for key, value in values.items() if not key.startswith("_")}
 
 
-def build_unet(name, *, seed=0, device="cpu"):
+def build_unet(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> UNet2DConditionModel:
     """A U-Net with random weights, the same for the same seed on any device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,128 +73,127 @@ def build_unet(name, *, seed=0, device="cpu"):
     return unet.to(device)
 
 
-def has_compiler():
-    """Inductor needs a C++ compiler on a CPU, and for its wrappers on a GPU too."""
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which Inductor needs on a CPU and, for its wrappers, on a GPU."""
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
-def compile_blocks(unet, mode=None):
+def compile_blocks(unet: UNet2DConditionModel, mode: str | None = None) -> UNet2DConditionModel:
     """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
 
-    Compiled as a whole, the U-Net gave other gradients than eager on a CPU with torch 2.13; by blocks it agrees, and
-    parameter names stay as they are. Each block is compiled once for each size of its input.
+    As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and
+    parameter names do not change. Each block is compiled once for each size of its input.
     """
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
     for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        # Blocks of one class share their code. To TorchDynamo they would be one function whose sizes vary: compiled for
-        # symbolic sizes, for which Inductor lays nothing out in channels last, and no more than eight times in all.
+        # Blocks of one class share their code. By default TorchDynamo counts their graphs together, stops at eight, and
+        # compiles for symbolic sizes, for which Inductor does not use channels last.
         block.compile(mode=mode, dynamic=False, isolate_recompiles=True, recompile_limit=64)
     return unet
 
 
-def build_model(config, device="cpu"):
-    """The U-Net of a training run with its first weights: `(unet, model)`, of which the training step calls `model`.
-
-    Compiled and spread over the process group as `config` (a `TrainingConfig`) says:
+def build_model(config: TrainingConfig, device: torch.device | str = "cpu"):
+    """The U-Net of a training run with its first weights, as `config` says: `(unet, model)`; call `model` in training.
 
     - "ddp": every rank holds everything, gradients are averaged.
     - "fsdp": gradients and optimizer state are sharded, weights stay gathered after the forward pass (SHARD_GRAD_OP).
     - "fsdp-full": weights are sharded too and gathered block by block (FULL_SHARD).
-    - "hsdp": "fsdp" within a node, replicated across nodes (`ranks_of_a_shard`).
+    - "hsdp": "fsdp" within a node, replicated across nodes (`shard_size`).
 
-    The sharded ones are FSDP2 (`fully_shard`), in place, block by block. Rank 0 draws the weights; the other ranks build
-    the U-Net without memory ("meta") and are sent theirs, so no rank ever holds more than its part of them on its device.
+    Every rank describes the U-Net without memory (on the "meta" device), applies activation checkpointing, compilation
+    and sharding, and only then allocates its part. Rank 0 draws the weights in its CPU's memory and sends each rank its
+    part: the same weights on any number of ranks.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    drawn = build_unet(config.unet_config, seed=config.seed) if world == 1 or dist.get_rank() == 0 else None
-    sharded = config.strategy != "ddp" and (world > 1 or computes_in_bf16(config))
-    if drawn is not None and not sharded:
-        unet = drawn.to(device)
-    else:
-        with torch.device("meta"):
-            unet = UNet2DConditionModel.from_config(load_unet_config(config.unet_config))
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(load_unet_config(config.unet_config))
     if config.activation_checkpointing:
         unet.enable_gradient_checkpointing()
     if config.compile_unet:
         compile_blocks(unet)
-    if sharded:
-        shard(unet, config.strategy, config.precision, device)
-        unet.to_empty(device=device)
-        weights = drawn.state_dict() if drawn is not None else {}
-        set_model_state_dict(unet, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    elif drawn is None:
-        unet.to_empty(device=device)
+    if is_sharded(config):
+        apply_fsdp(unet, config, device)
+    allocate_weights(unet, config, device)
     if config.channels_last:
-        lay_channels_last(unet, weights_too=not sharded)
-    if sharded or world == 1:
+        apply_channels_last(unet, weights_too=not is_sharded(config))
+    if world_size() == 1 or is_sharded(config):
         return unet, unet
-    return unet, DistributedDataParallel(
-        unet, gradient_as_bucket_view=True
-    )  # which sends rank 0's weights to the others
+    return unet, DistributedDataParallel(unet, gradient_as_bucket_view=True)
 
 
-def lay_channels_last(unet, weights_too):
-    """Compute on (B, H, W, C) in memory, which tensor cores want: convolutions hand the layout of their input on.
+def is_sharded(config: TrainingConfig) -> bool:
+    """Whether the weights are sharded; one rank "shards" over itself only to compute in bf16 beside fp32 weights."""
+    return config.strategy != "ddp" and (world_size() > 1 or computes_in_bf16(config))
 
-    FSDP2 takes only weights in the usual order; then each convolution rearranges its own, and its input where diffusers'
-    attention laid it out in the usual order again.
+
+def computes_in_bf16(config: TrainingConfig) -> bool:
+    """Whether FSDP2 casts the U-Net itself to bf16, norms included, so that autocast is not needed."""
+    return config.precision == "bf16" and config.strategy != "ddp" and dist.is_initialized()
+
+
+def allocate_weights(unet: UNet2DConditionModel, config: TrainingConfig, device: torch.device | str) -> None:
+    """Give a U-Net on the "meta" device memory on `device` and the first weights of the run, which rank 0 draws."""
+    weights = build_unet(config.unet_config, seed=config.seed).state_dict() if rank() == 0 else {}
+    unet.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
+    set_model_state_dict(unet, weights, options=options)
+
+
+def apply_channels_last(unet: UNet2DConditionModel, weights_too: bool) -> None:
+    """Compute on (B, H, W, C) in memory, which tensor cores are fastest on.
+
+    FSDP2 takes only contiguous weights (`weights_too=False`): each convolution then converts its own. Inputs are
+    converted where diffusers' attention returns the default layout; convolutions keep the layout of their input.
     """
     if weights_too:
         unet.to(memory_format=torch.channels_last)
 
-    def lay(module, arguments):
+    def convert_input(module, arguments):
         return (arguments[0].contiguous(memory_format=torch.channels_last), *arguments[1:])
 
     for module in unet.modules():
         if isinstance(module, torch.nn.Conv2d):
-            module.register_forward_pre_hook(lay)
+            module.register_forward_pre_hook(convert_input)
 
 
-def computes_in_bf16(config):
-    """Whether the U-Net itself runs in bf16, norms included, and not by autocast: sharded, with a copy of its weights."""
-    return config.precision == "bf16" and config.strategy != "ddp" and dist.is_initialized()
+def apply_fsdp(unet: UNet2DConditionModel, config: TrainingConfig, device: torch.device | str) -> None:
+    """Shard the U-Net in place with FSDP2: each block, then the rest; see `build_model`.
 
-
-def shard(unet, strategy, precision, device):
-    """Shard the U-Net's blocks, and then what is left of it, over the process group; see `build_model`.
-
-    bf16: weights are gathered and used in bf16, GroupNorm and LayerNorm too (MosaicML's low precision norms); gradients
-    are summed, and weights kept and updated, in fp32.
+    In bf16, weights are gathered and used in bf16, by GroupNorm and LayerNorm too (MosaicML's low-precision norms);
+    gradients are summed, and weights stored and updated, in fp32.
     """
-    world = dist.get_world_size()
-    here = ranks_of_a_shard(device) if strategy == "hsdp" else world
-    if here < world:
-        mesh = init_device_mesh(torch.device(device).type, (world // here, here), mesh_dim_names=("replicate", "shard"))
+    world = world_size()
+    size = shard_size(device) if config.strategy == "hsdp" else world
+    kind = torch.device(device).type
+    if size < world:
+        mesh = init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh(torch.device(device).type, (world,), mesh_dim_names=("shard",))
-    half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else {}
-    for module in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        fully_shard(
-            module, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=MixedPrecisionPolicy(**half)
-        )
-    # The prediction leaves in fp32, for the loss; between blocks it stays as it is.
-    whole = MixedPrecisionPolicy(**half, output_dtype=torch.float32)
-    fully_shard(unet, mesh=mesh, reshard_after_forward=strategy == "fsdp-full", mp_policy=whole)
+        mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if config.precision == "bf16" else {}
+    options = dict(mesh=mesh, reshard_after_forward=config.strategy == "fsdp-full")
+    for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
+    # The loss takes the prediction in fp32; between blocks activations stay in bf16.
+    fully_shard(unet, mp_policy=MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32), **options)
 
 
-def ranks_of_a_shard(device):
-    """How many ranks share the weights between them under "hsdp": those of a node.
+def shard_size(device: torch.device | str) -> int:
+    """How many ranks hold one copy of the weights between them under "hsdp": the ranks of a node.
 
-    Of nodes with 4 and 2 ranks, 2: whatever divides all their numbers, since the ranks of a node follow each other.
+    With nodes of different sizes, their greatest common divisor: the ranks of a node are consecutive, so no shard group
+    spans two nodes.
     """
-    mine = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())), device=device)
-    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return math.gcd(*map(int, found))
+    mine = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), device=device)
+    sizes = [torch.zeros_like(mine) for _ in range(world_size())]
+    dist.all_gather(sizes, mine)
+    return math.gcd(*map(int, sizes))
 
 
-def synchronise_gradients(model, last, strategy):
-    """Reduce gradients in the backward pass of the last micro-batch only; a context manager.
+def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str):
+    """Context manager for a micro-batch: reduce gradients over the ranks only in the backward pass of the `last` one.
 
-    Until then weights that stay gathered after the forward pass stay so after the backward pass too: "fsdp" and "hsdp"
-    gather once a step, whatever the number of micro-batches.
+    Under "fsdp" and "hsdp" weights stay gathered until then: one all-gather a step for any number of micro-batches.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
@@ -197,20 +204,19 @@ def synchronise_gradients(model, last, strategy):
     return contextlib.nullcontext()
 
 
-def clip_gradients(model, max_norm):
-    """Clip to a total norm, over all shards; returns the norm before as a float."""
+def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to a total norm over all shards; returns the norm before clipping, a scalar on the device."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def autocast(precision, device):
-    """bf16: matrix products in bfloat16, weights and sums in fp32. Not for a U-Net that itself computes in bf16."""
-    enabled = precision == "bf16"
-    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled)
+def autocast(precision: str, device: torch.device | str) -> torch.autocast:
+    """With "bf16", matrix products in bfloat16; weights and sums stay in fp32. Not if `computes_in_bf16`."""
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def count_flops(name, latents_shape, text_shape):
-    """Parameters and forward FLOPs of a U-Net by block for one sample, counted without allocating it.
+def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> pd.DataFrame:
+    """Parameters and forward FLOPs of a U-Net by block for one sample, counted on the "meta" device.
 
     Args:
         name: see `load_unet_config`.
@@ -218,8 +224,8 @@ def count_flops(name, latents_shape, text_shape):
         text_shape: (L, D).
 
     Returns:
-        A frame with columns block, parameters, gflops, in the order of the forward pass. FLOPs count a multiplication
-        and an addition as two (`torch.utils.flop_counter`).
+        A frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
+        addition are two FLOPs (`torch.utils.flop_counter`).
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(load_unet_config(name))
@@ -229,20 +235,13 @@ def count_flops(name, latents_shape, text_shape):
     flops = {module: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
     rows = []
     for block in block_names(unet):
-        module = unet.get_submodule(block)
-        rows.append(
-            (
-                block,
-                sum(parameter.numel() for parameter in module.parameters()),
-                flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9,
-            )
-        )
+        parameters = sum(parameter.numel() for parameter in unet.get_submodule(block).parameters())
+        rows.append((block, parameters, flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9))
     return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
 
 
-def block_names(unet):
+def block_names(unet: UNet2DConditionModel) -> list[str]:
     """Names of the top-level parts that own parameters, in the order of the forward pass."""
-    names = ["time_embedding", "conv_in"]
-    names += [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
-    names += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))] + ["conv_norm_out", "conv_out"]
-    return names
+    down = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))]
+    up = [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
+    return ["time_embedding", "conv_in", *down, "mid_block", *up, "conv_norm_out", "conv_out"]

@@ -1,16 +1,17 @@
 """The speed of a training step as optimisations are added one by one, on random latents."""
 
+from __future__ import annotations
+
 import dataclasses
 import gc
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 import ray.train
-import ray.train.collective
 import ray.train.torch
 import torch
-import torch.distributed as dist
 
 from .. import distributed, schema, storage
 from ..config import TrainingConfig
@@ -18,8 +19,7 @@ from ..runtime import profiling
 from ..train_step import TrainStep, Unit, to_tensor
 from ..unet import has_compiler, load_unet_config
 
-
-# What each row adds to the one before; `fused` is the optimizer's.
+# What each row adds to the one before it; `fused` is an argument of the optimizer.
 ABLATION = {
     "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False, "fused": None},
     "+ bf16": {"precision": "bf16"},
@@ -29,8 +29,10 @@ ABLATION = {
 }
 
 
-def random_batch(config, rank=0, world=1, num_tokens=77):
-    """`(manifest, units)`: a rank's part of a global batch of random latents and captions that fit the U-Net."""
+def random_batch(
+    config: TrainingConfig, rank: int = 0, world: int = 1, num_tokens: int = 77
+) -> tuple[schema.Manifest, list[Unit]]:
+    """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the U-Net's shapes."""
     unet = load_unet_config(config.unet_config)
     resolution, width, random = config.largest_resolution, unet["cross_attention_dim"], np.random.default_rng(rank)
     shape = (2, unet["in_channels"], resolution // 8, resolution // 8)
@@ -53,62 +55,79 @@ def random_batch(config, rank=0, world=1, num_tokens=77):
     return manifest, units
 
 
-def time_steps(learner, units, steps, warm_up):
-    """Seconds of each of `steps` training steps on one batch, after `warm_up` others; ends each on the GPU too."""
+def time_steps(train_step: TrainStep, units: list[Unit], steps: int, warm_up: int) -> list[float]:
+    """Seconds of each of `steps` training steps on one batch, the GPU's work included, after `warm_up` others."""
     seconds = []
     for step in range(warm_up + steps):
         started = time.perf_counter()
-        learner.step(step, units)
-        if learner.device.type == "cuda":
-            torch.cuda.synchronize(learner.device)
+        train_step.step(step, units)
+        if train_step.device.type == "cuda":
+            torch.cuda.synchronize(train_step.device)
         seconds.append(time.perf_counter() - started)
     return seconds[warm_up:]
 
 
-def measure_step(config, device="cpu", *, steps=20, warm_up=5, fused=True, prepare=None):
-    """Speed of the training step of `config` on random latents: images/s and more, as a dict; on every rank.
+def measure_step(
+    config: TrainingConfig,
+    device: torch.device | str = "cpu",
+    *,
+    steps: int = 20,
+    warm_up: int = 5,
+    fused: bool | None = True,
+    prepare: Callable[[TrainStep], object] | None = None,
+) -> dict:
+    """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
 
-    `prepare(learner)`: called before the first step. EMA is off. The median step counts.
+    EMA is off. `prepare(train_step)` is called before the first step. Keys: "images/s", "ms a step", "MFU" (NaN if the
+    hardware's peak is not known), "peak memory, GiB", "communication" (share that does not overlap with compute), and
+    "kinds", the time by category.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    # Noise has nothing to teach: at the lesson's learning rate a large U-Net would only diverge.
+    world = distributed.world_size()
+    # A large U-Net would diverge on noise at the lesson's learning rate.
     config = dataclasses.replace(config, ema_start=10**9, learning_rate=1e-4)
-    manifest, units = random_batch(config, dist.get_rank() if world > 1 else 0, world)
+    manifest, units = random_batch(config, distributed.rank(), world)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    learner = TrainStep(config, manifest, device, fused=fused)
+    train_step = TrainStep(config, manifest, device, fused=fused)
     if prepare:
-        prepare(learner)
-    seconds = statistics.median(time_steps(learner, units, steps, warm_up))
+        prepare(train_step)
+    seconds = statistics.median(time_steps(train_step, units, steps, warm_up))
     with profiling.profiled(device) as events:
-        learner.step(warm_up + steps, units)
+        train_step.step(warm_up + steps, units)
     shapes = manifest.shapes
     flops = profiling.training_flops(
         config.unet_config, shapes[schema.latents_column(config.largest_resolution)][1:], shapes[schema.EMBEDDINGS]
     )
-    rate = config.global_batch_size / seconds
-    found = {
+    rate, peak = config.global_batch_size / seconds, profiling.peak_flops(device, config.precision)
+    result = {
         "images/s": rate,
         "ms a step": 1e3 * seconds,
-        "MFU": flops * rate / world / profiling.peak_flops(device, config.precision),
+        "MFU": flops * rate / world / peak if peak else float("nan"),
         "peak memory, GiB": profiling.peak_memory(device) / 2**30,
         "communication": profiling.exposed_communication(events) if world > 1 else 0.0,
         "kinds": profiling.time_by_category(events).to_dict("records"),
     }
-    del learner
+    del train_step
     gc.collect()
     torch.compiler.reset()
     if on_gpu:
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
-def ablation(config, device="cpu", *, steps=20, warm_up=5, done=lambda rows: None):
-    """`measure_step` with what ABLATION adds row by row, as a list of dicts; `speedup` is over the first row.
+def ablation(
+    config: TrainingConfig,
+    device: torch.device | str = "cpu",
+    *,
+    steps: int = 20,
+    warm_up: int = 5,
+    done: Callable[[list[dict]], object] = lambda rows: None,
+) -> list[dict]:
+    """`measure_step` for each row of `ABLATION`, which adds up; `speedup` is over the first row.
 
-    `done(rows)` is called after each, so that what was measured is kept where a later one fails. Without a C++ compiler
-    there is no last row.
+    `done(rows)` is called after each row, so that results survive a failure in a later one. Without a C++ compiler the
+    last row is left out.
     """
     rows, settings = [], {}
     for name, changes in ABLATION.items():
@@ -116,25 +135,21 @@ def ablation(config, device="cpu", *, steps=20, warm_up=5, done=lambda rows: Non
         if settings["compile_unet"] and not has_compiler():
             continue
         values = {key: value for key, value in settings.items() if key != "fused"}
-        found = measure_step(
+        result = measure_step(
             dataclasses.replace(config, **values), device, steps=steps, warm_up=warm_up, fused=settings["fused"]
         )
-        rows.append(
-            {
-                "setting": name,
-                "images/s": found["images/s"],
-                "speedup": found["images/s"] / (rows or [found])[0]["images/s"],
-                **{key: value for key, value in found.items() if key not in ("images/s", "kinds")},
-            }
-        )
+        rate = result.pop("images/s")
+        result.pop("kinds")
+        first = rows[0]["images/s"] if rows else rate
+        rows.append({"setting": name, "images/s": rate, "speedup": rate / first, **result})
         done(rows)
     return rows
 
 
-def ablation_per_worker(values):
-    """What every worker runs to measure the ablation: `values` holds a `config`, as a dict, and the number of `steps`.
+def ablation_per_worker(values: dict) -> None:
+    """Training function that measures the ablation: `values` has the `config`, as a dict, and the number of `steps`.
 
-    No data is read and no checkpoint saved; rank 0 writes `hardware` and `rows` to `ablation.json` of the run.
+    It reads no data and saves no checkpoint; rank 0 writes `hardware` and `rows` to `ablation.json` of the run.
     """
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
     distributed.use_cores(context.get_local_world_size())

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pyarrow as pa
+import ray.train.torch
 import torch
 
 from .. import distributed, encoder, ingest, online, schema
@@ -117,7 +118,7 @@ class DeviceEncoder:
 
 def steps(config, manifest, first_step, rejects, *, raw):
     """As `train.train_steps`, for `train.train_loop_per_worker(..., steps=...)`: from a DataLoader, encoded by the worker."""
-    rank, world, device = distributed.place()
+    rank, world, device = distributed.rank(), distributed.world_size(), ray.train.torch.get_device()
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     loader = iter(build_loader(plan, config, raw, first_step, rank, world))
     encode = DeviceEncoder(raw, device)
@@ -158,7 +159,7 @@ def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None):
     few = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, few, raw, 0))
     watch = Stopwatch(device)
-    encode, alone = DeviceEncoder(raw, device), TrainStep(few, manifest, device, phase=watch)
+    encode, alone = DeviceEncoder(raw, device), TrainStep(few, manifest, device, profile_span=watch)
     memory = []
     with monitoring.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
         for step in range(few.max_steps):
@@ -178,7 +179,7 @@ def profile(config, manifest, raw, *, num_steps=3, warm_up=3, device=None):
 
 
 class Stopwatch:
-    """Notes when each phase of a step begins and how long it takes; for `Learner(phase=...)`."""
+    """Notes when each phase of a step begins and how long it takes; for `TrainStep(profile_span=...)`."""
 
     def __init__(self, device):
         self.device, self.step, self.spans = device, 0, []

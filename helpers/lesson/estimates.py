@@ -51,7 +51,7 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     ValueError if a rate is not above 0.
     """
     ratio = _positive("trainer_rate", trainer_rate) / _positive("encoder_rate", encoder_rate)
-    return max(1, math.ceil(ratio * (1 - 1e-12)))  # a rate that was itself a quotient must not cost one encoder more
+    return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not cost one encoder more
 
 
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:
@@ -74,10 +74,10 @@ def predict_scaling(
 ) -> pd.DataFrame:
     """What the network allows when each of n workers computes `step_seconds` a step: a row for each n.
 
-    A worker sends and receives (n - 1) / n of: gradients in fp32, twice under "ddp" (ring all-reduce), once under "fsdp"
-    (reduce-scatter), and there bf16 weights once (all-gather). `gigabytes_per_second`: of one worker's link. Columns:
-    communication seconds; efficiency if nothing of it hides behind computing, and if it hides behind the backward pass
-    (`backward_share` of the step). Latency is left out. ValueError for numbers not above 0 and other strategies.
+    A worker sends and receives (n - 1) / n of: gradients in fp32, twice under "ddp" (ring all-reduce), once under
+    "fsdp" (reduce-scatter), which also gathers bf16 weights once. `gigabytes_per_second`: of a worker's link. Columns:
+    communication seconds; efficiency if none of it overlaps with compute, and if it overlaps with the backward pass
+    (`backward_share` of the step). Latency is not counted. ValueError for numbers not above 0 and other strategies.
     """
     bytes_each = {"ddp": 8, "fsdp": 6}
     if strategy not in bytes_each:
@@ -94,23 +94,30 @@ def predict_scaling(
     return pd.DataFrame(rows, columns=names)
 
 
-def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8, accumulates=False):
-    """Bytes that the state of training takes on the rank that holds most of it; activations come on top.
+def memory(
+    name: str,
+    strategy: str,
+    ranks: int,
+    *,
+    precision: str = "fp32",
+    ranks_per_node: int = 8,
+    accumulates: bool = False,
+) -> dict[str, int]:
+    """Bytes of training state on the rank that holds most; activations are not counted.
 
-    Returns a dict: "parameters", "gradients" and "optimizer" (AdamW's two moments), all fp32, are there between steps
-    (gradients after the backward pass); "gathered" are the whole weights that a sharded rank holds while it computes,
-    in the precision of computing: all of them, or under "fsdp-full" the largest block with what belongs to none. With
-    `accumulates` (`micro_batch_size` smaller than a unit) a sharded rank holds, as "accumulated", the whole fp32 gradients
-    until the last micro-batch sends them out.
+    Returns a dict: "parameters", "gradients" and "optimizer" (AdamW's two moments), in fp32; "gathered": the weights
+    that a sharded rank gathers to compute, in the precision of computing, which is all of them, or under "fsdp-full"
+    the largest block and what belongs to no block. With `accumulates` (`micro_batch_size` smaller than a unit), also
+    "accumulated": the whole fp32 gradients, which a sharded rank holds until the last micro-batch.
 
-    FSDP2 cuts each parameter along its first dimension into `torch.chunk`s, so the first rank holds a little more than
+    FSDP2 splits each parameter along its first dimension by `torch.chunk`, so the first rank holds a little more than
     its share. "hsdp" shards over the ranks of a node.
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(load_unet_config(name))
     across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
     held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
-    sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `build_model` decides
+    sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `unet.is_sharded`
     gathered = 0
     if sharded:
         parts = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
@@ -125,8 +132,8 @@ def memory(name, strategy, ranks, *, precision="fp32", ranks_per_node=8, accumul
     return found
 
 
-def memory_table(name, ranks=(1, 8, 32, 128), **options):
-    """GiB a rank by `memory`, a row for each strategy and number of ranks."""
+def memory_table(name: str, ranks=(1, 8, 32, 128), **options) -> pd.DataFrame:
+    """GiB a rank by `memory`, a row for each strategy and number of ranks; `options` as `memory` takes them."""
     rows = []
     for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
         for number in ranks:

@@ -1,8 +1,11 @@
 """`metrics.jsonl` of a run: one line a step, written by rank 0, read back as a frame. No Ray, no torch."""
 
+from __future__ import annotations
+
 import json
 import os
 import zlib
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -11,7 +14,7 @@ from .. import storage
 COLUMNS = ["step", "attempt", "loss", "samples_seen"]
 
 
-def samples_crc32(ids):
+def samples_crc32(ids: Iterable) -> int:
     """CRC-32 of the ids as text, sorted, joined by newlines: the same for the same set of samples."""
     return zlib.crc32("\n".join(sorted(map(str, ids))).encode())
 
@@ -19,12 +22,12 @@ def samples_crc32(ids):
 class MetricsLog:
     """`metrics.jsonl` of a run, one line a step, written by rank 0.
 
-    Locally lines are appended as they come; an object store cannot append, so there the lines between two checkpoints
-    make one object, `metrics-{attempt}-{step}.jsonl`. Steps that are redone after a failure appear again with a higher
-    `attempt`: readers take the last (`read_metrics`).
+    On a disk lines are appended one by one. An object store cannot append: there the lines between two checkpoints are
+    one object, `metrics-{attempt}-{step}.jsonl`. Steps that are repeated after a failure have a higher `attempt`;
+    `read_metrics` takes the last.
     """
 
-    def __init__(self, run_uri):
+    def __init__(self, run_uri: str):
         self.run_uri = run_uri
         earlier = read_metrics(run_uri, all_attempts=True)
         self.attempt = 1 if earlier.empty else int(earlier["attempt"].max()) + 1
@@ -34,13 +37,15 @@ class MetricsLog:
         self.file = None
         if storage.is_local(run_uri):
             path = storage.join(run_uri, "metrics.jsonl")
-            torn = os.path.exists(path) and not storage.read_text(path).endswith("\n") and os.path.getsize(path) > 0
+            truncated = (
+                os.path.exists(path) and os.path.getsize(path) > 0 and not storage.read_text(path).endswith("\n")
+            )
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the worker lives)
-            if torn:  # a killed worker's last line
+            if truncated:  # a worker was killed while it wrote
                 self.file.write("\n")
 
-    def write(self, step, metrics, ids, num_kept, **speed):
-        """`ids`: of the whole global batch; `num_kept`: how many of its rows were not masked out of the loss."""
+    def write(self, step: int, metrics: dict, ids: Iterable, num_kept: int, **speed) -> None:
+        """Write one line; `ids`: of the whole global batch; `num_kept`: how many of its rows are not masked."""
         if self.samples_seen is None:
             self.samples_seen = int(self.seen.get(step - 1, 0))
             self.seen = None
@@ -60,7 +65,8 @@ class MetricsLog:
         else:
             self.lines.append(line)
 
-    def flush(self):
+    def flush(self) -> None:
+        """Write the lines since the last checkpoint to the object store."""
         if self.lines:
             last = json.loads(self.lines[-1])["step"]
             storage.write_text(
@@ -70,15 +76,15 @@ class MetricsLog:
 
 
 class MetricsReader:
-    """Follows a run's metrics while they are written: `read` gives the lines that came since it was last called."""
+    """Reads a run's metrics while they are written."""
 
-    def __init__(self, run_uri):
+    def __init__(self, run_uri: str):
         self.run_uri = run_uri
         self.position = 0  # in the local file
         self.seen = set()  # objects
 
-    def read(self):
-        """New lines as dicts, in the order in which they were written; a line that is not complete yet comes later."""
+    def read(self) -> list[dict]:
+        """Lines since the last call, in the order in which they were written; incomplete ones come in a later call."""
         text = ""
         for uri in metrics_files(self.run_uri):
             if storage.is_local(uri):
@@ -91,15 +97,18 @@ class MetricsReader:
             elif uri not in self.seen:
                 self.seen.add(uri)
                 text += storage.read_text(uri)
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # a killed worker's may be cut
+        return [
+            json.loads(line) for line in text.splitlines() if line.endswith("}")
+        ]  # a killed worker's may be incomplete
 
 
-def metrics_files(run_uri):
+def metrics_files(run_uri: str) -> list[str]:
+    """URIs of the files that hold a run's metrics."""
     return [uri for uri in storage.list_files(run_uri, ".jsonl") if storage.name(uri).startswith("metrics")]
 
 
-def read_metrics(run_uri, all_attempts=False):
-    """A run's metrics as a frame, one row a step: of steps that were done more than once, the last attempt."""
+def read_metrics(run_uri: str, all_attempts: bool = False) -> pd.DataFrame:
+    """A run's metrics, one row a step; of repeated steps the last attempt, or with `all_attempts` all of them."""
     rows = MetricsReader(run_uri).read()
     if not rows:
         return pd.DataFrame(columns=COLUMNS)
@@ -107,34 +116,40 @@ def read_metrics(run_uri, all_attempts=False):
     return frame if all_attempts else frame.drop_duplicates("step", keep="last").reset_index(drop=True)
 
 
-def throughput(metrics, skip=20):
-    """`(images a second, share of the time spent waiting for data)` of a run by the clock, after its first `skip` steps.
+def throughput(metrics: pd.DataFrame, skip: int = 20) -> tuple[float, float]:
+    """`(images/s, share of the time spent waiting for data)` of a run, the one definition used everywhere.
 
-    Not the mean over steps: what several steps need arrives together, so one of them waits for all.
+    Rows trained on (unmasked rows) over elapsed time, including the time that training stood still for checkpoints,
+    without the first `skip` steps (warm-up; at most half of the steps). It is a ratio of sums, not a mean over steps,
+    because data for several steps arrives together: one step waits for all of them. Time between two attempts is not
+    counted. `metrics`: columns images_per_second, step_seconds, checkpoint_seconds, data_wait_share.
     """
-    last = metrics.iloc[min(skip, len(metrics) - 1) :]
-    seconds = 1 / last["images_per_second"]  # of one image
-    return len(last) / seconds.sum(), (last["data_wait_share"] * seconds).sum() / seconds.sum()
+    steps = metrics.iloc[min(skip, len(metrics) // 2) :]
+    seconds = (steps["step_seconds"] + steps["checkpoint_seconds"]).sum()
+    rows = (steps["images_per_second"] * steps["step_seconds"]).sum()
+    return rows / seconds, (steps["data_wait_share"] * steps["step_seconds"]).sum() / seconds
 
 
-def speed_summary(metrics):
-    """How fast runs were: {name: metrics} -> a frame with a row a run.
+def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = 20) -> pd.DataFrame:
+    """How fast runs were: {name: metrics} -> a frame with a row a run, warm-up (`skip`) left out as in `throughput`.
 
-    Images a second and MFU are the median step's; shares are of all the time, whose rest is computing: waiting for data,
-    in collectives that nothing hid behind (of the one step that is profiled), and standing still for checkpoints.
+    Columns: images/s (`throughput`), the same "a worker", MFU (NaN if the peak is not known), peak memory, and shares
+    of the elapsed time: waiting for data, in collectives that do not overlap with compute (NaN unless a step was
+    profiled), and standing still for checkpoints.
     """
     rows = {}
-    for name, steps in metrics.items():
+    for name, frame in metrics.items():
+        steps = frame.iloc[min(skip, len(frame) // 2) :]
         computing, stopped = steps["step_seconds"].sum(), steps["checkpoint_seconds"].sum()
-        whole = computing + stopped
-        talk = steps["communication_share"].astype(float).median()
+        elapsed = computing + stopped
+        rate, waiting = throughput(frame, skip)
         rows[name] = {
-            "images/s": steps["images_per_second"].median(),
-            "a worker": steps["images_per_second_per_worker"].median(),
-            "MFU": steps["mfu"].median(),
-            "peak memory, GiB": steps["peak_memory_gib"].max(),
-            "data": (steps["data_wait_share"] * steps["step_seconds"]).sum() / whole,
-            "communication": talk * computing / whole,
-            "checkpoints": stopped / whole,
+            "images/s": rate,
+            "a worker": (steps["images_per_second_per_worker"] * steps["step_seconds"]).sum() / elapsed,
+            "MFU": (steps["mfu"].astype(float) * steps["step_seconds"]).sum(min_count=1) / elapsed,
+            "peak memory, GiB": frame["peak_memory_gib"].max(),
+            "data": waiting,
+            "communication": frame["communication_share"].astype(float).median() * computing / elapsed,
+            "checkpoints": stopped / elapsed,
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")

@@ -1,52 +1,60 @@
-"""Progress of a running job: a line that is updated in place, polling in the background, interrupts."""
+"""Progress of a running job, in the notebook and on a batch run's terminal; polling in the background; interrupts."""
+
+from __future__ import annotations
 
 import contextlib
 import html
+import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
+import pandas as pd
+from IPython import get_ipython
 from IPython.display import display
 
+from ..config import TrainingConfig
 from . import fault_tolerance, metrics_log
 
 
 @contextlib.contextmanager
-def interruptible():
-    """Around `trainer.fit()`: an interrupt ends the run, and then the cell, with KeyboardInterrupt.
+def interruptible() -> Iterator[None]:
+    """Use it around `trainer.fit()`: an interrupt ends the run and the cell, with KeyboardInterrupt.
 
-    Ray Train's own handler ends the run too, but then the whole process, by SystemExit; and it stays in place after the
-    run, where it asks a controller that is gone.
+    Ray Train's own handler ends the whole process by SystemExit, and stays installed after the run, when its controller
+    is gone.
     """
-    main = threading.current_thread() is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
-        if main and before is not None:  # None: not set by Python, so not Python's to set again
+        if in_main_thread and before is not None:  # None: not installed by Python, which cannot install it again
             signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
-def poll_in_background(action, every):
-    """While the block runs, call `action()` every so many seconds in a thread, until it returns True.
+def poll_in_background(action: Callable[[], object], every: float) -> Iterator[None]:
+    """While the block runs, call `action()` in a thread every `every` seconds, until it returns True.
 
-    What it raises is raised when the block ends.
+    An exception in `action` is raised when the block ends.
     """
     stop, errors = threading.Event(), []
 
-    def watch():
+    def poll():
         while not stop.wait(every):
             try:
                 if action():
                     return
-            except Exception as error:  # raised below, where someone sees it
+            except Exception as error:  # raised below, in the caller's thread
                 errors.append(error)
                 return
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield
@@ -58,46 +66,111 @@ def poll_in_background(action, every):
 
 
 class Progress:
-    """A bar in a notebook (or a line in a terminal's log) that is updated in place: `progress(done, total, text)`."""
+    """Shows how far a job is: `progress(done, total, text)`, as often as you like.
 
-    def __init__(self, label, unit="rows"):
-        self.label, self.unit = label, unit
-        self.started, self.handle = time.time(), None
+    In a notebook it is one display that is updated in place. In a batch run (papermill, or a plain Python program),
+    where nobody sees the display, a line goes to the terminal every `seconds_between_lines`, and at the end.
+    """
 
-    def __call__(self, done, total, text=""):
-        seconds = time.time() - self.started
-        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {seconds:.0f} s {text}"
+    def __init__(self, label: str, unit: str = "rows", seconds_between_lines: float = 10):
+        self.label, self.unit, self.seconds_between_lines = label, unit, seconds_between_lines
+        self.started = time.monotonic()
+        self.first = None  # (time, done) of the first call: a resumed job does not start at 0
+        self.last = None  # (time, done) of the last line on the terminal
+        self.terminal, self.handle = batch_terminal(), None
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        now = time.monotonic()
+        self.first = self.first or (now, done)
+        parts = [f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"]
+        if self.first[1] < done < total:
+            seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
+            parts.append(f"{format_seconds(seconds_left)} left")
+        line = ", ".join([*parts, text] if text else parts)
+        self.show(line, done, total)
+        due = self.last is None or now - self.last[0] >= self.seconds_between_lines or done >= total
+        if due and (self.last is None or self.last[1] != done):
+            self.write(line)
+            self.last = now, done
+
+    def show(self, line: str, done: int, total: int) -> None:
+        """Update the notebook's display."""
+        if get_ipython() is None:
+            return
         bar = f"<progress value='{done}' max='{max(total, 1)}' style='width: 20em; vertical-align: middle'></progress>"
-        # Front ends show the bar, batch runs keep the line.
         bundle = {"text/html": f"{bar} <code>{html.escape(line)}</code>", "text/plain": line}
         if self.handle is None:
             self.handle = display(bundle, raw=True, display_id=True)
         else:
             self.handle.update(bundle, raw=True)
 
+    def message(self, text: str) -> None:
+        """Print a message that stays, in the notebook and on the terminal."""
+        if get_ipython() is not None:
+            print(text)
+        self.write(text)
+
+    def write(self, line: str) -> None:
+        """Write a line to the terminal of a batch run."""
+        if self.terminal is None:
+            return
+        start = "\n" if self.last is None else ""  # papermill's own progress bar does not end its line
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(self.terminal, f"{start}{line}\n".encode())
+
+
+def batch_terminal() -> int | None:
+    """File descriptor of the terminal that a batch run was started in; None if there is none.
+
+    papermill's kernel inherits its standard error. ipykernel redirects that into the notebook, but `fileno()` still
+    gives the original. In JupyterLab it would be the server's log; the server marks its kernels by JPY_SESSION_NAME.
+    """
+    if "JPY_SESSION_NAME" in os.environ:
+        return None
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError):  # no standard error, or one without a file
+        return None
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its two largest units: "42 s", "3 min 05 s", "2 h 10 min"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
 
 @contextlib.contextmanager
-def monitor_run(config, every=1.0):
-    """Show how far a run is, and what was lost on the way, while the block (`trainer.fit()`) runs.
+def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
+    """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
-    An interrupt ends the run and raises KeyboardInterrupt.
+    Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50. An
+    interrupt ends the run and raises KeyboardInterrupt.
     """
     progress = Progress(f"run {config.run_name}", "steps")
-    reader, recent = metrics_log.MetricsReader(config.run_uri), []
-    shown = len(fault_tolerance.read_failures(config.run_uri))
+    reader, lines = metrics_log.MetricsReader(config.run_uri), {}
+    num_shown = len(fault_tolerance.read_failures(config.run_uri))
 
     def show():
-        nonlocal shown
-        recent.extend(reader.read())
-        del recent[:-50]
+        nonlocal num_shown
         failures = fault_tolerance.read_failures(config.run_uri)
-        for failure in failures[shown:]:
-            print(f"lost: {failure}")
-        shown = len(failures)
-        if recent:
-            loss = sum(line["loss"] for line in recent) / len(recent)
-            speed = sorted(line["images_per_second"] for line in recent)[len(recent) // 2]
-            progress(recent[-1]["step"], config.max_steps, f"- loss {loss:.3f}, {speed:.0f} images/s")
+        for failure in failures[num_shown:]:
+            progress.message(f"lost: {failure}")
+        num_shown = len(failures)
+        new = reader.read()
+        for line in new:
+            lines.pop(line["step"], None)  # a step that is repeated after a failure counts once, as the newest
+            lines[line["step"]] = line
+        for step in list(lines)[:-2000]:
+            del lines[step]
+        if new:
+            recent = list(lines.values())
+            losses = [line["loss"] for line in recent[-50:]]
+            images_per_second, _ = metrics_log.throughput(pd.DataFrame(recent))
+            text = f"loss {sum(losses) / len(losses):.3f}, {images_per_second:,.0f} images/s"
+            progress(recent[-1]["step"], config.max_steps, text)
 
     try:
         with interruptible(), poll_in_background(show, every):

@@ -1,26 +1,34 @@
-"""How fast a training step is, and where its time goes: FLOPs, MFU, peak memory, a profile by kind of work. No Ray."""
+"""How fast a training step is, and where its time goes: FLOPs, MFU, peak memory, a profile by category. No Ray."""
+
+from __future__ import annotations
 
 import contextlib
 import functools
 import resource
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from .. import schema
+from ..config import TrainingConfig
+from ..distributed import rank, world_size
 from ..unet import count_flops
+
+# (name, start, end) in microseconds of a kernel or an operation.
+Event = tuple[str, float, float]
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What one GPU can do, by NVIDIA's data sheets: dense tensor core TFLOP/s, memory in GB.
+    """One GPU by NVIDIA's data sheet: dense tensor-core TFLOP/s, memory in GB.
 
-    fp32 training is held against the TF32 rate, which PyTorch's convolutions use unless told otherwise. Matrix products
-    stay in fp32, so the share of this that is reached is small.
+    MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. Its matrix
+    products do not, so this MFU stays low.
     """
 
     name: str
@@ -29,7 +37,7 @@ class Accelerator:
     memory_gb: float
 
 
-# A name that holds another one comes first.
+# A name that contains another one comes before it.
 ACCELERATORS = (
     Accelerator("A10G", 70, 35, 24),
     Accelerator("A100", 312, 156, 80),
@@ -44,12 +52,12 @@ ACCELERATORS = (
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """The GPU that a driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; None if it is not known here."""
+    """The GPU of `ACCELERATORS` that the driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; or None."""
     words = device_name.replace("-", " ").lower()
     return next((gpu for gpu in ACCELERATORS if f" {gpu.name.lower()} " in f" {words} "), None)
 
 
-# The kinds of work of a step, by words in the names of GPU kernels and of PyTorch's operations; the first match counts.
+# Categories of work, by words in the names of GPU kernels and of PyTorch's operations; the first match counts.
 OP_CATEGORIES = {
     "communication": ("nccl", "gloo", "c10d"),
     "attention": ("flash", "fmha", "attention", "sdpa"),
@@ -64,40 +72,38 @@ REST = "elementwise and rest"
 
 
 @contextlib.contextmanager
-def profiled(device="cpu"):
-    """Profile a block: gives a list that afterwards holds `(name, start, end)` in microseconds of what was computed.
+def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
+    """Profile a block; the list that it yields is filled when the block ends.
 
-    On a GPU these are its kernels and copies, on a CPU PyTorch's outermost operations and gloo's collectives.
+    On a GPU it holds kernels and copies, on a CPU PyTorch's outermost operations and gloo's collectives.
     """
-    on_gpu, found = torch.device(device).type == "cuda", []
+    on_gpu, events = torch.device(device).type == "cuda", []
     if on_gpu:
         torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
-        yield found
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        yield events
         if on_gpu:
             torch.cuda.synchronize(device)
-    for event in recorded.events():
+    for event in profiler.events():
         if on_gpu:
             counts = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         else:
             inner = event.cpu_parent is not None and event.cpu_parent.name.startswith("aten::")
             counts = event.name.startswith("gloo:") or (event.name.startswith("aten::") and not inner)
         if counts:
-            found.append((event.name, event.time_range.start, event.time_range.end))
+            events.append((event.name, event.time_range.start, event.time_range.end))
 
 
-def op_category(name):
-    """The kind of work that a kernel or operation does; see KINDS."""
+def op_category(name: str) -> str:
+    """The category of a kernel or operation; see `OP_CATEGORIES`."""
     name = name.lower()
-    if name.startswith(
-        ("triton_poi", "triton_red", "triton_per")
-    ):  # compiled: named after all that they were fused from
+    if name.startswith(("triton_poi", "triton_red", "triton_per")):  # compiled: named after all that was fused
         return "norm" if "norm" in name else REST
     return next((kind for kind, words in OP_CATEGORIES.items() if any(word in name for word in words)), REST)
 
 
-def time_by_category(events):
-    """A frame with columns kind, milliseconds, share, calls of what `profiled` found, the largest first."""
+def time_by_category(events: Iterable[Event]) -> pd.DataFrame:
+    """A frame with columns kind, milliseconds, share, calls, the largest category first."""
     frame = pd.DataFrame(
         [(op_category(name), (end - start) / 1e3) for name, start, end in events], columns=["kind", "milliseconds"]
     )
@@ -107,13 +113,13 @@ def time_by_category(events):
     return table
 
 
-def exposed_communication(events):
-    """Share of a profiled step in which workers talk and nothing is computed; what hides behind computing is free."""
-    talk = _union((start, end) for name, start, end in events if op_category(name) == "communication")
-    work = _union((start, end) for name, start, end in events if op_category(name) != "communication")
-    whole = max((end for _, _, end in events), default=0) - min((start for _, start, _ in events), default=0)
-    both = _union([*talk, *work])
-    return (_length(both) - _length(work)) / whole if whole else 0.0
+def exposed_communication(events: list[Event]) -> float:
+    """Share of a profiled step's time in collectives that do not overlap with compute."""
+    communication = _union((start, end) for name, start, end in events if op_category(name) == "communication")
+    compute = _union((start, end) for name, start, end in events if op_category(name) != "communication")
+    step = max((end for _, _, end in events), default=0) - min((start for _, start, _ in events), default=0)
+    either = _union([*communication, *compute])
+    return (_length(either) - _length(compute)) / step if step else 0.0
 
 
 def _union(intervals):
@@ -130,55 +136,54 @@ def _length(intervals):
     return sum(end - start for start, end in intervals)
 
 
-def hardware(device):
-    """What a speed was measured on, and with: "NVIDIA H200, torch 2.13.0"."""
+def hardware(device: torch.device | str) -> str:
+    """What a speed was measured on, such as "NVIDIA H200, torch 2.13.0"."""
     on_gpu = torch.device(device).type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads a worker"
     return f"{name}, torch {torch.__version__}"
 
 
-def training_flops(unet_config, latents_shape, text_shape):
-    """FLOPs of training on one sample: forward, and twice that backward (the usual count; recomputed activations apart)."""
+def training_flops(unet_config: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> float:
+    """FLOPs of training on one sample: a forward pass, and twice that for the backward pass (no recomputation)."""
     return 3e9 * count_flops(unet_config, latents_shape, text_shape)["gflops"].sum()
 
 
-def peak_flops(device, precision="fp32"):
-    """Peak FLOP/s of a known GPU by its data sheet (`ACCELERATORS`); None where it is not known, as on a CPU."""
+def peak_flops(device: torch.device | str, precision: str = "fp32") -> float | None:
+    """Peak FLOP/s of a GPU in `ACCELERATORS`; None for other GPUs and for CPUs, whose peak is not known."""
     known = find_accelerator(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
     return known and 1e12 * (known.bf16_tflops if precision == "bf16" else known.tf32_tflops)
 
 
-def peak_memory(device):
-    """Most bytes in use so far: allocated on a GPU, or held by this process on a CPU."""
+def peak_memory(device: torch.device | str) -> int:
+    """Peak bytes so far: allocated on a GPU, or resident in this process on a CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Meter:
-    """What a worker tells of its speed, once a step, for `metrics.jsonl`.
+    """Measures a worker's steps; `line` gives the columns of `metrics.jsonl` that tell of speed.
 
-    - `resolution` of the step's pictures.
-    - `step_seconds`, without checkpoints; of it `images_per_second`, of all workers, and `images_per_second_per_worker`.
-    - `mfu`: share of what the hardware can compute (`peak_flops`) that went into the U-Net (`training_flops`).
+    - `resolution` of the step's images.
+    - `step_seconds`, without checkpoints.
+    - `images_per_second`: unmasked rows of the global batch over `step_seconds`; `images_per_second_per_worker`.
+    - `mfu`: model FLOPs (`training_flops`) over the hardware's peak (`peak_flops`); None if the peak is not known.
     - `peak_memory_gib` of this worker.
-    - `data_wait_share` of the step's time, and `communication_share`: what collectives took that nothing hid behind, of
-      the tenth step, which is profiled; None before.
-    - `checkpoint_seconds` that training stood still before this step, for a checkpoint.
+    - `data_wait_share`: share of the step's time waiting for data.
+    - `communication_share`: share of the profiled step's time in collectives that do not overlap with compute; None
+      before. `config.profile_step=n` profiles the n-th step after each start of the worker; None: no step.
+    - `checkpoint_seconds` that training stood still for a checkpoint before this step.
     """
 
-    PROFILED_STEP = 10
-
-    def __init__(self, config, manifest, device):
+    def __init__(self, config: TrainingConfig, manifest: schema.Manifest, device: torch.device | str):
         self.config, self.manifest, self.device = config, manifest, device
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.steps, self.communication_share = 0, 0.0 if self.world == 1 else None
+        self.num_steps, self.communication_share = 0, 0.0 if world_size() == 1 else None
 
     @contextlib.contextmanager
-    def watch(self):
-        """Around the step; only rank 0 looks closer, and only once."""
-        self.steps += 1
-        if self.world == 1 or dist.get_rank() or self.steps != self.PROFILED_STEP:
+    def watch(self) -> Iterator[None]:
+        """Call around every step; on rank 0 of several it profiles the step that `profile_step` names."""
+        self.num_steps += 1
+        if world_size() == 1 or rank() > 0 or self.num_steps != self.config.profile_step:
             yield
             return
         with profiled(self.device) as events:
@@ -186,25 +191,28 @@ class Meter:
         self.communication_share = exposed_communication(events)
 
     @functools.cached_property
-    def peak(self):
+    def peak(self) -> float | None:
         return peak_flops(self.device, self.config.precision)
 
     @functools.cache  # noqa: B019 (a worker has one meter)
-    def flops(self, resolution):
+    def flops(self, resolution: int) -> float:
         shapes = self.manifest.shapes
         return training_flops(
-            self.config.unet_config, shapes[f"image_latents_{resolution}"][1:], shapes["caption_embeddings"]
+            self.config.unet_config, shapes[schema.latents_column(resolution)][1:], shapes[schema.EMBEDDINGS]
         )
 
-    def line(self, resolution, seconds, data_seconds, checkpoint_seconds):
-        """The columns of one step."""
-        rate = self.config.global_batch_size / seconds
+    def line(
+        self, resolution: int, seconds: float, data_seconds: float, checkpoint_seconds: float, num_rows: int
+    ) -> dict[str, float | None]:
+        """The columns of one step; `num_rows`: unmasked rows of the global batch."""
+        rate = num_rows / seconds
+        per_worker = rate / world_size()
         return {
             "resolution": resolution,
             "step_seconds": seconds,
             "images_per_second": rate,
-            "images_per_second_per_worker": rate / self.world,
-            "mfu": self.flops(resolution) * rate / self.world / self.peak if self.peak else None,
+            "images_per_second_per_worker": per_worker,
+            "mfu": self.flops(resolution) * per_worker / self.peak if self.peak else None,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
             "data_wait_share": data_seconds / seconds,
             "communication_share": self.communication_share,

@@ -52,7 +52,7 @@ def measure(config, setting, device, steps):
     """`ablations.measure_step` of one setting."""
     changes, mode, backend = {**SETTINGS, **SLOW}[setting]
     config = TrainingConfig(**{**config, "strategy": "fsdp", **changes})
-    compile_with = (lambda learner: compile_blocks(learner.unet, mode)) if mode else None
+    compile_with = (lambda train_step: compile_blocks(train_step.unet, mode)) if mode else None
     with sdpa_kernel(backend) if backend else contextlib.nullcontext():
         return ablations.measure_step(config, device, steps=steps, warm_up=5, prepare=compile_with)
 

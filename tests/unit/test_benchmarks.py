@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs, tried on a CPU."""
+"""Benchmarks for GPUs, run on a CPU as a smoke test."""
 
 import sys
 
@@ -9,7 +9,7 @@ from tests.benchmarks import gpu_step
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_gpu_benchmark_measures_each_setting_and_tells_what_the_fastest_spends_its_time_on(monkeypatch, capsys):
+def test_gpu_step_measures_each_setting_and_profiles_the_fastest(monkeypatch, capsys):
     eager = {name: setting for name, setting in gpu_step.SETTINGS.items() if setting[1:] == (None, None)}
     assert len(eager) == 3
     monkeypatch.setattr(gpu_step, "SLOW", {})
@@ -20,6 +20,6 @@ def test_the_gpu_benchmark_measures_each_setting_and_tells_what_the_fastest_spen
         sys, "argv", ["gpu_step", "--unet", "tiny", "--resolution", "32", "--batch", "2", "4", "--steps", "1"]
     )
     gpu_step.main()
-    said = capsys.readouterr().out
-    assert "failed: no such backend, batch 2: " in said and said.count("MFU") >= 4
-    assert "where the time of the fastest goes" in said and "convolution" in said
+    printed = capsys.readouterr().out
+    assert "failed: no such backend, batch 2: " in printed and printed.count("MFU") >= 4
+    assert "where the time of the fastest goes" in printed and "convolution" in printed

@@ -171,5 +171,8 @@ def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):
 def test_throughput_is_by_the_clock_not_the_mean_over_steps():
     """One step of three waits for what all three need: 3 batches of 10 in 1 + 0.1 + 0.1 seconds."""
     metrics = pd.DataFrame({"images_per_second": [1.0, 10.0, 100.0, 100.0], "data_wait_share": [1.0, 0.9, 0.0, 0.0]})
+    metrics = metrics.assign(step_seconds=10 / metrics["images_per_second"], checkpoint_seconds=0.0)
     rate, waited = metrics_log.throughput(metrics, skip=1)
     assert rate == pytest.approx(30 / 1.2) and waited == pytest.approx(0.9 / 1.2)
+    # A checkpoint that training waits for counts too.
+    assert metrics_log.throughput(metrics.assign(checkpoint_seconds=[0, 0, 0.3, 0]), skip=1)[0] == pytest.approx(20)

@@ -25,14 +25,14 @@ def same(one, other, rows=slice(None)):
     st.lists(st.integers(0, 5000), min_size=1, max_size=12, unique=True),
     st.data(),
 )
-def test_a_rows_random_numbers_depend_on_seed_step_and_position_only(seed, step, positions, data):
+def test_random_numbers_depend_on_seed_step_and_position_only(seed, step, positions, data):
     whole = diffusion.draw(seed, step, np.array(positions), SHAPE, caption_dropout=0.5)
-    cut = data.draw(st.integers(0, len(positions)))
-    for rows in (slice(0, cut), slice(cut, None), slice(None, None, 2)):
+    middle = data.draw(st.integers(0, len(positions)))
+    for rows in (slice(0, middle), slice(middle, None), slice(None, None, 2)):
         assert same(whole, diffusion.draw(seed, step, np.array(positions)[rows], SHAPE, caption_dropout=0.5), rows)
 
 
-def test_drawing_does_not_touch_or_follow_the_global_generators():
+def test_drawing_leaves_the_global_generators_alone():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = diffusion.draw(0, 0, np.arange(4), SHAPE)
@@ -54,7 +54,7 @@ def test_the_random_numbers_are_pinned():
     assert draws.dropped_B.tolist() == [False, False, False, True, True]
 
 
-def test_rows_steps_seeds_and_purposes_all_have_numbers_of_their_own():
+def test_no_two_rows_steps_seeds_or_uses_share_random_numbers():
     hashes = [
         hashed
         for seed in range(4)
@@ -67,12 +67,12 @@ def test_rows_steps_seeds_and_purposes_all_have_numbers_of_their_own():
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(hashes))
 
 
-def test_the_draws_have_the_distributions_that_they_should():
+def test_draws_are_normal_and_uniform():
     parts = [diffusion.draw(0, step, np.arange(512), SHAPE, caption_dropout=0.1) for step in range(8)]
     for field in ("posterior_BCHW", "noise_BCHW"):
         values = torch.cat([getattr(part, field) for part in parts]).double().flatten()
         assert abs(values.mean()) < 5 / np.sqrt(len(values)) and abs(values.std() - 1) < 5 / np.sqrt(2 * len(values))
-        assert abs((values**4).mean() - 3) < 0.1  # as a normal's, and not, say, a uniform's
+        assert abs((values**4).mean() - 3) < 0.1  # kurtosis of a normal distribution
     posterior, noise = (torch.cat([getattr(part, field) for part in parts]).flatten() for field in FIELDS[:2])
     assert abs((posterior * noise).mean()) < 5 / np.sqrt(len(noise))  # independent of each other
     timesteps = torch.cat([part.timesteps_B for part in parts]).numpy()
@@ -83,14 +83,14 @@ def test_the_draws_have_the_distributions_that_they_should():
     assert abs(dropped - 0.1) < 5 * np.sqrt(0.1 * 0.9 / 4096)
 
 
-def test_captions_are_dropped_apart_from_timesteps_and_only_when_asked():
+def test_captions_are_dropped_independently_of_timesteps():
     draws = diffusion.draw(0, 0, np.arange(4000), (1, 1, 1), caption_dropout=0.3)
     early = draws.timesteps_B < 500
     assert abs(draws.dropped_B[early].double().mean() - draws.dropped_B[~early].double().mean()) < 0.08
     assert not diffusion.draw(0, 0, np.arange(4000), (1, 1, 1)).dropped_B.any()
 
 
-def test_no_rows_need_no_numbers():
+def test_no_rows_give_empty_draws():
     draws = diffusion.draw(0, 0, np.arange(0), SHAPE)
     assert draws.noise_BCHW.shape == (0, *SHAPE) and draws.timesteps_B.shape == (0,)
 
@@ -98,7 +98,7 @@ def test_no_rows_need_no_numbers():
 # ---- latents and captions
 
 
-def test_latents_are_drawn_from_the_posterior_and_scaled_once():
+def test_latents_are_sampled_from_the_posterior_and_scaled_once():
     random = np.random.default_rng(0)
     moments = random.normal(size=(3, 2, *SHAPE)).astype(np.float16)
     noise = random.normal(size=(3, *SHAPE)).astype(np.float32)
@@ -107,7 +107,7 @@ def test_latents_are_drawn_from_the_posterior_and_scaled_once():
     assert found.dtype == torch.float32 and np.abs(found.numpy() - expected).max() < 1e-6
 
 
-def test_a_dropped_caption_is_the_empty_one_and_the_others_keep_their_bits():
+def test_dropped_captions_are_empty_and_others_unchanged():
     text, empty = torch.randn(4, 6, 8), torch.randn(6, 8)
     dropped = torch.tensor([False, True, False, True])
     found = diffusion.drop_captions(text, empty, dropped)
@@ -141,7 +141,7 @@ class Recorder(torch.nn.Module):
 
 @pytest.mark.parametrize("gamma", [None, 5.0, 0.5])
 @pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
-def test_noise_targets_weights_and_losses_agree_with_the_equations(prediction_type, gamma):
+def test_noise_targets_weights_and_losses_match_the_equations(prediction_type, gamma):
     timesteps = np.array([0, 1, 250, 500, 998, 999])
     random = np.random.default_rng(0)
     latents, noise, prediction = random.normal(size=(3, 6, *SHAPE)).astype(np.float32)
@@ -176,8 +176,8 @@ def test_a_perfect_prediction_has_no_loss(prediction_type):
 
 
 @pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
-def test_min_snr_weights_the_error_of_the_clean_latents_alike_for_both_predictions(prediction_type):
-    """Whatever is predicted, the same error in x0 weighs min(SNR, gamma): one objective, two parametrisations."""
+def test_min_snr_weights_are_the_same_objective_for_v_and_epsilon(prediction_type):
+    """An error in x0 is weighted by min(SNR, gamma) whatever the network predicts."""
     schedule, timesteps = diffusion.noise_schedule(prediction_type), torch.arange(1000)
     weights = diffusion.loss_weights(schedule, timesteps, 5.0).double().numpy()
     alphas = schedule.alphas_cumprod.double().numpy()
@@ -205,7 +205,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("decay", [0.5, 0.995])
-def test_the_average_agrees_with_a_plain_loop(decay, start):
+def test_the_ema_matches_a_plain_loop(decay, start):
     model = Model()
     ema, expected = diffusion.EMA(model, decay, start), None
     for step in range(1, 60):
@@ -220,7 +220,7 @@ def test_the_average_agrees_with_a_plain_loop(decay, start):
             assert (ema.state_dict()[name] - value).abs().max() < 1e-5
 
 
-def test_before_its_start_the_average_takes_no_memory_and_is_the_model():
+def test_before_its_start_the_ema_takes_no_memory():
     model = Model()
     ema = diffusion.EMA(model, 0.9, start=5)
     for step in range(1, 6):
@@ -234,7 +234,7 @@ def test_before_its_start_the_average_takes_no_memory_and_is_the_model():
 
 
 @pytest.mark.parametrize("start, stop", [(0, 5), (8, 5), (5, 5), (4, 5)])
-def test_an_average_goes_on_from_its_state_whatever_the_order_of_names(start, stop):
+def test_the_ema_resumes_from_its_state_in_any_order_of_names(start, stop):
     model = Model()
     straight, broken = diffusion.EMA(model, 0.9, start), diffusion.EMA(model, 0.9, start)
     for step in range(1, 15):
@@ -249,7 +249,7 @@ def test_an_average_goes_on_from_its_state_whatever_the_order_of_names(start, st
     assert all(torch.equal(straight.state_dict()[name], tensor) for name, tensor in broken.state_dict().items())
 
 
-def test_the_average_is_fp32_whatever_the_model_is():
+def test_the_ema_is_fp32_for_any_model():
     model = Model().to(torch.bfloat16)
     ema = diffusion.EMA(model, 0.9)
     for step in (1, 2):
@@ -261,7 +261,7 @@ def test_the_average_is_fp32_whatever_the_model_is():
 # ---- the learning rate
 
 
-def test_the_rate_warms_up_in_a_line_then_falls_to_zero_as_a_cosine():
+def test_the_rate_warms_up_linearly_then_falls_as_a_cosine():
     config = TrainingConfig(warmup_steps=10, max_steps=110)
     rates = [diffusion.lr_multiplier(step, config) for step in range(110)]
     assert rates[:10] == pytest.approx(np.arange(1, 11) / 10) and rates[10] == 1
@@ -271,7 +271,7 @@ def test_the_rate_warms_up_in_a_line_then_falls_to_zero_as_a_cosine():
     ) == pytest.approx(0)
 
 
-def test_a_constant_rate_stays_and_no_warm_up_starts_at_the_top():
+def test_a_constant_rate_stays():
     assert diffusion.lr_multiplier(0, TrainingConfig(warmup_steps=0)) == 1
     config = TrainingConfig(warmup_steps=2, lr_schedule="constant")
     assert [diffusion.lr_multiplier(step, config) for step in (0, 1, 2, 10**6)] == [0.5, 1, 1, 1]

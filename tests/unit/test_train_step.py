@@ -117,32 +117,37 @@ def worker(rank, world, folder, config, manifest, rows):
 
 
 STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
-LONG = 50
 
 
-def long_recipe(folder, strategy, world, **values):
-    """50 steps of a U-Net of one level, the same parts as "tiny" at a third of the time."""
+def small_recipe(folder, strategy, world, **values):
+    """For a U-Net of one level: the same parts as "tiny" at a third of the time."""
     return recipe(
-        unet_config=f"{folder}/unet.json",
-        max_steps=LONG,
-        units_per_step=4,
-        strategy=strategy,
-        num_training_workers=world,
-        **values,
+        unet_config=f"{folder}/unet.json", units_per_step=4, strategy=strategy, num_training_workers=world, **values
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("strategies")
+def half(folder):
+    """Steps before the checkpoint in the middle of a run, and after it."""
+    return json.loads(pathlib.Path(folder, "half.json").read_text())
+
+
+def write_small_unet(folder):
     one_level = {
         "block_out_channels": [32],
         "down_block_types": ["CrossAttnDownBlock2D"],
         "up_block_types": ["CrossAttnUpBlock2D"],
         "attention_head_dim": [2],
     }
-    (found / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), **one_level}))
-    return found
+    (folder / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), **one_level}))
+
+
+# README: "Losses of 50 steps agree". Ten steps find the same mistakes, and take a fifth of the time.
+@pytest.fixture(scope="module", params=[5, pytest.param(25, marks=pytest.mark.variants)], ids=["10 steps", "50 steps"])
+def folder(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("strategies")
+    write_small_unet(folder)
+    (folder / "half.json").write_text(json.dumps(request.param))
+    return folder
 
 
 def whole(tensor):
@@ -160,23 +165,23 @@ def group(folder, name, rank, world, here=2):
 
 
 def train_and_save(folder, rank, world, manifest, rows):
-    """Losses of 50 steps under each strategy, with a checkpoint in the middle; and whether it began with `build_unet`'s weights."""
-    losses, drawn = {}, build_unet(f"{folder}/unet.json").state_dict()
+    """Losses under each strategy, which starts with `build_unet`'s weights; with a checkpoint in the middle."""
+    losses, drawn, middle = {}, build_unet(f"{folder}/unet.json").state_dict(), half(folder)
     for strategy in STRATEGIES:
-        state = TrainStep(long_recipe(folder, strategy, world), manifest)
+        state = TrainStep(small_recipe(folder, strategy, world), manifest)
         assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
-        found = train(state, manifest, rows, 0, LONG // 2, rank, world)
-        checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=LONG // 2)
-        found += train(state, manifest, rows, LONG // 2, LONG, rank, world)
+        found = train(state, manifest, rows, 0, middle, rank, world)
+        checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=middle)
+        found += train(state, manifest, rows, middle, 2 * middle, rank, world)
         losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
     return losses
 
 
 def continue_from(folder, names, rank, world, manifest, rows):
-    """Losses of two steps under each strategy from one checkpoint each: the first shows weights, the second the optimizer's state."""
+    """Losses of two steps from one checkpoint for each strategy: they show its weights, then its optimizer state."""
     losses = {}
     for strategy, name in zip(STRATEGIES, names, strict=True):
-        state = TrainStep(long_recipe(folder, strategy, world), manifest)
+        state = TrainStep(small_recipe(folder, strategy, world), manifest)
         for parameter in state.unet.parameters():
             parameter.data.zero_()
         step = checkpoint.load(f"{folder}/{name}", **parts(state))
@@ -200,7 +205,7 @@ def train_unevenly(folder, rank, manifest, rows):
 
 
 def sharded_worker(rank, folder, manifest, rows):
-    """One of four processes, of which first two and then all train, and then both numbers go on from each other's checkpoints."""
+    """One of four processes: first two and then all train, and then both go on from each other's checkpoints."""
     torch.set_num_threads(1)
     manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "continued": {}}
     for world in (2, 4):
@@ -222,14 +227,15 @@ def sharded_worker(rank, folder, manifest, rows):
 
 @pytest.fixture(scope="module")
 def alone(folder, manifest, build_latents):
-    """`(losses, rows)` of 50 steps of one process without a process group, which leaves checkpoints "alone" and "later-alone"."""
-    rows = build_latents(BATCH * LONG)
-    state = TrainStep(long_recipe(folder, "ddp", 1), manifest)
-    found = train(state, manifest, rows, 0, LONG // 2)
-    checkpoint.save(folder / "alone", **parts(state), step=LONG // 2)
-    found += train(state, manifest, rows, LONG // 2, LONG // 2 + 2)
-    checkpoint.save(folder / "later-alone", **parts(state), step=LONG // 2 + 2)
-    return losses(found + train(state, manifest, rows, LONG // 2 + 2, LONG)), rows
+    """`(losses, rows)` of one process without a process group; it leaves the checkpoints "alone" and "later-alone"."""
+    middle = half(folder)
+    rows = build_latents(BATCH * 2 * middle)
+    state = TrainStep(small_recipe(folder, "ddp", 1), manifest)
+    found = train(state, manifest, rows, 0, middle)
+    checkpoint.save(folder / "alone", **parts(state), step=middle)
+    found += train(state, manifest, rows, middle, middle + 2)
+    checkpoint.save(folder / "later-alone", **parts(state), step=middle + 2)
+    return losses(found + train(state, manifest, rows, middle + 2, 2 * middle)), rows
 
 
 @pytest.fixture(scope="module")
@@ -240,29 +246,27 @@ def strategies(folder, alone, manifest):
     return json.loads((folder / "result.json").read_text())
 
 
-def test_every_strategy_on_two_and_four_workers_trains_as_one_process_does(alone, strategies):
+def test_every_strategy_trains_as_one_process_does(alone, strategies):
     assert len(strategies["straight"]) == 8
     for name, found in strategies["straight"].items():
         np.testing.assert_allclose(found, alone[0], rtol=1e-5, err_msg=name)
 
 
-def test_every_strategy_goes_on_from_checkpoints_of_other_strategies_and_numbers_of_workers(
-    folder, alone, strategies, manifest
-):
+def test_every_strategy_resumes_checkpoints_of_the_others(folder, alone, strategies, manifest):
     """Each from another one's, and one process from all of them: what is in them does not depend on who wrote it."""
     expected, rows = alone
     continued = dict(strategies["continued"])
     for name in strategies["straight"]:
-        state = TrainStep(long_recipe(folder, "ddp", 1), manifest)
+        state = TrainStep(small_recipe(folder, "ddp", 1), manifest)
         step = checkpoint.load(folder / name, **parts(state))
         continued[f"{name} -> alone"] = losses(train(state, manifest, rows, step, step + 2))
     assert len(continued) == 16
     for pair, found in continued.items():
-        np.testing.assert_allclose(found, expected[LONG // 2 : LONG // 2 + 2], rtol=1e-5, err_msg=pair)
+        np.testing.assert_allclose(found, expected[half(folder) : half(folder) + 2], rtol=1e-5, err_msg=pair)
 
 
 @pytest.mark.parametrize("when", ["", "later-"])
-def test_every_strategy_has_the_weights_and_the_average_of_one_process(folder, strategies, when):
+def test_every_strategy_has_the_weights_and_ema_of_one_process(folder, strategies, when):
     """In the middle of a run, and two steps on from the checkpoint of another strategy."""
 
     def read(name, which):
@@ -293,18 +297,18 @@ def gradients_of(state):
 
 
 def compiled_worker(rank, folder, manifest, rows):
-    """One of two processes that train eager and compiled: losses of 50 steps, and the gradients of the first."""
+    """One of two processes that train eager and compiled: losses of all steps, and the gradients of the first."""
     torch.set_num_threads(1)
     manifest, result = schema.Manifest.from_dict(manifest), {}
     with group(folder, "compiled", rank, 2):
         for strategy in ("ddp", "fsdp"):
             for compiled in (False, True):
-                state = TrainStep(long_recipe(folder, strategy, 2, compile_unet=compiled), manifest)
+                state = TrainStep(small_recipe(folder, strategy, 2, compile_unet=compiled), manifest)
                 taken = []
                 state.optimizer.register_step_pre_hook(
                     lambda *_, state=state, taken=taken: taken.append(gradients_of(state))
                 )
-                found = train(state, manifest, rows, 0, LONG, rank, 2)
+                found = train(state, manifest, rows, 0, len(rows) // BATCH, rank, 2)
                 result[strategy, compiled] = [line["loss"] for line in found], taken[0]
     if rank == 0:
         torch.save(result, f"{folder}/compiled.pt")
@@ -312,11 +316,12 @@ def compiled_worker(rank, folder, manifest, rows):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
-def test_compiled_strategies_have_the_losses_and_the_gradients_of_eager_ones(folder, manifest, build_latents):
+def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, manifest, build_latents):
+    write_small_unet(tmp_path)
     torch.multiprocessing.spawn(
-        compiled_worker, (str(folder), manifest.to_dict(), build_latents(BATCH * LONG)), nprocs=2
+        compiled_worker, (str(tmp_path), manifest.to_dict(), build_latents(BATCH * 10)), nprocs=2
     )
-    found = torch.load(folder / "compiled.pt")
+    found = torch.load(tmp_path / "compiled.pt")
     expected_losses, expected = found["ddp", False]
     for (strategy, compiled), (values, gradients) in found.items():
         np.testing.assert_allclose(values, expected_losses, rtol=1e-3 if compiled else 1e-5, err_msg=strategy)
@@ -390,7 +395,7 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, tmp_path, 
 @pytest.mark.parametrize(
     "values", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"units_per_step": 1}, {"units_per_step": 8}], ids=str
 )
-def test_the_size_of_micro_batches_and_units_does_not_change_the_result(one, manifest, rows, values):
+def test_the_size_of_micro_batches_and_units_changes_nothing(one, manifest, rows, values):
     found = train(TrainStep(recipe(**values), manifest), manifest, rows)
     assert np.allclose(losses(found), losses(one[0]), rtol=1e-5, atol=0)
 
@@ -416,11 +421,11 @@ def test_training_on_the_same_rows_lowers_the_loss(manifest, build_latents):
 # ---- what a step reports
 
 
-def test_the_loss_is_the_mean_over_the_unmasked_rows_of_the_global_batch(manifest, rows):
+def test_the_loss_is_the_mean_over_unmasked_rows(manifest, rows):
     state = TrainStep(recipe(), manifest)
     mine = units(state.config, manifest, rows, 0)
     with torch.no_grad():
-        per_row = torch.cat([state.losses(unit, 0) for unit in mine])
+        per_row = torch.cat([state.row_losses(unit, 0) for unit in mine])
     keep = torch.cat([unit.keep_U for unit in mine])
     assert (per_row[~keep] == 0).all() and (per_row[keep] > 0).all() and not keep.all()
     found = state.step(0, mine)
@@ -453,7 +458,7 @@ def test_masked_rows_do_not_matter_even_when_their_bits_are_nan(one, manifest, r
         assert all(torch.equal(one[1][name], value) for name, value in weights(state).items())
 
 
-def test_a_batch_that_is_masked_altogether_has_no_loss_and_no_gradient(manifest, rows):
+def test_a_fully_masked_batch_has_no_loss_and_no_gradient(manifest, rows):
     none = rows.set_column(rows.column_names.index("keep"), "keep", pa.array([False] * len(rows)))
     (line,) = train(TrainStep(recipe(), manifest), manifest, none, 0, 1)
     assert (line["loss"], line["grad_norm"]) == (0, 0)
@@ -480,10 +485,10 @@ def test_dropped_captions_are_trained_as_the_empty_one(manifest, rows):
     assert all(torch.equal(text, empty.expand_as(text)) for text in seen)
 
 
-# ---- what is not finite
+# ---- values that are not finite
 
 
-def test_a_loss_that_is_not_finite_raises_before_any_weight_changes(manifest, build_latents):
+def test_a_nan_loss_raises_before_any_weight_changes(manifest, build_latents):
     state, rows = TrainStep(recipe(), manifest), build_latents(BATCH)
     train(state, manifest, rows, 0, 1)
     before, average = weights(state), {name: value.clone() for name, value in state.ema.state_dict().items()}
@@ -495,7 +500,7 @@ def test_a_loss_that_is_not_finite_raises_before_any_weight_changes(manifest, bu
     assert all(torch.equal(average[name], value) for name, value in state.ema.state_dict().items())
 
 
-def test_a_gradient_that_is_not_finite_raises_before_any_weight_changes(manifest, rows):
+def test_an_infinite_gradient_raises_before_any_weight_changes(manifest, rows):
     """Or the weights would be NaN, and so a checkpoint of this very step."""
     state = TrainStep(recipe(), manifest)
     before = weights(state)
@@ -514,7 +519,7 @@ def test_every_worker_stops_when_one_of_them_has_a_nan(two):
 
 
 @pytest.mark.parametrize("ema_start", [0, 3, 4, 100])
-def test_a_restored_run_goes_on_bit_by_bit(tmp_path, manifest, rows, ema_start):
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, manifest, rows, ema_start):
     state = TrainStep(recipe(ema_start=ema_start), manifest)
     straight = train(state, manifest, rows, 0, 3)
     checkpoint.save(tmp_path / "c", **parts(state), step=3)
@@ -538,9 +543,7 @@ def test_saving_does_not_change_a_run(tmp_path, one, manifest, rows):
 
 
 @pytest.mark.parametrize("ema_start", [0, 100])
-def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_begun_at(
-    tmp_path, monkeypatch, one, manifest, rows, ema_start
-):
+def test_an_async_checkpoint_holds_the_step_it_was_begun_at(tmp_path, monkeypatch, one, manifest, rows, ema_start):
     """Though it is written only when the training is over."""
     trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
 
@@ -565,18 +568,18 @@ def test_a_checkpoint_written_beside_the_training_holds_the_step_that_it_was_beg
     assert train(restored, manifest, rows, checkpoint.load(tmp_path, **parts(restored)), STEPS) == found[3:]
 
 
-def test_two_workers_go_on_bit_by_bit_from_their_checkpoint(two):
+def test_two_workers_resume_bitwise_from_their_checkpoint(two):
     for result in two[0]:
         assert result["again"] == result["metrics"][3:]
 
 
-def test_a_checkpoint_of_two_workers_goes_on_with_one(two, one, manifest, rows):
+def test_a_checkpoint_of_two_workers_resumes_on_one(two, one, manifest, rows):
     state = TrainStep(recipe(), manifest)
     assert checkpoint.load(two[1] / "checkpoint", **parts(state)) == 3
     assert np.allclose(losses(train(state, manifest, rows, 3)), losses(one[0])[3:], rtol=1e-5, atol=0)
 
 
-def test_the_averaged_or_the_last_weights_load_into_a_plain_unet(tmp_path, manifest, rows):
+def test_ema_or_last_weights_load_into_a_plain_unet(tmp_path, manifest, rows):
     state = TrainStep(recipe(ema_decay=0.9), manifest)
     train(state, manifest, rows)
     checkpoint.save(tmp_path / "c", **parts(state), step=STEPS)
@@ -594,7 +597,7 @@ def test_the_averaged_or_the_last_weights_load_into_a_plain_unet(tmp_path, manif
 # ---- validation
 
 
-def test_the_validation_loss_is_the_same_for_every_run_and_weighs_rows_not_batches(manifest, build_latents):
+def test_the_validation_loss_is_reproducible_and_weighs_rows(manifest, build_latents):
     unet, rows = build_unet("tiny"), build_latents(80)
     found = train_step.validation_loss(unet, manifest, rows, recipe(), timesteps_per_row=2)
     torch.manual_seed(5)
@@ -612,7 +615,7 @@ def test_the_validation_loss_is_the_same_for_every_run_and_weighs_rows_not_batch
                 )
                 per_row.append(
                     [
-                        train_step.diffusion.losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
+                        train_step.diffusion.row_losses(unet, schedule, latents, unit.text.float(), draws, gamma).item()
                         for gamma in (5.0, None)
                     ]
                 )

@@ -1,13 +1,14 @@
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
-from torch._dynamo.backends.debugging import aot_eager
 
 from helpers import run_setup
+from helpers import unet as unet_module
 from helpers.config import TrainingConfig
 from helpers.unet import (
     autocast,
@@ -19,7 +20,7 @@ from helpers.unet import (
     count_flops,
     has_compiler,
     load_unet_config,
-    ranks_of_a_shard,
+    shard_size,
     synchronise_gradients,
 )
 
@@ -53,13 +54,13 @@ def test_sd2_base_has_the_published_size_and_cost(size, teraflops):
 
 
 @pytest.mark.parametrize(("name", "parameters", "gigaflops"), [("tiny", 1_034_596, 0.052), ("small", 94_398_084, 2.77)])
-def test_the_smaller_presets_have_the_size_and_the_cost_that_are_shown_at_64_pixels(name, parameters, gigaflops):
+def test_tiny_and_small_have_the_size_and_cost_that_are_shown(name, parameters, gigaflops):
     blocks = count_flops(name, (4, 8, 8), (77, load_unet_config(name)["cross_attention_dim"]))
     assert blocks["parameters"].sum() == parameters and blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_the_blocks_are_the_whole_unet_in_the_order_of_its_forward_pass(name):
+def test_blocks_cover_the_unet_in_the_order_of_the_forward_pass(name):
     config = load_unet_config(name)
     blocks = count_flops(name, (4, 16, 16), (6, config["cross_attention_dim"]))
     with torch.device("meta"):
@@ -80,7 +81,7 @@ def test_twice_the_samples_cost_what_one_costs_twice():
     assert four["conv_in"] == pytest.approx(4 * one["conv_in"])
 
 
-def test_presets_cannot_be_spoilt():
+def test_presets_cannot_be_changed_by_their_users():
     load_unet_config("small")["in_channels"] = 9
     assert load_unet_config("small")["in_channels"] == 4
 
@@ -94,7 +95,7 @@ def test_a_unet_may_come_from_a_config_json(tmp_path):
     }
 
 
-def test_an_unknown_unet_is_one_sentence(tmp_path):
+def test_an_unknown_unet_is_refused_in_one_sentence(tmp_path):
     for name in ("huge", str(tmp_path), str(tmp_path / "none.json")):
         with pytest.raises(
             ValueError, match="^unet_config='.*' is unknown: choose 'tiny', 'small', 'sd2-base', or the path"
@@ -103,7 +104,7 @@ def test_an_unknown_unet_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["not json", json.dumps({"_class_name": "AutoencoderKL", "latent_channels": 4}), "[]"])
-def test_a_file_that_configures_something_else_is_one_sentence(tmp_path, text):
+def test_a_config_of_another_model_is_refused_in_one_sentence(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="^unet_config='.*config.json' configures no UNet2DConditionModel: give"):
         load_unet_config(str(tmp_path / "config.json"))
@@ -112,7 +113,7 @@ def test_a_file_that_configures_something_else_is_one_sentence(tmp_path, text):
 # ---- weights
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before():
+def test_the_same_seed_gives_the_same_weights():
     torch.manual_seed(1)
     first = build_unet("tiny", seed=3).state_dict()
     torch.manual_seed(2)
@@ -123,7 +124,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-# ---- do latents and U-Net fit
+# ---- latents that do not fit the U-Net
 
 
 def message(manifest, **values):
@@ -140,25 +141,25 @@ def test_latents_that_fit_pass(build_manifest):
         run_setup.check_latents(build_manifest(), TrainingConfig(resolution=resolution), "/data")
 
 
-def test_a_resolution_that_was_not_encoded_is_named_with_those_that_were(build_manifest):
+def test_a_resolution_that_was_not_encoded_is_refused(build_manifest):
     assert message(build_manifest(), resolution=128).startswith(
         "resolution=128 is not in /data/latents, which holds 32, 64: choose one of these"
     )
 
 
-def test_captions_of_another_width_are_named_with_both_widths_and_the_encoder(build_manifest):
+def test_captions_of_another_width_are_refused(build_manifest):
     text = message(build_manifest(), unet_config="sd2-base")
     assert "unet_config='sd2-base' takes captions 1024 wide" in text
     assert "holds captions 128 wide (encoder_model='made-up')" in text
 
 
-def test_latents_of_another_number_of_channels_are_named(build_manifest):
+def test_latents_of_another_number_of_channels_are_refused(build_manifest):
     shapes = {**build_manifest().shapes, "image_latents_64": [2, 16, 8, 8]}
     text = message(build_manifest(shapes=shapes))
     assert text.startswith("unet_config='tiny' takes 4 latent channels, and /data/latents holds 16")
 
 
-def test_latents_that_the_unet_cannot_halve_are_named_with_a_size_that_it_can(build_manifest):
+def test_latents_that_the_unet_cannot_halve_are_refused(build_manifest):
     manifest = build_manifest()
     shapes = {**manifest.shapes, "image_latents_72": [2, 4, 9, 9]}
     manifest = dataclasses.replace(manifest, shapes=shapes, resolutions=[72])
@@ -185,21 +186,7 @@ def assert_same_gradients(compiled, eager, size=8):
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
 
 
-@pytest.fixture
-def three_levels(tmp_path):
-    """A U-Net with several blocks of each class, as Stable Diffusion's has."""
-    changes = {
-        "block_out_channels": [32, 32, 64],
-        "down_block_types": ["CrossAttnDownBlock2D"] * 3,
-        "layers_per_block": 1,
-        "up_block_types": ["CrossAttnUpBlock2D"] * 3,
-        "attention_head_dim": [2, 2, 4],
-    }
-    (tmp_path / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), **changes}))
-    return str(tmp_path / "unet.json")
-
-
-def test_without_a_compiler_compiling_is_skipped_and_said(monkeypatch, capsys):
+def test_without_a_compiler_compiling_is_skipped_with_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
     calls = [block._compiled_call_impl for block in compile_blocks(build_unet("tiny")).down_blocks]
     assert calls == [None, None] and "compile_unet=True is skipped: there is no C++ compiler" in capsys.readouterr().out
@@ -207,7 +194,7 @@ def test_without_a_compiler_compiling_is_skipped_and_said(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
-def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names():
+def test_compiled_blocks_give_the_gradients_of_eager_ones():
     """Compiled as a whole, this U-Net gave other gradients with torch 2.13 on a CPU."""
     eager, compiled = build_unet("tiny"), compile_blocks(build_unet("tiny"))
     assert all(block._compiled_call_impl for block in [*compiled.down_blocks, compiled.mid_block, *compiled.up_blocks])
@@ -215,52 +202,55 @@ def test_compiled_blocks_give_the_gradients_of_eager_ones_under_the_same_names()
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
-def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch, three_levels):
-    """Symbolic sizes, which TorchDynamo makes of sizes that vary, keep Inductor from laying a graph out in channels last.
+@torch.no_grad()
+def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch):
+    """With symbolic sizes, to which TorchDynamo turns when sizes vary, Inductor would not use channels last.
 
-    Without Inductor, which would take minutes for so many blocks.
+    Small blocks of one class, and only TorchDynamo: the U-Net's own blocks with Inductor take minutes.
     """
     graphs, compile_module = [], torch.nn.Module.compile
 
-    def note(graph, arguments):
-        graphs.append(
-            any(
-                isinstance(number, torch.SymInt)
-                for argument in arguments
-                for number in getattr(argument, "shape", [argument])
-            )
-        )
-        return aot_eager(graph, arguments)
+    def record(graph, arguments):
+        sizes = [size for argument in arguments for size in getattr(argument, "shape", [argument])]
+        graphs.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return graph.forward
+
+    class Block(torch.nn.Conv2d):
+        def forward(self, values):
+            return super().forward(values).relu()
 
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=note, **options)
+        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=record, **options)
     )
     torch.compiler.reset()
-    eager, unet = build_unet(three_levels), compile_blocks(build_unet(three_levels))
-    for number, size in enumerate((4, 8, 16), start=1):  # more than eight graphs of one class
-        assert_same_gradients(unet, eager, size)
-        assert len(graphs) == 7 * number and not any(graphs)
-    gradients(unet, 8)
-    assert len(graphs) == 21
+    first, second, middle, third = blocks = [Block(2, 2, 3, padding=1) for _ in range(4)]
+    compile_blocks(types.SimpleNamespace(down_blocks=[first, second], mid_block=middle, up_blocks=[third]))
+    for number, size in enumerate((4, 8, 16, 32), start=1):  # twice as many graphs as the default limit of eight
+        values = torch.randn(2, 2, size, size)
+        for block in blocks:
+            assert torch.equal(block(values), block.forward(values))
+        assert len(graphs) == 4 * number and not any(graphs)
+    blocks[0](values[:, :, :8, :8].contiguous())
+    assert len(graphs) == 16
     torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
     ("nodes", "size"), [((2, 2), 2), ((2, 1), 1), ((4, 2), 2), ((8, 8, 4), 4), ((6, 4), 2), ((3,), 3)]
 )
-def test_weights_are_sharded_over_as_many_ranks_as_divide_every_node(monkeypatch, nodes, size):
+def test_hsdp_shards_never_span_two_nodes(monkeypatch, nodes, size):
     here = [number for number in nodes for _ in range(number)]  # of each rank
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here[0]))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(here))
+    monkeypatch.setattr(unet_module, "world_size", lambda: len(here))
     monkeypatch.setattr(
         torch.distributed, "all_gather", lambda found, mine: [one.fill_(n) for one, n in zip(found, here, strict=True)]
     )
-    assert ranks_of_a_shard("cpu") == size
+    assert shard_size("cpu") == size
     starts = [sum(nodes[:number]) for number in range(len(nodes))]
     assert all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
 
 
-def test_alone_a_unet_is_neither_wrapped_nor_held_back():
+def test_one_process_trains_an_unwrapped_unet():
     for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
         unet, model = build_model(TrainingConfig(strategy=strategy))
         assert model is unet
@@ -282,7 +272,7 @@ def test_bf16_computes_in_half_precision_and_keeps_fp32_weights():
         assert half.dtype == torch.bfloat16 and 0 < (half - exact).abs().max() < 0.1
 
 
-# ---- in a group: which number format, which layout
+# ---- in a process group: precision and layout
 
 
 @pytest.fixture
@@ -294,7 +284,7 @@ def group_of_one(tmp_path):
 
 
 def build(device="cpu", **values):
-    """The U-Net, and what `Learner` computes a step's prediction with."""
+    """The U-Net, and a function that predicts with it as `TrainStep` does."""
     config = TrainingConfig(**values)
     unet, model = build_model(config, device)
     enabled = "fp32" if computes_in_bf16(config) else config.precision
@@ -312,9 +302,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp-full", "hsdp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_norms_run_in_low_precision_where_the_strategy_shards_and_weights_stay_in_fp32(
-    group_of_one, precision, strategy, device
-):
+def test_norms_run_in_bf16_where_sharded_and_weights_stay_fp32(group_of_one, precision, strategy, device):
     """MosaicML's low precision GroupNorm and LayerNorm. On a GPU, autocast ("ddp") computes norms in fp32."""
     unet, predict = build(device, strategy=strategy, precision=precision)
     norms = [module for module in unet.modules() if isinstance(module, (torch.nn.GroupNorm, torch.nn.LayerNorm))]
@@ -330,7 +318,7 @@ def test_norms_run_in_low_precision_where_the_strategy_shards_and_weights_stay_i
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_channels_last_is_the_layout_of_convolutions_and_changes_no_result(group_of_one, strategy):
+def test_channels_last_reaches_every_convolution(group_of_one, strategy):
     _, plain = build()
     unet, predict = build(strategy=strategy, channels_last=True, precision="fp32")
     seen = []
@@ -343,7 +331,7 @@ def test_channels_last_is_the_layout_of_convolutions_and_changes_no_result(group
     assert len(seen) > 10 and all(seen), seen
 
 
-def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients():
+def test_activation_checkpointing_saves_memory_not_gradients():
     kept = {}
     for checkpointing in (False, True):
         unet, _ = build_model(TrainingConfig(activation_checkpointing=checkpointing))
