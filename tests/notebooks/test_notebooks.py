@@ -77,6 +77,7 @@ NAMES = set(DEFAULTS) | {
     "adam_beta2",
     "weight_decay",
     "hang_timeout",
+    "profile_step",
     "random_crop",
     "horizontal_flip",
     "channels_last",
