@@ -1,4 +1,4 @@
-"""Rank, world size and exchange between the processes of a training job; everything works in a single process too. No Ray."""
+"""Rank, world size and collectives of a training worker, which all work without a process group too. No Ray."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-@functools.cache
-def _gloo_group():
-    """NCCL would send Python objects through the GPU."""
-    return dist.new_group(backend="gloo")
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list | None:
+    """Every rank's `value`, in the order of the ranks, as a list on rank 0; None on the others. Call it on all ranks.
 
-
-def gather_objects(value: Any) -> list | None:
-    """Every rank's value, in the order of ranks, on rank 0; None elsewhere. Call it on all ranks."""
+    `group`: a gloo group for a thread that runs beside the training; two threads must not share one.
+    """
     if world_size() == 1:
         return [value]
     values = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values, group=_gloo_group())
+    dist.gather_object(value, values, group=group or _gloo_group(dist.group.WORLD))
     return values
 
 
+@functools.lru_cache(maxsize=1)
+def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One more group over all ranks, once for each default group: NCCL would send Python objects through the GPU."""
+    return dist.new_group(backend="gloo")
+
+
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, in place."""
+    """`tensor`, which now holds the sum over all ranks."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def max_over_ranks(number: float, device: torch.device | str) -> float:
-    """The largest of the ranks' numbers."""
+    """The largest `number` of all ranks; `device` is the one that the process group communicates from."""
     if world_size() == 1:
         return number
-    tensor = torch.tensor(number, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
+    value = torch.tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
 
 
 def use_cores(workers_here: int, online: bool = False) -> None:
-    """Share this machine's cores among its workers: by default, Ray gives a worker one thread for each CPU it reserves.
+    """Divide this machine's cores among its `workers_here` workers: Ray gives each worker as many threads as it has CPUs.
 
-    With `online`, one core is left to the encoders on this machine.
+    `online`: leave one core to the encoders. Threads that wait for a core slow the training down more than they add.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, (cores - online) // workers_here))

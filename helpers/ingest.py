@@ -50,8 +50,8 @@ VALIDATION = "validation"  # folder of an online run's held-out rows, encoded on
 CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
 BLOCK_BYTES = 4 * 2**20  # smaller units travel together
-# How much data is made ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB for each running task, whatever
-# its output, so a smaller bound would leave some of sixteen encoders idle.
+# How much data is made ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB for each running task,
+# whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
 MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PERIOD
 
@@ -107,7 +107,7 @@ class Source:
         return RowRange(self.file_names[file], int(group - self.first_group[file]), int(first_row), int(num_rows))
 
     def row_ranges(self, order: np.ndarray, ends: np.ndarray, start: int, stop: int) -> list[RowRange]:
-        """Rows `start` to `stop` of the row groups concatenated in `order`; `ends`: the row at which each of them ends."""
+        """Rows `start` to `stop` of the row groups concatenated in `order`; `ends`: the row at which each one ends."""
         if start == stop:
             return []
         ranges = []
@@ -158,7 +158,7 @@ class Plan:
 
     @functools.cached_property
     def mixing_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD,) the source of each of so many consecutive rows: always the one that is furthest behind its share."""
+        """(MIXING_PERIOD,) the source of each consecutive row: always the one that is furthest behind its share."""
         if len(self.sources) == 1:
             return np.zeros(MIXING_PERIOD, dtype=np.int64)
         shares = np.array([source.proportion for source in self.sources])
@@ -250,7 +250,7 @@ class Plan:
         return padded.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
 
     def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each source `(order, ends)`: its row groups as this epoch shuffles them, and the row at which each ends."""
+        """For each source `(order, ends)`: its row groups as shuffled in this epoch, and the row at which each ends."""
         orders = []
         for number, source in enumerate(self.sources):
             key = [self.seed, epoch, number] if number else [self.seed, epoch]
@@ -285,7 +285,7 @@ def _cached_row_group_order(plan: Plan, epoch: int):
 
 @functools.lru_cache(maxsize=2)
 def _fetch(plan: ray.ObjectRef) -> Plan:
-    """A plan from the object store, unpickled once in a process, so that all of its tasks share the cached epoch order."""
+    """A plan from the object store, once in a process: its tasks then share the cached order of an epoch."""
     return ray.get(plan)
 
 
@@ -303,7 +303,8 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
                 raise ValueError(
-                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way."
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                    "encode them in the same way."
                 )
 
 
@@ -323,8 +324,8 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
     plan = Plan(sources, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps)
     if plan.steps_per_epoch < 1:
         raise ValueError(
-            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of {config.latents_uri} "
-            "can fill: make it smaller, or encode more data."
+            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of "
+            f"{config.latents_uri} can fill: make it smaller, or encode more data."
         )
     return plan
 
@@ -337,15 +338,16 @@ def latents_dataset(
 ) -> ray.data.Dataset:
     """Stored latents in the plan's order, from `first_step` on, as a Ray dataset of the plan's blocks.
 
-    Columns: id, caption, the latents of `resolution` (of a mapping: of all its sizes), the embeddings, `keep` (False: masked
-    out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in the run.
+    Columns: id, caption, the latents of `resolution` (of a mapping: of all its sizes), the embeddings, `keep` (False:
+    masked out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in the
+    run.
     """
     read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
     return build_dataset(plan, first_step, num_steps, read)
 
 
 def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -> ray.data.Dataset:
-    """The rows that `read(row ranges, source)` returns, with their column `keep`, as a Ray dataset of the plan's blocks.
+    """The rows that `read(row ranges, source)` returns, with a column `keep`, as a Ray dataset of the plan's blocks.
 
     Of the data before `first_step`, only the head of that step's chunk is read.
     """

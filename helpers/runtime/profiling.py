@@ -196,9 +196,9 @@ class Meter:
             self.config.unet_config, shapes[f"image_latents_{resolution}"][1:], shapes["caption_embeddings"]
         )
 
-    def line(self, resolution, seconds, data_seconds, checkpoint_seconds):
+    def line(self, resolution, seconds, data_seconds, checkpoint_seconds, num_rows):
         """The columns of one step."""
-        rate = self.config.global_batch_size / seconds
+        rate = num_rows / seconds
         return {
             "resolution": resolution,
             "step_seconds": seconds,

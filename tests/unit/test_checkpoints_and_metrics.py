@@ -131,7 +131,7 @@ def test_an_error_is_told_in_a_sentence(text, short):
 WATCHED = """
 import sys, threading
 sys.path.insert(0, {root!r})
-from helpers.watchdog import Watchdog
+from helpers.runtime.fault_tolerance import Watchdog
 with Watchdog(0.3, on_hang={on_hang}) as watchdog:
     watchdog.beat()
     {body}

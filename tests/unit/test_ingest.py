@@ -272,7 +272,9 @@ def test_units_that_arrive_in_another_order_are_refused_in_one_sentence():
     blocks = [pa.table({"unit": np.repeat([number], 3)}) for number in (1, 5, 3)]
     workers = ingest.worker_units(blocks, config, 0, 1, 2)
     assert list(next(workers)) == [1]
-    with pytest.raises(RuntimeError, match=r"^Worker 1 expected units \[3\] for step 1 and received \[5\]: the data starts"):
+    with pytest.raises(
+        RuntimeError, match=r"^Worker 1 expected units \[3\] for step 1 and received \[5\]: the data starts"
+    ):
         next(workers)
     with pytest.raises(RuntimeError, match=r"^Worker 1 expected units \[7\] for step 3 and received \[\]: "):
         next(ingest.worker_units([], config, 3, 1, 2))
