@@ -106,7 +106,7 @@ def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(most_sources=1), st.integers(0, 3))
-def test_an_epoch_of_one_data_set_uses_every_row_but_for_less_than_one_batch(plan, epoch):
+def test_an_epoch_leaves_out_less_than_one_batch(plan, epoch):
     steps = plan.steps_per_epoch
     used = sum(steps_of(plan, epoch * steps, (epoch + 1) * steps), [])
     assert len(used) >= plan.num_rows - plan.batch_rows + 1
@@ -114,7 +114,7 @@ def test_an_epoch_of_one_data_set_uses_every_row_but_for_less_than_one_batch(pla
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_an_epoch_of_a_mixture_ends_when_one_of_them_has_too_few_rows_for_one_more_batch(plan):
+def test_an_epoch_of_a_mixture_ends_with_its_first_source(plan):
     sizes = np.array([source.num_rows for source in plan.sources])
     assert (plan.rows_by_source(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
     assert (plan.rows_by_source((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
@@ -145,7 +145,7 @@ def test_proportions_hold_in_windows_of_a_long_run(shares):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.data())
-def test_a_run_that_starts_at_a_step_goes_on_as_one_that_started_at_the_first(plan, data):
+def test_a_run_may_start_at_any_step(plan, data):
     last = data.draw(st.integers(1, 3 * plan.steps_per_epoch))
     first = data.draw(st.integers(0, last))
     assert steps_of(plan, first, last) == steps_of(plan, 0, last)[first:]
@@ -153,7 +153,7 @@ def test_a_run_that_starts_at_a_step_goes_on_as_one_that_started_at_the_first(pl
 
 @settings(max_examples=60, deadline=None)
 @given(plans(units_per_step=8), st.data())
-def test_any_number_of_workers_trains_on_the_same_global_batches_from_any_step(plan, data):
+def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
     last = plan.steps_per_epoch + 1
     first = data.draw(st.integers(0, last))
     batches = steps_of(plan, first, last)
@@ -163,7 +163,7 @@ def test_any_number_of_workers_trains_on_the_same_global_batches_from_any_step(p
 
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2))
-def test_the_chunks_are_cut_from_one_permutation_of_each_data_sets_row_groups(plan, epoch):
+def test_chunks_follow_one_permutation_of_the_row_groups(plan, epoch):
     """The rows that a data set gives, chunk after chunk, are those of its row groups in the epoch's order."""
     for number, (groups, ends) in enumerate(plan.row_group_order(epoch)):
         mine = plan.sources[number]
@@ -178,13 +178,13 @@ def test_the_chunks_are_cut_from_one_permutation_of_each_data_sets_row_groups(pl
         assert found == line[: len(found)]
 
 
-def test_units_that_travel_together_are_one_slots_of_consecutive_steps():
+def test_a_block_holds_one_place_of_consecutive_steps():
     plan = plan_of(["a"], [[64] * 3], 4, 2, 12, block_steps=3)
     numbers = [number for number, _ in dealt(plan, 0, 6)]
     assert numbers == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
-def test_what_is_missing_to_a_whole_block_is_marked():
+def test_padding_of_a_block_is_marked():
     plan = plan_of(["a"], [[36]], 4, 2, 6, block_steps=3)
     assert plan.steps_per_epoch == 4
     assert [number for number, _ in dealt(plan, 2, 4)] == [0, 2, 4, 1, 3, 5, 6, -1, -1, 7, -1, -1]
@@ -211,7 +211,7 @@ def test_every_chunk_is_shuffled_in_an_order_of_its_own():
     assert len({tuple(order) for order in orders}) == 2 * plan.chunks_per_epoch == 16
 
 
-def test_a_batch_mixes_row_groups_and_not_only_the_rows_within_them():
+def test_a_batch_mixes_row_groups():
     plan = plan_of(["a"], [[64] * 16], 8, 2, 64)
     batches = steps_of(plan, 0, plan.steps_per_epoch)
     assert np.mean([len({(name, group) for _, name, group, _ in batch}) for batch in batches]) > 5
@@ -224,7 +224,7 @@ def test_the_plan_is_the_same_on_another_machine(plan):
     assert plan.row_group_order(1)[0][0].tolist() == [11, 0, 10, 7, 4, 1, 15, 9, 3, 14, 6, 13, 8, 12, 2, 5]
 
 
-def test_the_plan_gives_the_same_rows_in_every_version_of_this_code():
+def test_the_plan_stays_the_same_in_new_versions():
     """Numbers of an earlier version: a run that is resumed with newer code goes on with the same samples."""
     files = [("a", [4, 4, 2]), ("b", [3, 4])]
     plan = ingest.Plan([ingest.Source.of("/one", files)], 2, 2, 4, seed=7)
@@ -239,7 +239,7 @@ def test_the_plan_gives_the_same_rows_in_every_version_of_this_code():
     ]
 
 
-def test_the_plan_of_a_mixture_gives_the_same_rows_in_every_version_of_this_code():
+def test_the_plan_of_a_mixture_stays_the_same_in_new_versions():
     sources = [
         ingest.Source.of("/one", [("a", [4, 4, 2]), ("b", [3, 4])], 0.75),
         ingest.Source.of("/two", [("c", [5, 3])], 0.25),
@@ -267,7 +267,7 @@ def test_the_plan_of_a_mixture_gives_the_same_rows_in_every_version_of_this_code
     ]
 
 
-def test_units_that_arrive_in_another_order_are_refused_in_one_sentence():
+def test_units_in_another_order_are_refused_in_one_sentence():
     config = types.SimpleNamespace(max_steps=4, units_per_step=2, unit_rows=3)
     blocks = [pa.table({"unit": np.repeat([number], 3)}) for number in (1, 5, 3)]
     workers = ingest.worker_units(blocks, config, 0, 1, 2)
@@ -306,7 +306,7 @@ def test_a_run_is_planned_from_the_manifest_and_the_recipe(build_manifest):
     assert plan.steps_per_epoch == 4 and plan.sources[0].file_names == ["0.parquet"]
 
 
-def test_the_plan_does_not_change_with_the_workers_or_the_micro_batch(build_manifest):
+def test_the_plan_does_not_depend_on_workers_or_micro_batches(build_manifest):
     manifests = {"/a": build_manifest((64, 64))}
     plans = [
         ingest.plan_run(manifests, TrainingConfig(global_batch_size=32, units_per_step=4, latents_uri="/a", **values))
@@ -315,7 +315,7 @@ def test_the_plan_does_not_change_with_the_workers_or_the_micro_batch(build_mani
     assert steps_of(plans[0], 0, 9) == steps_of(plans[1], 0, 9) == steps_of(plans[2], 0, 9)
 
 
-def test_chunks_are_sized_by_bytes_and_units_that_are_large_travel_alone(build_manifest):
+def test_chunks_are_sized_by_bytes_and_large_units_travel_alone(build_manifest):
     """174 kB a row, as Stable Diffusion 2 with 1024-wide captions: a few hundred rows a chunk."""
     shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
     config = TrainingConfig(global_batch_size=64, latents_uri="/a")
@@ -347,7 +347,7 @@ def test_data_sets_of_different_encoders_are_not_mixed(build_manifest):
         ingest.check_mixture(manifests)
 
 
-def test_a_long_stream_has_at_most_20_000_tasks_of_eight_chunks_or_more():
+def test_a_long_run_has_at_most_20_000_read_tasks():
     assert [ingest.num_tasks(n) for n in (1, 64, 512, 8000, 160_000, 5_000_000)] == [1, 64, 64, 1000, 20_000, 20_000]
 
 
@@ -405,7 +405,7 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
         assert rows[column].to_pylist() == expected[column].to_pylist()
 
 
-def test_a_block_is_cut_into_its_units_and_one_that_holds_parts_of_units_is_refused():
+def test_a_block_is_split_into_whole_units():
     block = pa.table({"unit": np.repeat([4, 6, -1], 3), "id": range(9)})
     found = ingest.split_units(block, 3)
     assert {number: rows["id"].to_pylist() for number, rows in found.items()} == {4: [0, 1, 2], 6: [3, 4, 5]}
