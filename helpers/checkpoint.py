@@ -1,36 +1,46 @@
-"""Save and load the state of training with `torch.distributed.checkpoint`: every rank writes its part."""
+"""Saving, loading and finding checkpoints with `torch.distributed.checkpoint`: each rank writes its part. No Ray."""
+
+from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import re
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from diffusers import UNet2DConditionModel
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
-from . import storage
+from . import distributed, storage
 
-PROGRESS = "progress.json"  # in every checkpoint: the step, and the files that make it complete
+PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 BEST = "best"  # in a run's folder: a copy of the checkpoint with the lowest validation loss
 
 
-def checkpoint_name(step, attempt):
-    """A name of its own for every save, so that a step which is redone never writes into an earlier attempt's folder."""
+def checkpoint_name(step: int, attempt: int) -> str:
+    """Unique for each save: a step that is done again never writes into the folder of an earlier attempt."""
     return f"checkpoint-{step:09d}-{attempt:03d}"
 
 
-def list_checkpoints(run_uri):
+def list_checkpoints(run_uri: str) -> list[str]:
     """URIs of a run's checkpoint folders, complete or not, newest step first."""
-    found = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
-    return sorted(found, key=storage.name, reverse=True)
+    uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
+    return sorted(uris, key=storage.name, reverse=True)
 
 
-def find_corruption(checkpoint_uri):
+def find_corruption(checkpoint_uri: str) -> str | None:
     """What is wrong with a checkpoint folder, in a few words; None if it is complete."""
     try:
         progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))
@@ -48,16 +58,21 @@ def find_corruption(checkpoint_uri):
     return None
 
 
-def last_complete(run_uri):
+def last_complete(run_uri: str) -> str | None:
     """URI of the newest complete checkpoint; None if there is none.
 
-    Ray Train's own list is not asked: it knows what was reported, not what the storage still holds.
+    Ray Train's own list of checkpoints says what was reported, not what the storage still holds.
     """
     return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
 
 
-def keep_as_best(run_uri, folder, name):
-    """Copy a checkpoint to `best/` of its run, and then delete the one that was there."""
+def step_of(checkpoint_uri: str) -> int:
+    """Steps done at a checkpoint."""
+    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+
+
+def keep_as_best(run_uri: str, folder: str, name: str) -> None:
+    """Copy a checkpoint to `best/` of its run, then delete the one that was there."""
     best_uri = storage.join(run_uri, BEST)
     storage.copy_folder(folder, storage.join(best_uri, name))
     for uri in list_checkpoints(best_uri):
@@ -65,93 +80,68 @@ def keep_as_best(run_uri, folder, name):
             storage.delete(uri)
 
 
-def step_of(checkpoint_uri):
-    """Steps done at a checkpoint."""
-    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+def reconcile_checkpoints(run_uri: str) -> list[str]:
+    """Make what a run left behind usable for the next attempt; returns sentences about checkpoints that cannot be used.
 
-
-def reconcile_checkpoints(run_uri):
-    """Make Ray Train's list of checkpoints agree with what the storage holds; returns sentences on what was dropped.
-
-    A damaged checkpoint leaves the list and its folder is deleted; so are folders that never made it into the list,
-    but for the newest complete one, where the run goes on. Call it while nothing trains under this name.
+    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders; without a
+    list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
+    the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
+    while nothing trains under this name.
     """
-    said, resume_from = [], last_complete(run_uri)
-    listed_uri = storage.join(run_uri, SNAPSHOT)
-    try:
-        snapshot = storage.read_json(listed_uri)
-        listed = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"]]
-    except FileNotFoundError:
-        snapshot, listed = None, []
-    except (ValueError, KeyError):  # the driver was killed while it was written
-        snapshot, listed = None, []
-        storage.delete(listed_uri)
-        said.append(f"{SNAPSHOT} was cut short: Ray Train's list of checkpoints is made anew.")
+    sentences, usable, resume_from = [], [], last_complete(run_uri)
     folders = {storage.name(uri): uri for uri in list_checkpoints(run_uri)}
-    kept = []
+    snapshot_uri = storage.join(run_uri, SNAPSHOT)
+    try:
+        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
+    except FileNotFoundError:
+        listed = []
+    except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
+        listed = []
+        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
     for name in listed:
         problem = find_corruption(folders[name]) if name in folders else "its folder is missing"
         if problem is None:
-            kept.append(name)
+            usable.append(name)
         else:
-            said.append(f"{name} cannot be used: {problem}.")
-    if snapshot is not None and kept != listed:
-        if kept:
-            storage.write_json(listed_uri, _without(snapshot, kept))
-        else:
-            storage.delete(listed_uri)
+            sentences.append(f"{name} cannot be used: {problem}.")
     for name, uri in folders.items():
-        if name not in kept and uri != resume_from:
+        if name not in usable and uri != resume_from:
             storage.delete(uri)
-    if said:
-        said.append(f"The run goes on from {storage.name(resume_from)}." if resume_from else "The run starts over.")
-    return said
+    if sentences:
+        storage.delete(snapshot_uri)
+        resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
+        sentences.append(resumes)
+    return sentences
 
 
-def _without(snapshot, kept):
-    """Ray Train's snapshot with only the checkpoints `kept`."""
-    pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
-    pairs = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] in kept]
-    latest = max(pairs, key=lambda pair: pair[1])[0]
-    # Validations that were under way are not resumed: the next checkpoint is validated again.
-    return {
-        **snapshot,
-        "checkpoint_results": [result for result, _ in pairs],
-        "checkpoint_report_indices": [index for _, index in pairs],
-        "latest_checkpoint_result": latest,
-        "pending_training_results": [],
-        "pending_validation_specs": [],
-    }
+def is_single_process() -> bool:
+    """Whether to skip collectives: gloo's threads oversubscribe OpenMP, and later steps would take twice as long."""
+    return distributed.world_size() == 1
 
 
-def is_single_process():
-    """Whether there is no other rank to agree with.
+def save(folder: str, *, model, optimizer, ema, step: int) -> None:
+    """Write model, EMA, optimizer and step to a local folder; each rank writes its own files.
 
-    A group of one could take part in collectives with itself; but gloo's threads then start OpenMP teams of their own,
-    libgomp finds more threads than cores and stops spinning, and every later step takes twice as long.
-    """
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def save(folder, *, model, optimizer, ema, step):
-    """Write model, EMA, optimizer and step to a local folder; on several ranks each writes its own files there.
-
-    Rank 0 adds `progress.json`: the step, and every rank's files with their sizes, by which a copy of the folder that
-    lacks something is told from a complete one (`checkpoint.find_corruption`).
+    Rank 0 adds `progress.json`: the step, and the names and sizes of all ranks' files, by which `find_corruption` tells
+    a complete copy from an incomplete one.
     """
     with expected_single_process():
         dcp.save(gather_state(model, optimizer, ema), storage_writer=open_writer(folder), no_dist=is_single_process())
     write_progress(folder, step)
 
 
-def async_save(folder, *, model, optimizer, ema, step, group=None):
-    """Like `save`, but only copies the state into the CPU's memory; a thread writes while training goes on.
+def async_save(folder: str, *, model, optimizer, ema, step: int, group=None) -> Callable[[], None]:
+    """Like `save`, but only copies the state to CPU memory; a thread writes it while training goes on.
 
-    Returns `finish()`, which waits until everything is written. Call it on every rank, from any thread, before the next
-    `start`. `group`: what `cpu_group` gave, because training has the default one to itself.
+    Returns `finish()`, which waits until everything is written. Call `finish` on every rank, from any thread, before
+    the next `async_save`. `group`: from `cpu_group`, because training uses the default group at the same time.
     """
-    # The default of `async_save`, were it not that a writer which is given copies in its own way, twice where it is sharded.
-    stager = DefaultStager(StagingOptions(*[False] * 4))
+    # PyTorch's default stager; but given a writer without a stager, it stages in the writer, twice where state is
+    # sharded.
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    stager = DefaultStager(options)
     with expected_single_process():
         writing = dcp.async_save(
             gather_state(model, optimizer, ema),
@@ -164,40 +154,38 @@ def async_save(folder, *, model, optimizer, ema, step, group=None):
     def finish():
         with expected_single_process():
             writing.result()
-        stager.close()  # or the copy stays
+        stager.close()  # frees the copy
         write_progress(folder, step, group)
 
     return finish
 
 
-def open_writer(folder):
-    """Writes one tensor after another. With copies ahead, the thread that writes would use the first GPU on every rank."""
+def open_writer(folder: str) -> dcp.FileSystemWriter:
+    """Writes one tensor after another: to copy ahead, the writing thread would use the first GPU on every rank."""
     return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
-def cpu_group():
-    """A process group for `start`, on all ranks; None where there is nobody to agree with."""
+def cpu_group() -> dist.ProcessGroup | None:
+    """A process group for `async_save`, on all ranks; None without a process group."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def gather_state(model, optimizer, ema):
+def gather_state(model, optimizer, ema) -> dict:
     """What a checkpoint holds: this rank's part of it."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "ema": ema.state_dict()}
 
 
-def write_progress(folder, step, group=None):
-    files = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-    if not is_single_process():
-        parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(files, parts, group=group)
-        files = {name: size for part in parts or [] for name, size in part.items()}
-    if is_single_process() or dist.get_rank() == 0:
+def write_progress(folder: str, step: int, group=None) -> None:
+    sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+    ranks = distributed.gather_objects(sizes, group)
+    if ranks:
+        files = {name: size for files in ranks for name, size in files.items()}
         pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
 
 
-def load(folder, *, model, optimizer, ema):
-    """Restore what `save` wrote, in place; returns the number of steps done."""
+def load(folder: str, *, model, optimizer, ema) -> int:
+    """Restore what `save` wrote, in place; returns the steps done. The number of ranks may differ from `save`'s."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
     with expected_single_process():
@@ -210,17 +198,34 @@ def load(folder, *, model, optimizer, ema):
 
 @contextlib.contextmanager
 def expected_single_process():
-    """PyTorch warns when a checkpoint is read or written without a process group, which is what `no_dist` asks for."""
+    """Silence PyTorch's warning that there is no process group, which `no_dist` has said already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 @torch.no_grad()
-def load_weights(folder, unet, which="ema"):
-    """Load the weights of a checkpoint into a plain U-Net: "ema" or "model"."""
+def load_weights(folder: str, unet: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
+    """Load the weights of a checkpoint, "ema" or "model", into a U-Net of one process or sharded over the ranks."""
     state = {which: {name: parameter.detach() for name, parameter in unet.named_parameters()}}
     with expected_single_process():
         dcp.load(state, checkpoint_id=folder, no_dist=True)
     unet.load_state_dict(state[which])
     return unet
+
+
+def load_initial_weights(folder: str, unet: torch.nn.Module, ema) -> None:
+    """Load the weights that a new run starts from: a checkpoint of another run, or a U-Net in diffusers layout.
+
+    The EMA starts from the checkpoint's EMA, or from the U-Net's weights.
+    """
+    if os.path.exists(os.path.join(folder, PROGRESS)):
+        load_weights(folder, unet, "ema")
+        averaged = ema.copy()
+        load_weights(folder, unet, "model")
+    else:
+        weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
+        set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))
+        averaged = ema.copy()
+    if ema.start == 0:
+        ema.shadow = averaged

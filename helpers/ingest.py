@@ -1,43 +1,71 @@
-"""The epoch plan: which rows make which step, on any number of workers, from any step on.
+"""The epoch plan: which rows make which step, on any number of workers, starting at any step.
 
-A pure function of (the data sets' row groups, their proportions, seed, epoch). For each data set, all row groups are
-permuted and laid end to end. An epoch draws from these lines in the given proportions, by a fixed pattern, so that they
-hold in every window of it; what it draws is cut into chunks of `chunk_rows` rows, the rows of a data set in a chunk are
-permuted, and the chunk is cut into units of `unit_rows` rows. Unit number u belongs to step u // units_per_step and to
-worker u % num_workers, so every worker count that divides `units_per_step` trains on the same global batches, and a run
-can start at any step by starting at its first unit. What does not fill a whole step at the end of an epoch is left out
-of that epoch, and so is what another data set of the mixture has too little for.
+The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch:
 
-Ray Data reads a chunk within one task and hands blocks out in order (`preserve_order`, `streaming_split(equal=True)`).
-A block is a unit, or, where units are small, the same worker's units of `block_steps` steps: a block costs some
-milliseconds, whatever it holds. That order rests on behaviour which Ray keeps but does not promise: each row carries
-its unit's number, and the training loop checks it. Nothing after the plan may drop a row, or the split would shift:
-unwanted rows are masked in the loss.
+    row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        as they lie in the Parquet files
+                        shuffled anew in each epoch, concatenated
+    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        of a mixture: drawn from each data set by proportion
+    chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
+    units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
+    steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
+    workers      | w0 | w1 | w0 | w1 | w0 | w1 | w0 | w1 |        and to worker u % num_workers (here 2)
+    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units sent to a worker together (here block_steps=2)
+    micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
+
+Every number of workers that divides `units_per_step` trains on the same global batches, and a run can start at any step
+by starting at that step's first unit. Rows at the end of an epoch that do not fill a whole step are left out of that
+epoch; so are the remaining rows of the larger data sets once the first data set of a mixture runs out.
+
+One task reads a chunk, and Ray Data hands its blocks out in order (`preserve_order`, `streaming_split(equal=True)`). A
+block costs some milliseconds whatever its size, so small units travel together: one block holds the units with the same
+place in `block_steps` consecutive steps. Ray does not promise this order in its documentation, so each row carries its
+unit's number and `worker_units` checks it.
+
+Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Unwanted
+rows are masked out of the loss instead.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.data._internal.execution.execution_callback import ExecutionCallback
+import ray.data
 
 from . import schema, storage
+from .config import TrainingConfig
 
 UNIT, KEEP = "unit", "keep"
-VALIDATION = "validation"  # of a run whose pictures are encoded on the way: a latents folder of the held-out rows
-CHUNK_BYTES = 64 * 2**20  # a few chunks are in memory at once, per reading task
-CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # enough to mix; more only makes the first batch late
-BLOCK_BYTES = 4 * 2**20  # units smaller than this travel together
-# How far ahead of the trainers data is made: the larger of the two. Ray Data counts 32 MiB for each task in flight, whatever it
-# will be, so a smaller bound would leave some of sixteen encoders without work.
+VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
+CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
+CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
+BLOCK_BYTES = 4 * 2**20  # smaller units travel together
+# How much data is made ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB for each running task,
+# whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
-MIXING_PERIOD = 10_000  # proportions hold to 1 in this many
+MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PERIOD
+
+
+class RowRange(NamedTuple):
+    """Consecutive rows of one row group of a file."""
+
+    file_name: str
+    row_group: int
+    first_row: int
+    num_rows: int
+
+
+ReadRows = Callable[[list[RowRange], "Source"], pa.Table]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,19 +75,19 @@ class Source:
     Args:
         uri: its folder, as `latents_uri`.
         file_names: Parquet files, relative to its `data/` folder.
-        group_rows: rows of every row group, files laid end to end.
-        first_group: number of each file's first row group, and at the end the number of all.
+        group_rows: (row groups of all files,) rows of each.
+        first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
         proportion: its share of every batch; those of a mixture add up to 1.
     """
 
     uri: str
-    file_names: list
+    file_names: list[str]
     group_rows: np.ndarray
     first_group: np.ndarray
     proportion: float = 1.0
 
     @classmethod
-    def of(cls, uri, files, proportion=1.0):
+    def of(cls, uri: str, files: list[tuple[str, list[int]]], proportion: float = 1.0) -> Source:
         """`files`: [(name, rows of each of its row groups)], as in a manifest."""
         return cls(
             uri,
@@ -70,18 +98,30 @@ class Source:
         )
 
     @functools.cached_property
-    def num_rows(self):
+    def num_rows(self) -> int:
         return int(self.group_rows.sum())
 
-    def piece(self, group, first, num_rows):
-        """(file name, row group of that file, first row, number of rows)."""
+    def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
+        """Rows of row group number `group` of the data set, by file."""
         file = np.searchsorted(self.first_group, group, side="right") - 1
-        return self.file_names[file], int(group - self.first_group[file]), int(first), int(num_rows)
+        return RowRange(self.file_names[file], int(group - self.first_group[file]), int(first_row), int(num_rows))
+
+    def row_ranges(self, order: np.ndarray, ends: np.ndarray, start: int, stop: int) -> list[RowRange]:
+        """Rows `start` to `stop` of the row groups concatenated in `order`; `ends`: the row at which each one ends."""
+        if start == stop:
+            return []
+        ranges = []
+        for position in range(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left") + 1):
+            group, end = order[position], ends[position]
+            begin = end - self.group_rows[group]
+            first, last = max(start, begin), min(stop, end)
+            ranges.append(self.row_range(group, first - begin, last - first))
+        return ranges
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The order of samples of a whole run.
+    """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
 
     Args:
         sources: the data sets that are mixed; usually one.
@@ -89,11 +129,11 @@ class Plan:
         units_per_step: units of a global batch.
         chunk_units: units of a chunk; more mix better and take more memory.
         seed: of the shuffle.
-        block_steps: steps of which one slot's units travel as one block; more than 1 only if `chunk_units` is a
-            multiple of `block_steps * units_per_step`.
+        block_steps: steps whose units travel in one block; above 1, `chunk_units` must be a multiple of
+            `block_steps * units_per_step`.
     """
 
-    sources: list
+    sources: list[Source]
     unit_rows: int
     units_per_step: int
     chunk_units: int
@@ -101,159 +141,160 @@ class Plan:
     block_steps: int = 1
 
     @property
-    def batch_rows(self):
+    def batch_rows(self) -> int:
         return self.unit_rows * self.units_per_step
 
     @property
-    def block_rows(self):
-        """Rows of every block that travels: as `batch_size`, a stage is handed one block at a time."""
+    def block_rows(self) -> int:
+        """Rows of a block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
         return self.unit_rows * self.block_steps
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources."""
+        return sum(source.num_rows for source in self.sources)
+
+    # ---- mixing
+
     @functools.cached_property
-    def pattern(self):
-        """Which source each of `PATTERN` consecutive rows is drawn from: always the one that is furthest behind."""
+    def mixing_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD,) the source of each consecutive row: always the one that is furthest behind its share."""
         if len(self.sources) == 1:
             return np.zeros(MIXING_PERIOD, dtype=np.int64)
         shares = np.array([source.proportion for source in self.sources])
         left, behind = np.round(shares * MIXING_PERIOD), np.zeros(len(shares))
         left[np.argmax(left)] += MIXING_PERIOD - left.sum()
-        shares, chosen = left / MIXING_PERIOD, np.empty(MIXING_PERIOD, dtype=np.int64)
+        shares, schedule = left / MIXING_PERIOD, np.empty(MIXING_PERIOD, dtype=np.int64)
         for position in range(MIXING_PERIOD):
             behind += shares
-            chosen[position] = np.argmax(np.where(left > 0, behind, -np.inf))
-            behind[chosen[position]] -= 1
-            left[chosen[position]] -= 1
-        return chosen
+            chosen = np.argmax(np.where(left > 0, behind, -np.inf))
+            schedule[position] = chosen
+            behind[chosen] -= 1
+            left[chosen] -= 1
+        return schedule
 
     @functools.cached_property
-    def _drawn(self):
-        """(PATTERN + 1, sources): rows of each source among the first rows of the pattern."""
+    def _cumulative_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD + 1, sources) rows of each source among the first rows of the schedule."""
         counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
-        counts[np.arange(1, MIXING_PERIOD + 1), self.pattern] = 1
+        counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
         return np.cumsum(counts, axis=0)
 
-    def drawn(self, rows):
-        """How many of an epoch's first `rows` rows each source gives."""
-        whole, rest = divmod(rows, MIXING_PERIOD)
-        return whole * self._drawn[-1] + self._drawn[rest]
+    def rows_by_source(self, num_rows: int) -> np.ndarray:
+        """(sources,) how many of an epoch's first `num_rows` rows come from each source."""
+        periods, rest = divmod(num_rows, MIXING_PERIOD)
+        return periods * self._cumulative_schedule[-1] + self._cumulative_schedule[rest]
+
+    # ---- the size of an epoch
 
     @functools.cached_property
-    def steps_per_epoch(self):
+    def steps_per_epoch(self) -> int:
         """Whole steps before the first source runs out."""
-        rows = np.array([source.num_rows for source in self.sources])
-        fewest, most = 0, int(rows.sum()) // self.batch_rows
-        while fewest < most:  # the last number of steps that no source is too small for
-            middle = (fewest + most + 1) // 2
-            fewest, most = (
-                (middle, most) if (self.drawn(middle * self.batch_rows) <= rows).all() else (fewest, middle - 1)
-            )
-        return fewest
+        available = np.array([source.num_rows for source in self.sources])
+        fits, too_many = 0, int(available.sum()) // self.batch_rows + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if (self.rows_by_source(middle * self.batch_rows) <= available).all():
+                fits = middle
+            else:
+                too_many = middle
+        return fits
 
     @property
-    def num_rows(self):
-        """Rows of all sources."""
-        return sum(source.num_rows for source in self.sources)
-
-    @property
-    def units_per_epoch(self):
+    def units_per_epoch(self) -> int:
         return self.steps_per_epoch * self.units_per_step
 
     @property
-    def chunks_per_epoch(self):
+    def chunks_per_epoch(self) -> int:
         return -(-self.units_per_epoch // self.chunk_units)
 
-    def order(self, epoch):
-        """For each source `(groups, ends)`: its row groups in this epoch's order, and the row at which each ends."""
+    # ---- from steps to chunks, units and rows
+
+    def chunk_of(self, unit: int) -> int:
+        """The chunk that a unit belongs to."""
+        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
+        return epoch * self.chunks_per_epoch + unit_in_epoch // self.chunk_units
+
+    def chunk_range(self, first_step: int, num_steps: int) -> range:
+        """The chunks that hold the units of steps `first_step` to `num_steps` (exclusive)."""
+        if first_step >= num_steps:
+            return range(0)
+        first_unit, end_unit = first_step * self.units_per_step, num_steps * self.units_per_step
+        return range(self.chunk_of(first_unit), self.chunk_of(end_unit - 1) + 1)
+
+    def unit_range(self, chunk: int, first_step: int = 0, num_steps: int | None = None) -> range:
+        """The units of a chunk, clipped to the steps `first_step` to `num_steps` (exclusive; None: no end).
+
+        Blocks do not depend on the step that a run starts at: if `first_step` lies inside a block, so do the units of
+        the block's earlier steps, which the worker skips.
+        """
+        epoch, index = divmod(chunk, self.chunks_per_epoch)
+        start = epoch * self.units_per_epoch + index * self.chunk_units
+        stop = min(start + self.chunk_units, (epoch + 1) * self.units_per_epoch)
+        skipped = max(0, first_step * self.units_per_step - start)
+        if self.block_steps > 1:
+            skipped -= skipped % (self.block_steps * self.units_per_step)
+        return range(start + skipped, stop if num_steps is None else min(stop, num_steps * self.units_per_step))
+
+    def block_order(self, units: range) -> np.ndarray:
+        """The units of a chunk in the order in which they travel, `block_steps` of them in each block.
+
+        (N,) unit numbers; -1 fills up the blocks of the last steps, so that all blocks have the same number of rows.
+        """
+        numbers = np.arange(units.start, units.stop)
+        if self.block_steps == 1:
+            return numbers
+        units_per_group = self.block_steps * self.units_per_step  # of the blocks with the same steps
+        padded = np.full(-(-len(numbers) // units_per_group) * units_per_group, -1)
+        padded[: len(numbers)] = numbers
+        return padded.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
+
+    def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each source `(order, ends)`: its row groups as shuffled in this epoch, and the row at which each ends."""
         orders = []
         for number, source in enumerate(self.sources):
             key = [self.seed, epoch, number] if number else [self.seed, epoch]
-            groups = np.random.default_rng(key).permutation(len(source.group_rows))
-            orders.append((groups, np.cumsum(source.group_rows[groups])))
+            order = np.random.default_rng(key).permutation(len(source.group_rows))
+            orders.append((order, np.cumsum(source.group_rows[order])))
         return orders
 
-    def chunk(self, epoch, index):
-        """One chunk: `(pieces, permutation)`.
+    def chunk_rows(self, chunk: int) -> tuple[list[list[RowRange]], np.ndarray]:
+        """The rows of a chunk: `(row ranges of each source, permutation)`.
 
-        `pieces`: for each source [(file name, row group of that file, first row, number of rows)] in order;
-        `permutation`: the order in which their rows, laid end to end, are dealt out to units.
+        Row i of the chunk is row `permutation[i]` of all its row ranges concatenated, one source after another.
         """
-        start = index * self.chunk_units * self.unit_rows
-        stop = min(start + self.chunk_units * self.unit_rows, self.units_per_epoch * self.unit_rows)
-        random = np.random.default_rng([self.seed, epoch, index])
-        from_source = np.take(self.pattern, np.arange(start, stop), mode="wrap")
-        first, last = self.drawn(start), self.drawn(stop)
-        pieces, permutation, offset = [], np.empty(stop - start, dtype=np.int64), 0
-        for number, (source, (groups, ends)) in enumerate(zip(self.sources, _cached_order(self, epoch), strict=True)):
-            pieces.append(list(_row_ranges(source, groups, ends, first[number], last[number])))
-            count = int(last[number] - first[number])
-            permutation[from_source == number] = offset + random.permutation(count)
-            offset += count
-        return pieces, permutation
-
-    def span(self, chunk, first_step, num_steps):
-        """`(epoch, index, first unit of the chunk, last unit + 1)` of a run's chunk that the steps use."""
         epoch, index = divmod(chunk, self.chunks_per_epoch)
-        start = epoch * self.units_per_epoch + index * self.chunk_units
-        units = min(self.chunk_units, self.units_per_epoch - index * self.chunk_units)
-        first = max(0, first_step * self.units_per_step - start)
-        # A block starts where it does whichever step a run starts at: the steps before are skipped by the worker.
-        first -= first % (self.block_steps * self.units_per_step) if self.block_steps > 1 else 0
-        return epoch, index, first, min(units, num_steps * self.units_per_step - start)
-
-    def chunks(self, first_step, num_steps):
-        """`range` of the run's chunks that make the steps `first_step` to `num_steps`."""
-
-        def chunk_of(step):
-            epoch, step = divmod(step, self.steps_per_epoch)
-            return epoch * self.chunks_per_epoch + step * self.units_per_step // self.chunk_units
-
-        if first_step >= num_steps:
-            return range(0)
-        last_epoch, last_unit = divmod(num_steps * self.units_per_step - 1, self.units_per_epoch)
-        return range(chunk_of(first_step), last_epoch * self.chunks_per_epoch + last_unit // self.chunk_units + 1)
-
-    def blocks(self, first, stop):
-        """`(units, rows)` of a chunk's units `first` to `stop` as they are dealt out, one block after another.
-
-        `units` (N,): the number in the chunk of each unit that travels; -1 fills up the last steps' blocks, which all
-        have the same number of rows. `rows` (N, unit_rows): where its rows stand in the chunk.
-        """
-        units = np.arange(first, stop)
-        if self.block_steps > 1:
-            steps = -(-len(units) // self.units_per_step)
-            padded = -(-steps // self.block_steps) * self.block_steps * self.units_per_step
-            units = np.concatenate([units, np.full(padded - len(units), -1)])
-            units = units.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
-        return units, np.maximum(units, 0)[:, None] * self.unit_rows + np.arange(self.unit_rows)
-
-
-def _row_ranges(source, groups, ends, start, stop):
-    """The rows `start` to `stop` of a source's row groups, laid end to end in an epoch's order."""
-    if start == stop:
-        return
-    for position in range(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left") + 1):
-        begin = ends[position] - source.group_rows[groups[position]]
-        first, last = max(start, begin), min(stop, ends[position])
-        yield source.piece(groups[position], first - begin, last - first)
+        start = index * self.chunk_units * self.unit_rows  # in rows of the epoch
+        stop = start + len(self.unit_range(chunk)) * self.unit_rows
+        source_of_row = np.take(self.mixing_schedule, np.arange(start, stop), mode="wrap")
+        starts, stops = self.rows_by_source(start), self.rows_by_source(stop)
+        random = np.random.default_rng([self.seed, epoch, index])
+        ranges, permutation, offset = [], np.empty(stop - start, dtype=np.int64), 0
+        for number, (order, ends) in enumerate(_cached_row_group_order(self, epoch)):
+            count = int(stops[number] - starts[number])
+            ranges.append(self.sources[number].row_ranges(order, ends, starts[number], stops[number]))
+            permutation[source_of_row == number] = offset + random.permutation(count)
+            offset += count
+        return ranges, permutation
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_order(plan, epoch):
-    return plan.order(epoch)
+def _cached_row_group_order(plan: Plan, epoch: int):
+    return plan.row_group_order(epoch)
 
 
 @functools.lru_cache(maxsize=2)
-def _fetched(plan):
-    """A plan from the object store, one copy a process: each would order its epochs anew."""
+def _fetch(plan: ray.ObjectRef) -> Plan:
+    """A plan from the object store, once in a process: its tasks then share the cached order of an epoch."""
     return ray.get(plan)
 
 
-def read_manifests(config):
+def read_manifests(config: TrainingConfig) -> dict[str, schema.Manifest]:
     """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none."""
     return {uri: schema.Manifest.read(uri) for uri in config.proportions}
 
 
-def check_mixture(manifests):
+def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
     """Raises ValueError if data sets of different encoders are mixed."""
     (first_uri, first), *others = manifests.items()
     for uri, manifest in others:
@@ -262,71 +303,85 @@ def check_mixture(manifests):
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
                 raise ValueError(
-                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode them in the same way."
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                    "encode them in the same way."
                 )
 
 
-def plan_run(manifests, config):
+def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> Plan:
     """The plan of a training run over the latents of its manifests (URI -> manifest).
 
     Raises ValueError if they do not fill one step.
     """
     row_bytes = next(iter(manifests.values())).row_bytes
     sources = [Source.of(uri, manifest.files, config.proportions[uri]) for uri, manifest in manifests.items()]
-    chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // config.unit_rows)
-    # No more than the data holds, or one chunk would be all of it; and whole blocks where units travel together.
-    chunk_units = min(chunk_units, max(1, sum(source.num_rows for source in sources) // config.unit_rows))
-    chunk_steps = chunk_units // config.units_per_step
-    block_steps = min(max(1, BLOCK_BYTES // (row_bytes * config.unit_rows)), max(1, chunk_steps), 8)
-    if block_steps > 1:
+    num_rows = sum(source.num_rows for source in sources)
+    chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows) // config.unit_rows)
+    chunk_steps = max(1, chunk_units // config.units_per_step)
+    block_steps = min(max(1, BLOCK_BYTES // (row_bytes * config.unit_rows)), chunk_steps, 8)
+    if block_steps > 1:  # chunks of whole blocks
         chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
     plan = Plan(sources, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps)
     if plan.steps_per_epoch < 1:
         raise ValueError(
-            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of {config.latents_uri} "
-            "can fill: make it smaller, or encode more data."
+            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of "
+            f"{config.latents_uri} can fill: make it smaller, or encode more data."
         )
     return plan
 
 
-def latents_dataset(plan, first_step, num_steps, *, resolution, validation_share):
-    """Latents in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
+# ---- reading what is planned
 
-    Columns: id, caption, the latents of `resolution` (or of several: any of them may be a step's), the embeddings, `keep`
-    (False: masked out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in
-    the run.
+
+def latents_dataset(
+    plan: Plan, first_step: int, num_steps: int, *, resolution: int | dict, validation_share: float
+) -> ray.data.Dataset:
+    """Stored latents in the plan's order, from `first_step` on, as a Ray dataset of the plan's blocks.
+
+    Columns: id, caption, the latents of `resolution` (of a mapping: of all its sizes), the embeddings, `keep` (False:
+    masked out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in the
+    run.
     """
     read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
     return build_dataset(plan, first_step, num_steps, read)
 
 
-def build_dataset(plan, first_step, num_steps, read):
-    """What `read(pieces, source)` gives, a table of their rows and `keep`, dealt out in the plan's order.
+def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -> ray.data.Dataset:
+    """The rows that `read(row ranges, source)` returns, with a column `keep`, as a Ray dataset of the plan's blocks.
 
-    Reads nothing before `first_step` but the head of the chunk that the step begins in.
+    Of the data before `first_step`, only the head of that step's chunk is read.
     """
-    chunks = plan.chunks(first_step, num_steps)
-    deal = functools.partial(
+    chunks = plan.chunk_range(first_step, num_steps)
+    read_planned = functools.partial(
         read_chunks, plan=ray.put(plan), first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
     )
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks(len(chunks)))
-    numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
-    return numbers.map_batches(deal, batch_size=1).repartition(target_num_rows_per_block=plan.block_rows)
+    if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
+        numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
+    return numbers.map_batches(read_planned, batch_size=1).repartition(target_num_rows_per_block=plan.block_rows)
 
 
-class SchedulerThrottle(ExecutionCallback):
-    """A pause after each turn of Ray Data's loop.
+class SchedulerThrottle:
+    """Throttle Ray Data's scheduling loop to 20 Hz; while backpressured it busy-waits on ready tasks.
 
-    Once everything is made that may be made ahead (`execution_options`), the tasks that are held back are ready all the
-    time, so the loop waits for nothing and keeps a core busy: on two cores, half of what the trainer has.
+    On a machine that also trains, this would keep one core from the trainer. Implements Ray Data's execution callbacks.
     """
+
+    def before_execution_starts(self, executor):
+        pass
 
     def on_execution_step(self, executor):
         time.sleep(0.05)
 
+    def after_execution_succeeds(self, executor):
+        pass
 
-def num_tasks(num_chunks):
-    """Tasks that read so many chunks.
+    def after_execution_fails(self, executor, error):
+        pass
+
+
+def num_tasks(num_chunks: int) -> int:
+    """How many tasks read so many chunks.
 
     Eight chunks a task, because a task costs some ten milliseconds whatever it reads; and at most 20,000 tasks, because
     Ray Data lists them all before the first one starts, at about a millisecond each.
@@ -334,22 +389,31 @@ def num_tasks(num_chunks):
     return max(1, min(num_chunks, max(64, num_chunks // 8), 20_000))
 
 
-def read_chunks(batch, *, plan, first_chunk, first_step, num_steps, read):
-    """Read chunks by their number and deal their rows to units; one Arrow table a chunk, with a column `unit`."""
-    plan = _fetched(plan) if isinstance(plan, ray.ObjectRef) else plan
+def read_chunks(
+    batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, num_steps: int, read: ReadRows
+) -> Iterator[pa.Table]:
+    """For `map_batches`: one Arrow table for each chunk of `batch["id"]`, counted from `first_chunk`."""
+    plan = _fetch(plan) if isinstance(plan, ray.ObjectRef) else plan
     for number in batch["id"]:
-        epoch, index, first, stop = plan.span(first_chunk + int(number), first_step, num_steps)
-        pieces, permutation = plan.chunk(epoch, index)
-        units, positions = plan.blocks(first, stop)
-        rows = pa.concat_tables(read(mine, source) for mine, source in zip(pieces, plan.sources, strict=True) if mine)
-        rows = rows.combine_chunks().take(permutation[positions.reshape(-1)])
-        start = epoch * plan.units_per_epoch + index * plan.chunk_units
-        numbers = np.repeat(np.where(units < 0, -1, start + units), plan.unit_rows)
-        yield rows.append_column(UNIT, pa.array(numbers))
+        yield read_chunk(plan, first_chunk + int(number), first_step, num_steps, read)
 
 
-def split_units(block, unit_rows):
-    """{unit number: its rows} of a block. Raises RuntimeError if its rows are not whole units."""
+def read_chunk(plan: Plan, chunk: int, first_step: int, num_steps: int, read: ReadRows) -> pa.Table:
+    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`.
+
+    Rows of unit -1 only fill up a block.
+    """
+    ranges, permutation = plan.chunk_rows(chunk)
+    rows = pa.concat_tables(read(mine, source) for mine, source in zip(ranges, plan.sources, strict=True) if mine)
+    units = plan.block_order(plan.unit_range(chunk, first_step, num_steps))
+    place_in_chunk = np.maximum(units - plan.unit_range(chunk).start, 0)
+    positions = place_in_chunk[:, None] * plan.unit_rows + np.arange(plan.unit_rows)
+    rows = rows.combine_chunks().take(permutation[positions.reshape(-1)])
+    return rows.append_column(UNIT, pa.array(np.repeat(units, plan.unit_rows)))
+
+
+def split_units(block: pa.Table, unit_rows: int) -> dict[int, pa.Table]:
+    """{unit number: its rows} of a block, without padding. Raises RuntimeError if its rows are not whole units."""
     numbers = block[UNIT].to_numpy().reshape(-1, unit_rows)
     if (numbers != numbers[:, :1]).any():
         raise RuntimeError(
@@ -362,74 +426,100 @@ def split_units(block, unit_rows):
     }
 
 
-def read_latents(pieces, source, *, resolution, validation_share):
-    """The rows of `pieces` of a latents folder, and `keep`."""
+def worker_units(
+    blocks: Iterable[pa.Table], config: TrainingConfig, first_step: int, rank: int, world_size: int
+) -> Iterator[dict[int, pa.Table]]:
+    """For each step from `first_step` to `max_steps`, a worker's units: {unit number: its rows}.
+
+    Raises RuntimeError if the blocks do not arrive in the plan's order.
+    """
+    blocks, received = iter(blocks), {}
+    for step in range(first_step, config.max_steps):
+        first_unit = step * config.units_per_step
+        expected = range(first_unit + rank, first_unit + config.units_per_step, world_size)
+        while any(unit not in received for unit in expected):
+            block = next(blocks, None)
+            units = {} if block is None else split_units(block, config.unit_rows)
+            if not units.keys() & set(expected):
+                raise RuntimeError(
+                    f"Worker {rank} expected units {list(expected)} for step {step} and received {sorted(units)}: the "
+                    "data starts at another step than the checkpoint, or Ray Data did not keep the order of its blocks."
+                )
+            received.update((unit, rows) for unit, rows in units.items() if unit >= first_unit)
+        yield {unit: received.pop(unit) for unit in expected}
+
+
+def read_latents(
+    row_ranges: list[RowRange], source: Source, *, resolution: int | Iterable[int], validation_share: float
+) -> pa.Table:
+    """Rows of a latents folder, and `keep`."""
     columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]
-    rows = read_pieces(
-        pieces, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data")
+    rows = read_row_ranges(
+        row_ranges, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data")
     )
     has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
     keep = has_latents & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
     return rows.append_column(KEEP, pa.array(keep))
 
 
-def read_pieces(pieces, columns, folder_uri):
-    """The rows of `pieces` (see `Plan.chunk`), laid end to end, as one Arrow table; each file is opened once."""
+def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
+    """Columns of row ranges of a folder's Parquet files, concatenated; each file is opened once."""
     filesystem, folder = storage.open_filesystem(folder_uri)
-    tables = [None] * len(pieces)
-    for name in dict.fromkeys(piece[0] for piece in pieces):
-        with pq.ParquetFile(f"{folder}/{name}", filesystem=filesystem) as file:
-            for position, (piece_name, group, first, num_rows) in enumerate(pieces):
-                if piece_name == name:
-                    tables[position] = file.read_row_group(group, columns=columns).slice(first, num_rows)
+    tables = [None] * len(row_ranges)
+    for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
+        with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem) as file:
+            for position, rows in enumerate(row_ranges):
+                if rows.file_name == file_name:
+                    group = file.read_row_group(rows.row_group, columns=columns)
+                    tables[position] = group.slice(rows.first_row, rows.num_rows)
     return pa.concat_tables(tables).combine_chunks()
 
 
-def validation_rows(config, num_rows):
-    """About the first `num_rows` held-out rows that have latents, in the order of the files, as an Arrow table.
+def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
+    """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
-    Of a mixture, each data set gives its proportion. None if there are no such rows.
+    Of a mixture, each data set gives its proportion.
     """
     if config.validation_share == 0:
         return None
-    parts = []
+    tables = []
     for uri, manifest in read_manifests(config).items():
-        wanted = max(1, round(num_rows * config.proportions[uri]))
-        if manifest.online:  # its validation rows are encoded once, before the run
+        if manifest.online:
             uri = storage.join(uri, VALIDATION)
             manifest = schema.Manifest.read(uri)
-        parts.append(_validation_rows(manifest, uri, config, wanted))
-    found = pa.concat_tables([table for part in parts for table in part]) if any(parts) else None
-    return found if found is not None and found.num_rows else None
+        tables += _held_out_rows(manifest, uri, config, max(1, round(num_rows * config.proportions[uri])))
+    return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
 
 
-def _validation_rows(manifest, uri, config, missing):
+def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, missing: int) -> list[pa.Table]:
     columns = [schema.ID, schema.CAPTION, schema.latents_column(config.largest_resolution), schema.EMBEDDINGS]
-    found, folder = [], storage.join(uri, "data")
+    tables, folder = [], storage.join(uri, "data")
 
-    def held_out(file):
-        """[(piece of a row group that has such rows, which they are)]"""
-        pieces = [(file[0], group, 0, rows) for group, rows in enumerate(file[1])]
-        mine = schema.held_out(read_pieces(pieces, [schema.ID], folder)[schema.ID].to_pylist(), config.validation_share)
-        masks = np.split(mine, np.cumsum(file[1])[:-1])
-        return [(piece, mask) for piece, mask in zip(pieces, masks, strict=True) if mask.any()]
+    def find_held_out(file):
+        """[(row group, mask of its held-out rows)] for the row groups that have such rows."""
+        name, row_groups = file
+        ranges = [RowRange(name, group, 0, rows) for group, rows in enumerate(row_groups)]
+        ids = read_row_ranges(ranges, [schema.ID], folder)[schema.ID].to_pylist()
+        masks = np.split(schema.held_out(ids, config.validation_share), np.cumsum(row_groups)[:-1])
+        return [(row_range, mask) for row_range, mask in zip(ranges, masks, strict=True) if mask.any()]
 
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # the ids of many files at a time: few rows are held out
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # few rows are held out: read the ids of many files at once
         for start in range(0, len(manifest.files), 64):
-            for piece, mask in itertools.chain.from_iterable(pool.map(held_out, manifest.files[start : start + 64])):
-                rows = read_pieces([piece], columns, folder).filter(pa.array(mask))
-                found.append(rows.filter(rows[columns[2]].is_valid())[:missing])
-                missing -= found[-1].num_rows
+            files = pool.map(find_held_out, manifest.files[start : start + 64])
+            for row_range, mask in itertools.chain.from_iterable(files):
+                rows = read_row_ranges([row_range], columns, folder).filter(pa.array(mask))
+                tables.append(rows.filter(rows[columns[2]].is_valid())[:missing])
+                missing -= tables[-1].num_rows
                 if missing <= 0:
-                    return found
-    return found
+                    return tables
+    return tables
 
 
-def execution_options(config):
-    """Options for Ray Train's `DataConfig(execution_options=...)`: units in order, and a bound on what is made ahead.
+def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
+    """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data made ahead.
 
-    Trainers that are slower than what feeds them would otherwise let half of the object store fill before Ray Data holds
-    back. The bound is `AHEAD_STEPS` global batches of `config`'s data, and at least `AHEAD_BYTES`.
+    Without the bound, trainers that are slower than the data pipeline would let half of the object store fill up before
+    Ray Data holds back.
     """
     row_bytes = max(manifest.row_bytes for manifest in read_manifests(config).values())
     ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)

@@ -1,4 +1,6 @@
-"""The Ray Train side: the worker loop, checkpoints, failures, resume. The only module that knows Ray Train."""
+"""The training function of a Ray Train worker, with its data, checkpoints, metrics and faults."""
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -7,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,212 +17,259 @@ import pyarrow.parquet as pq
 import ray.train
 import ray.train.collective
 import ray.train.torch
-import torch
-from diffusers import UNet2DConditionModel
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from . import checkpoint, distributed, ingest, schema, storage
 from .config import TrainingConfig
-from .runtime import fault_tolerance, metrics_log, profiling
-from .runtime.fault_tolerance import Watchdog
+from .runtime import fault_tolerance, profiling
+from .runtime.metrics_log import MetricsLog
 from .train_step import TrainStep, Unit
 
+RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
+Steps = Iterator[tuple[list[Unit], float]]
 
-def train_loop_per_worker(config, steps=None):
-    """What every training worker runs: restore, then one step after another until `max_steps`.
 
-    `steps`: where this worker's share of each global batch comes from; None: `planned_steps`, from Ray Data.
+def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = None) -> None:
+    """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
+
+    Args:
+        config: `TrainingConfig.to_dict()`. steps: `steps(config, manifest, first_step, rejects)` yields `(this worker's
+        units, seconds it waited for data)` of
+            each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
     """
     config = TrainingConfig.from_dict(config)
     manifest = next(iter(ingest.read_manifests(config).values()))
+    device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
-    learner = TrainStep(config, manifest, ray.train.torch.get_device())
-    step = restore(learner)
-    log = metrics_log.MetricsLog(config.run_uri) if ray.train.get_context().get_world_rank() == 0 else None
-    write_worker_info(config, log)
-    rejects, preemption, checkpoints = (
-        Rejects(config),
-        fault_tolerance.PreemptionNotice(),
-        CheckpointManager(learner, log),
-    )
-    meter, checkpoint_seconds = profiling.Meter(config, manifest, learner.device), 0.0
 
-    with Watchdog(config.hang_timeout, on_hang=fault_tolerance.hang_callback(config)) as watchdog:
-        for units, data_seconds, started in (steps or train_steps)(config, manifest, step, rejects):
+    train_step = TrainStep(config, manifest, device)
+    step = restore(train_step, read_resume_point if steps is None else choose_resume_point)
+    log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
+    meter = profiling.Meter(config, manifest, device)
+    checkpoints = CheckpointManager(train_step, log)
+    rejects = Rejects(config)
+    preemption = fault_tolerance.PreemptionNotice(device)
+    write_worker_info(config, log)
+
+    with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
+        started, checkpoint_seconds = time.perf_counter(), 0.0
+        for units, data_seconds in (steps or train_steps)(config, manifest, step, rejects):
             with meter.watch():
-                metrics = learner.step(step, units)
+                metrics = train_step.step(step, units)
             step += 1
             ids, num_kept = gather_ids(units)
             seconds = time.perf_counter() - started
             if log:
-                speeds = meter.line(config.resolution_at(step - 1), seconds, data_seconds, checkpoint_seconds, num_kept)
-                log.write(step, metrics, ids, num_kept, **speeds)
-            checkpoint_seconds = 0.0
+                size = config.resolution_at(step - 1)
+                speed = meter.line(size, seconds, data_seconds, checkpoint_seconds, num_rows=num_kept)
+                log.write(step, metrics, ids, num_kept, **speed)
             watchdog.beat()
+            checkpoint_seconds = 0.0
             if step % config.checkpoint_every == 0 or step == config.max_steps or preemption.arrived(seconds):
                 rejects.write(step)
                 checkpoint_seconds = checkpoints.save(step)
                 watchdog.beat()
+            started = time.perf_counter()
 
 
-def train_steps(config, manifest, first_step, rejects):
-    """Yield `(units, seconds waited for data, start)` of each step: this worker's share of each global batch."""
-    rank, world = distributed.rank(), distributed.world_size()
-    blocks = iter(
-        ray.train.get_dataset_shard("train").iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-    )
-    waiting = {}  # unit number -> its rows: a block may hold the units of several steps
-    for step in range(first_step, config.max_steps):
-        started = time.perf_counter()
-        wanted = [step * config.units_per_step + slot for slot in range(rank, config.units_per_step, world)]
-        if wanted[0] not in waiting:
-            for _ in wanted:
-                block = next(blocks, None)
-                if block is not None:
-                    waiting.update(ingest.split_units(block, config.unit_rows))
-        if not waiting.keys() >= set(wanted):
-            raise RuntimeError(f"Worker {rank} got units {sorted(waiting)} in place of {wanted}.")
-        units = []
-        for number in wanted:
-            rows = waiting.pop(number)
-            rejects.add(rows)
-            first_position = number % config.units_per_step * config.unit_rows
-            units.append(Unit.from_arrow(rows, manifest, config.resolution_at(step), first_position))
-        waiting = {number: rows for number, rows in waiting.items() if number > wanted[0]}  # none from before a resume
-        yield units, time.perf_counter() - started, started
+# ---- data
 
 
-def build_train_dataset(config, stream=ingest.latents_dataset):
-    """The training data from the run's last checkpoint on, for Ray Train's `datasets`.
+def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.latents_dataset) -> ray.data.Dataset:
+    """The training data from the step at which the run resumes, for Ray Train's `datasets={"train": partial(...)}`.
 
-    Ray Train calls it anew for each group of workers, so a group that replaces a failed one starts where its
-    checkpoint does. `stream`: where latents come from; another than `ingest.latents_dataset` encodes them on the way.
+    Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is chosen;
+    the workers read the choice (`restore`).
+
+    `make_dataset`: `ingest.latents_dataset`, or a function with its signature that encodes raw rows on the way.
     """
+    resume = choose_resume_point(config)
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    return stream(
+    return make_dataset(
         plan,
-        last_step(config),
+        resume["step"],
         config.max_steps,
         resolution=config.resolution,
         validation_share=config.validation_share,
     )
 
 
-def open_checkpoint(run_uri):
-    """A run's newest complete checkpoint as Ray Train's `Checkpoint`, or None."""
-    uri = checkpoint.last_complete(run_uri)
-    if uri is None:
-        return None
-    filesystem, path = storage.open_filesystem(uri)
-    return ray.train.Checkpoint(path, filesystem)
+def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects: Rejects) -> Steps:
+    """Yield `(this worker's units, seconds it waited for data)` of each step, from the dataset "train".
+
+    Raises RuntimeError if the dataset does not start at `first_step` or is out of order.
+    """
+    shard = ray.train.get_dataset_shard("train")
+    blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
+    tables = ingest.worker_units(blocks, config, first_step, distributed.rank(), distributed.world_size())
+    for step in range(first_step, config.max_steps):
+        started, units = time.perf_counter(), []
+        for number, rows in next(tables).items():
+            rejects.add(rows)
+            first_position = number % config.units_per_step * config.unit_rows
+            units.append(Unit.from_arrow(rows, manifest, config.resolution_at(step), first_position))
+        yield units, time.perf_counter() - started
 
 
-def last_checkpoint(config):
-    """`open_checkpoint` of the run itself."""
-    return open_checkpoint(config.run_uri)
+class Rejects:
+    """Rows that this worker received but that could not be encoded on the way (online), for the run's `rejects/`.
+
+    `write` is called before the checkpoint that covers the steps; a step that is done again writes the same file name.
+    """
+
+    def __init__(self, config: TrainingConfig):
+        self.run_uri, self.tables = config.run_uri, []
+
+    def add(self, rows: pa.Table) -> None:
+        if schema.REASON in rows.column_names:
+            rejected = rows.filter(pc.not_equal(rows[schema.REASON], ""))
+            if rejected.num_rows:
+                self.tables.append(rejected.select([schema.ID, schema.REASON, schema.SOURCE]))
+
+    def write(self, step: int) -> None:
+        if self.tables:
+            filesystem, path = storage.open_filesystem(storage.join(self.run_uri, "rejects"))
+            filesystem.create_dir(path)
+            name = f"{path}/{step:09d}-{distributed.rank():05d}.parquet"
+            pq.write_table(pa.concat_tables(self.tables), name, filesystem=filesystem)
+            self.tables = []
 
 
-def best_checkpoint(config):
-    """`open_checkpoint` of the run's `best/`, the one with the lowest validation loss; None before the first validation."""
-    return open_checkpoint(storage.join(config.run_uri, checkpoint.BEST))
+def gather_ids(units: list[Unit]) -> tuple[list | None, int | None]:
+    """`(ids, number of rows that are not masked)` of the whole global batch on rank 0; (None, None) elsewhere."""
+    mine = [i for unit in units for i in unit.ids], sum(int(unit.keep_U.sum()) for unit in units)
+    ranks = distributed.gather_objects(mine)
+    if ranks is None:
+        return None, None
+    return [i for ids, _ in ranks for i in ids], sum(kept for _, kept in ranks)
 
 
-def first_checkpoint(config):
-    """`open_checkpoint` of the run that `init_from` names; None if it names no run with one under this storage."""
-    if config.init_from is None or "/" in config.init_from:
-        return None
-    return open_checkpoint(storage.join(config.storage, "runs", config.init_from))
+def write_worker_info(config: TrainingConfig, log: MetricsLog | None) -> None:
+    """Rank 0 writes `workers.json`: rank, node and process of each worker of this attempt. Call it on all ranks."""
+    node_id = ray.get_runtime_context().get_node_id()
+    workers = distributed.gather_objects({"rank": distributed.rank(), "node_id": node_id, "pid": os.getpid()})
+    if log:
+        storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": workers})
 
 
-def unet_folder(config):
-    """The folder that `init_from` names, with a U-Net in diffusers layout, as Ray Train's `Checkpoint`."""
-    filesystem, path = storage.open_filesystem(config.init_from)
-    return ray.train.Checkpoint(path, filesystem)
+# ---- resume
 
 
-def last_step(config):
+def last_step(config: TrainingConfig) -> int:
     """Steps done at the run's newest complete checkpoint; 0 without one."""
     uri = checkpoint.last_complete(config.run_uri)
     return 0 if uri is None else checkpoint.step_of(uri)
 
 
-@contextlib.contextmanager
-def checkpoint_dir(find):
-    """The local folder of the `Checkpoint` that rank 0 gets from `find()`, None if it gets none; call it on all workers.
+def choose_resume_point(config: TrainingConfig) -> dict:
+    """Choose the newest complete checkpoint and write the choice to the run's `resume.json`.
 
-    They agree on it so, and workers on one node share a download: Ray Train knows the `Checkpoint` again.
+    {"checkpoint": its name, None to start from step 0, "step": steps done}. Called once for each group of workers: when
+    its dataset is built, or by rank 0 if it has none. A checkpoint that is completed later, by the upload of a worker
+    that is being replaced, changes nothing for the group.
     """
-    found = find() if ray.train.get_context().get_world_rank() == 0 else None
+    uri = checkpoint.last_complete(config.run_uri)
+    point = {"checkpoint": uri and storage.name(uri), "step": 0 if uri is None else checkpoint.step_of(uri)}
+    storage.write_json(storage.join(config.run_uri, RESUME), point)
+    return point
+
+
+def read_resume_point(config: TrainingConfig) -> dict:
+    """What `choose_resume_point` chose for this group of workers."""
+    return storage.read_json(storage.join(config.run_uri, RESUME))
+
+
+def restore(train_step: TrainStep, resume_point: Callable[[TrainingConfig], dict]) -> int:
+    """Load the checkpoint of the resume point, else what `init_from` names; returns the steps done. For all ranks."""
+    config = train_step.config
+
+    def checkpoint_to_resume():
+        name = resume_point(config)["checkpoint"]
+        return name and as_checkpoint(storage.join(config.run_uri, name))
+
+    with checkpoint_dir(checkpoint_to_resume) as folder:
+        if folder:
+            return checkpoint.load(folder, model=train_step.model, optimizer=train_step.optimizer, ema=train_step.ema)
+    if config.init_from is not None:
+        with checkpoint_dir(lambda: first_checkpoint(config) or as_checkpoint(config.init_from)) as folder:
+            checkpoint.load_initial_weights(folder, train_step.unet, train_step.ema)
+    return 0
+
+
+@contextlib.contextmanager
+def checkpoint_dir(find: Callable[[], ray.train.Checkpoint | None]) -> Iterator[str | None]:
+    """The local folder of the checkpoint that `find()` returns on rank 0, or None. Call it on all ranks.
+
+    Rank 0 broadcasts the checkpoint, so all ranks load the same one, and each node downloads it once.
+    """
+    found = find() if distributed.rank() == 0 else None
     found = ray.train.collective.broadcast_from_rank_zero(found)
     if found is None:
         yield None
         return
     with found.as_directory() as folder:
-        ray.train.collective.barrier()  # one that comes late downloads again, over what the others would be reading
+        ray.train.collective.barrier()  # a worker that comes after the others left would download it again
         yield folder
 
 
-def restore(learner):
-    """Load the run's newest complete checkpoint into a worker; returns the steps done."""
-    with checkpoint_dir(lambda: last_checkpoint(learner.config)) as folder:
-        if folder:
-            return checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema)
-    initialise(learner)
-    return 0
+def as_checkpoint(uri: str) -> ray.train.Checkpoint:
+    """A folder as Ray Train's `Checkpoint`."""
+    filesystem, path = storage.open_filesystem(uri)
+    return ray.train.Checkpoint(path, filesystem)
 
 
-def initialise(learner):
-    """Start from `init_from`: another run's weights and EMA, or a U-Net in diffusers layout; with a fresh schedule."""
-    config = learner.config
-    if config.init_from is None:
-        return
-    with checkpoint_dir(lambda: first_checkpoint(config) or unet_folder(config)) as folder:
-        if os.path.exists(os.path.join(folder, checkpoint.PROGRESS)):
-            checkpoint.load_weights(folder, learner.unet, "ema")
-            averaged = learner.ema.copy()
-            checkpoint.load_weights(folder, learner.unet, "model")
-        else:
-            weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
-            set_model_state_dict(learner.unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))
-            averaged = learner.ema.copy()
-    if config.ema_start == 0:
-        learner.ema.shadow = averaged
+def last_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
+    """The run's newest complete checkpoint; None without one."""
+    uri = checkpoint.last_complete(config.run_uri)
+    return uri and as_checkpoint(uri)
+
+
+def first_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
+    """The newest complete checkpoint of the run that `init_from` names; None if this storage has no such run."""
+    if config.init_from is None or "/" in config.init_from:
+        return None
+    uri = checkpoint.last_complete(storage.join(config.storage, "runs", config.init_from))
+    return uri and as_checkpoint(uri)
+
+
+# ---- checkpoints
 
 
 class CheckpointManager:
-    """Saves a worker's checkpoints beside its training.
+    """Saves checkpoints while training goes on.
 
-    Training stands still while the state is copied into the CPU's memory. Then a thread of Ray Train's writes it, each
-    worker its part, and uploads it to the run's folder, where it counts once all of it is there (`checkpoint.find_corruption`).
+    Training stops only while the state is copied to CPU memory. A thread of Ray Train then writes it, each worker its
+    own part, and uploads it to the run's folder. A checkpoint counts once all of its files are there
+    (`checkpoint.find_corruption`).
+
+    Args:
+        train_step: what is saved.
+        log: rank 0's metrics, whose attempt is part of a checkpoint's name; None on the other ranks.
     """
 
-    def __init__(self, learner, log):
-        self.learner, self.log = learner, log
+    def __init__(self, train_step: TrainStep, log: MetricsLog | None):
+        self.train_step, self.log = train_step, log
         self.group = checkpoint.cpu_group()
-        self.filesystem = (
-            ray.train.get_context().get_storage().storage_filesystem
-        )  # as Ray Train knows its own folder again
-        self.done = threading.Event()  # whether the one before is written and uploaded
-        self.done.set()
+        # Ray Train recognises checkpoints in its own folder only by its own file system.
+        self.filesystem = ray.train.get_context().get_storage().storage_filesystem
+        self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
+        self.uploaded.set()
 
-    def save(self, step):
-        """Begin to save; returns the seconds that training had to wait, the rest of an earlier one's upload included."""
-        started, config, learner = time.perf_counter(), self.learner.config, self.learner
-        self.done.wait()
-        # Workers on one machine and on several: each uploads the files of its own folder.
-        folder = tempfile.mkdtemp()
+    def save(self, step: int) -> float:
+        """Start to save; returns the seconds that training waited, the rest of the previous upload included."""
+        started, config, state = time.perf_counter(), self.train_step.config, self.train_step
+        self.uploaded.wait()
+        folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
         finish = checkpoint.async_save(
-            folder, model=learner.model, optimizer=learner.optimizer, ema=learner.ema, step=step, group=self.group
+            folder, model=state.model, optimizer=state.optimizer, ema=state.ema, step=step, group=self.group
         )
-        self.done.clear()
+        self.uploaded.clear()
         if self.log:
             self.log.flush()
         ray.train.report(
             {"step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=checkpoint.checkpoint_name(step, self.log.attempt)
-            if self.log
-            else None,  # rank 0's counts
+            # Ray Train takes rank 0's name.
+            checkpoint_dir_name=checkpoint.checkpoint_name(step, self.log.attempt) if self.log else None,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=functools.partial(self.upload, finish),
             delete_local_checkpoint_after_upload=False,
@@ -227,56 +277,13 @@ class CheckpointManager:
         )
         return time.perf_counter() - started
 
-    def upload(self, finish, local, name):
-        """In Ray Train's thread: wait until the files are written, and copy them to `name` under the run's folder."""
+    def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        """In Ray Train's thread: wait until the files are written, then copy them to `name` in the run's folder."""
         try:
             finish()
-            uri = storage.join(self.learner.config.run_uri, name)
+            uri = storage.join(self.train_step.config.run_uri, name)
             storage.copy_folder(local.path, uri)
             return ray.train.Checkpoint(storage.open_filesystem(uri)[1], self.filesystem)
         finally:
             shutil.rmtree(local.path)
-            self.done.set()
-
-
-class Rejects:
-    """Rows that could not be encoded on the way to this worker, for `rejects/` of the run.
-
-    A file is written before the checkpoint that covers its steps, under a name that a redone step writes again.
-    """
-
-    def __init__(self, config):
-        self.run_uri, self.found = config.run_uri, []
-
-    def add(self, rows):
-        if schema.REASON in rows.column_names:
-            bad = rows.filter(pc.not_equal(rows[schema.REASON], ""))
-            if len(bad):
-                self.found.append(bad.select([schema.ID, schema.REASON, schema.SOURCE]))
-
-    def write(self, step):
-        if self.found:
-            filesystem, path = storage.open_filesystem(storage.join(self.run_uri, "rejects"))
-            filesystem.create_dir(path)
-            rank = ray.train.get_context().get_world_rank()
-            pq.write_table(pa.concat_tables(self.found), f"{path}/{step:09d}-{rank:05d}.parquet", filesystem=filesystem)
-            self.found = []
-
-
-def write_worker_info(config, log):
-    """Rank 0 writes `workers.json`: where the workers of this attempt run."""
-    mine = {
-        "rank": ray.train.get_context().get_world_rank(),
-        "node_id": ray.get_runtime_context().get_node_id(),
-        "pid": os.getpid(),
-    }
-    parts = distributed.gather_objects(mine)
-    if log:
-        storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": parts})
-
-
-def gather_ids(units):
-    """`(ids, rows kept)` of the whole global batch, on rank 0; (None, None) elsewhere."""
-    ids, kept = [i for unit in units for i in unit.ids], sum(int(unit.keep_U.sum()) for unit in units)
-    parts = distributed.gather_objects((ids, kept))
-    return ([i for part, _ in parts for i in part], sum(kept for _, kept in parts)) if parts else (None, None)
+            self.uploaded.set()

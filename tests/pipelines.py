@@ -92,7 +92,7 @@ def bare(config, num_steps):
     """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process."""
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
-    chunks = plan.chunks(0, num_steps)
+    chunks = plan.chunk_range(0, num_steps)
     read = functools.partial(
         ingest.read_latents, resolution=config.resolution, validation_share=config.validation_share
     )

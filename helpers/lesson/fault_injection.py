@@ -1,20 +1,21 @@
 """Kills a worker of a run, for lessons and tests of fault tolerance."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import ray
-import ray.train
-import ray.train.collective
-import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
+from ..config import TrainingConfig
 from ..runtime import metrics_log, monitoring
 
 
-def kill(node_id, pid):
+def kill(node_id: str, pid: int) -> None:
     """SIGKILL a process on a node of the cluster."""
 
     def send():
@@ -27,19 +28,16 @@ def kill(node_id, pid):
 
 
 @contextlib.contextmanager
-def inject_worker_failure(config, rank, at_step):
-    """While the block (`trainer.fit()`) runs: kill a worker, really, as soon as the run has reached a step.
-
-    SIGKILL, by a task on the worker's own node. What a lesson or a drill needs; nothing else does.
-    """
+def inject_worker_failure(config: TrainingConfig, rank: int, at_step: int) -> Iterator[None]:
+    """Fault injection around `trainer.fit()`: SIGKILL worker `rank` when the run reaches `at_step`. Demos only."""
     reader = metrics_log.MetricsReader(config.run_uri)
-    reader.read()  # what is there already does not count: a finished run that is run again loses nobody
+    reader.read()  # skip earlier attempts: a finished run that is started again loses no worker
 
-    def strike():
+    def kill_when_reached():
         if any(line["step"] >= at_step for line in reader.read()):
             worker = storage.read_json(storage.join(config.run_uri, "workers.json"))["workers"][rank]
             kill(worker["node_id"], worker["pid"])
             return True
 
-    with monitoring.poll_in_background(strike, every=0.05):
+    with monitoring.poll_in_background(kill_when_reached, every=0.05):
         yield

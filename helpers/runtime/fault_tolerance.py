@@ -1,96 +1,99 @@
-"""Hung workers are ended, failures are recorded, spot notices are answered with a checkpoint."""
+"""Workers that hang are ended, failures are recorded, and a preemption notice is answered with a checkpoint."""
+
+from __future__ import annotations
 
 import faulthandler
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import ray.train
-import ray.train.collective
-import ray.train.torch
 import torch
-import torch.distributed as dist
 
-from .. import storage
+from .. import distributed, storage
+from ..config import TrainingConfig
 
 
 class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
-    A worker that waits for ever in a collective, or for a file system that does not answer, looks alive from outside.
-    Until the first beat it has ten times as long: compiling, and the first batch, take their time.
+    A worker that waits forever in a collective, or for a file system that does not answer, looks alive from outside.
+    Until the first beat it has ten times as long, for compilation and the first batch.
 
     Args:
         timeout: seconds.
-        on_hang: called with the seconds without progress, before the process ends; it has ten seconds, since what it
-            writes to may be what hangs.
+        on_hang: called with the seconds without progress before the process is killed. It has ten seconds, because the
+            storage that it writes to may be what hangs.
     """
 
-    def __init__(self, timeout, on_hang=None):
+    def __init__(self, timeout: float, on_hang: Callable[[float], None] | None = None):
         self.timeout, self.on_hang = timeout, on_hang
-        self.last, self.limit = time.monotonic(), 10 * timeout
+        self.last_beat, self.limit = time.monotonic(), 10 * timeout
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
-    def beat(self):
-        self.last, self.limit = time.monotonic(), self.timeout
+    def beat(self) -> None:
+        self.last_beat, self.limit = time.monotonic(), self.timeout
 
-    def watch(self):
+    def watch(self) -> None:
         while not self.stop.wait(min(1.0, self.timeout / 10)):
-            silent = time.monotonic() - self.last
+            silent = time.monotonic() - self.last_beat
             if silent > self.limit:
                 try:
-                    faulthandler.dump_traceback()  # where it hangs, into the worker's log
+                    faulthandler.dump_traceback()  # shows in the worker's log where it hangs
                     if self.on_hang:
-                        telling = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
-                        telling.start()
-                        telling.join(10)
+                        report = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
+                        report.start()
+                        report.join(10)
                 finally:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    def __enter__(self):
+    def __enter__(self) -> Watchdog:
         self.thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.stop.set()
 
 
-def write_failure(run_uri, text):
-    """Note why workers were lost, for whoever follows the run."""
-    number = len(storage.list_files(storage.join(run_uri, "failures"), ".json")) + 1
-    last = (
-        storage.read_json(storage.join(run_uri, "failures", f"{number - 1:03d}.json"))["error"] if number > 1 else None
+def hang_callback(config: TrainingConfig) -> Callable[[float], None]:
+    """For `Watchdog(on_hang=...)`: records the failure in the run's folder."""
+    rank = distributed.rank()
+    return lambda seconds: write_failure(
+        config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
     )
-    if text != last:  # the same failure may be polled twice
-        storage.write_json(storage.join(run_uri, "failures", f"{number:03d}.json"), {"error": text})
 
 
-def read_failures(run_uri):
-    """What went wrong in a run, oldest first: one short text for each group of workers that was lost."""
-    return [storage.read_json(uri)["error"] for uri in storage.list_files(storage.join(run_uri, "failures"), ".json")]
+def limit_health_checks(seconds: float) -> None:
+    """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
+
+    A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
+    environment variable, which its controller takes from the process that calls `trainer.fit()`.
+    """
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
 
 class PreemptionNotice:
-    """Asks Ray Train, every few seconds, whether a node is about to be taken away: then a checkpoint is due.
+    """Asks Ray Train every few seconds whether a node of the run is about to be taken away: save a checkpoint then.
 
-    All workers must ask at the same steps, so how many steps that are is agreed on after the first one.
+    All workers must ask at the same steps, so they agree on a number of steps: after the first step, and again after
+    the twentieth, because the first ones are slower.
     """
 
-    def __init__(self, every_seconds=2.0):
-        self.every_seconds = every_seconds
+    def __init__(self, device: torch.device | str, every_seconds: float = 2.0):
+        self.device, self.every_seconds = device, every_seconds
         self.every_steps = None
         self.step = 0
-        self.answered = None  # the notice that a checkpoint was saved for
+        self.answered = None  # node ids of the last notice
 
-    def arrived(self, step_seconds):
-        """Call once a step, on every worker; True at the first step that sees a new notice."""
+    def arrived(self, step_seconds: float) -> bool:
+        """Call after each step, on all workers; True at the first step that sees a new notice."""
         self.step += 1
-        if (
-            self.every_steps is None or self.step == 20
-        ):  # the first step is slow, and the tenth profiled (`profiling.Meter`)
-            self.every_steps = max(1, round(self.every_seconds / slowest_worker(step_seconds)))
+        if self.step in (1, 20):
+            slowest = distributed.max_over_ranks(step_seconds, self.device)
+            self.every_steps = max(1, round(self.every_seconds / slowest))
         if self.step % self.every_steps:
             return False
         info = ray.train.get_preemption_info()
@@ -100,36 +103,31 @@ class PreemptionNotice:
         return True
 
 
-def slowest_worker(seconds):
-    """The largest of a number of seconds over all workers."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return seconds
-    value = torch.tensor(seconds, device=ray.train.torch.get_device())
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
+def write_failure(run_uri: str, error: str) -> None:
+    """Record why workers were lost, in `failures/` of the run."""
+    folder, errors = storage.join(run_uri, "failures"), read_failures(run_uri)
+    if errors[-1:] != [error]:  # Ray Train may report a failure twice
+        storage.write_json(storage.join(folder, f"{len(errors) + 1:03d}.json"), {"error": error})
 
 
-def hang_callback(config):
-    """What a worker that hangs does before it ends itself."""
-    rank = ray.train.get_context().get_world_rank()
-    return lambda seconds: write_failure(
-        config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
-    )
+def read_failures(run_uri: str) -> list[str]:
+    """One short text for each group of workers that was lost, oldest first."""
+    return [storage.read_json(uri)["error"] for uri in storage.list_files(storage.join(run_uri, "failures"), ".json")]
 
 
 class RecordFailures(ray.train.UserCallback):
-    """Ray Train's callback that notes in the run's folder why workers were lost; `follow` shows it."""
+    """Ray Train's callback that records why workers were lost; `monitoring.monitor_run` shows it."""
 
-    def __init__(self, run_uri):
+    def __init__(self, run_uri: str):
         self.run_uri = run_uri
 
     def after_exception(self, run_context, worker_exceptions):
-        texts = [f"worker {rank}: {summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())]
-        write_failure(self.run_uri, "; ".join(texts))
+        errors = [f"worker {rank}: {summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())]
+        write_failure(self.run_uri, "; ".join(errors))
 
 
-def summarize_error(text):
-    """What an error says, in a sentence: below a stack the last line, else the one that tells what became of the worker."""
+def summarize_error(text: str) -> str:
+    """One sentence of an error: the last line of a traceback, else the line that says what happened to the worker."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
     telling = [
         line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))

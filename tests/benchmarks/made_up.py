@@ -52,7 +52,7 @@ def train_in(step_seconds, values):
         time.sleep(step_seconds)
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
 
-    train.Learner.step = played_step
+    train.TrainStep.step = played_step
     train.train_loop_per_worker(values)
 
 

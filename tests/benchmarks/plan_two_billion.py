@@ -55,7 +55,7 @@ def main():
         plan = ingest.plan_run(manifests, config)
         del manifests
         seconds["plan"] = time.perf_counter() - started - sum(seconds.values())
-        pieces, _ = plan.chunk(0, plan.chunks_per_epoch - 1)
+        ranges, _ = plan.chunk_rows(plan.chunks_per_epoch - 1)
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
     print(
         f"{plan.num_rows:,} samples in {arguments.files:,} files, {len(plan.sources[0].group_rows):,} row groups; "

@@ -48,7 +48,7 @@ def same_batch(config, manifest, first_step, rejects):
     """As `train.train_steps`, without data: the same batch at every step."""
     batch = first_batch(config, manifest)
     for _ in range(first_step, config.max_steps):
-        yield [batch], 0.0, time.perf_counter()
+        yield [batch], 0.0
 
 
 def through_ray(config, **parts):

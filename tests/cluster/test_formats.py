@@ -184,7 +184,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     plan = ingest.plan_run({training.latents_uri: manifest}, training)
     found = {}
     for index in range(plan.chunks_per_epoch):
-        (mine,), (source,) = plan.chunk(0, index)[0], plan.sources
+        (mine,), (source,) = plan.chunk_rows(index)[0], plan.sources
         table = online.read_raw(mine, source, config=config, validation_share=0.0)
         done = preprocess.transform(table, config=config)
         for row_id, text, keep, reason in zip(

@@ -82,13 +82,13 @@ def steps_done(config):
 
 def slow_loop(values):
     """The worker loop, held up in each step, so that Ray has the time to see nodes come and go while it trains."""
-    step = train.Learner.step
+    step = train.TrainStep.step
 
     def slow_step(self, *arguments):
         threading.Event().wait(0.5)
         return step(self, *arguments)
 
-    train.Learner.step = slow_step
+    train.TrainStep.step = slow_step
     train.train_loop_per_worker(values)
 
 
@@ -272,7 +272,7 @@ def noting_loop(folder, values):
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    chunks = plan.chunks(0, config.max_steps)
+    chunks = plan.chunk_range(0, config.max_steps)
     read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
     tables = ingest.read_chunks(
         {"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read

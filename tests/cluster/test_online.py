@@ -76,7 +76,12 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
     tables = ingest.read_chunks(
-        {"id": range(len(plan.chunks(0, STEPS)))}, plan=plan, first_chunk=0, first_step=0, num_steps=STEPS, read=read
+        {"id": range(len(plan.chunk_range(0, STEPS)))},
+        plan=plan,
+        first_chunk=0,
+        first_step=0,
+        num_steps=STEPS,
+        read=read,
     )
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
     units = {}

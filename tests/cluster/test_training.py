@@ -98,9 +98,9 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept_apart(run):
     config, _ = run
     validation = evaluate.read_validation(config.run_uri)
-    with train.best_checkpoint(config).as_directory() as folder:
-        assert checkpoint.step_of(folder) == validation.loc[validation["validation_loss"].idxmin(), "step"]
-    assert len(checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))) == 1
+    (best,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
+    assert checkpoint.find_corruption(best) is None
+    assert checkpoint.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
 
 
 def test_validation_ran_beside_the_training_on_held_out_rows(run):

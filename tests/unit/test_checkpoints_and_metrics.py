@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and the end of a worker that hangs: no Ray."""
+"""What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
 
 import json
 import pathlib
@@ -10,7 +10,8 @@ import zlib
 import pandas as pd
 import pytest
 
-from helpers import checkpoint, storage
+from helpers import checkpoint, storage, train
+from helpers.config import TrainingConfig
 from helpers.runtime import fault_tolerance, metrics_log
 
 
@@ -28,7 +29,7 @@ def write(run_uri, steps, **changes):
     return log
 
 
-def test_the_last_attempt_of_a_step_counts_and_samples_are_counted_once(run_uri):
+def test_the_last_attempt_counts_and_samples_count_once(run_uri):
     write(run_uri, range(1, 6))
     write(run_uri, range(4, 8), loss=9.0)
     found = metrics_log.read_metrics(run_uri)
@@ -38,7 +39,7 @@ def test_the_last_attempt_of_a_step_counts_and_samples_are_counted_once(run_uri)
     assert len(metrics_log.read_metrics(run_uri, all_attempts=True)) == 9
 
 
-def test_a_line_that_a_killed_worker_left_half_written_is_skipped_and_the_next_attempt_starts_on_its_own(run_uri):
+def test_a_half_written_metrics_line_is_skipped(run_uri):
     write(run_uri, [1, 2])
     path = pathlib.Path(run_uri, "metrics.jsonl")
     path.write_text(path.read_text()[:-20])
@@ -46,7 +47,7 @@ def test_a_line_that_a_killed_worker_left_half_written_is_skipped_and_the_next_a
     assert metrics_log.read_metrics(run_uri)[["step", "attempt"]].values.tolist() == [[1, 1], [2, 2], [3, 2]]
 
 
-def test_a_reader_that_follows_a_run_gets_each_line_once_and_none_before_it_is_whole(run_uri):
+def test_a_metrics_reader_gets_each_whole_line_once(run_uri):
     reader = metrics_log.MetricsReader(run_uri)
     assert reader.read() == []
     write(run_uri, [1, 2])
@@ -82,13 +83,13 @@ def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
         (lambda folder: (folder / checkpoint.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
     ],
 )
-def test_damage_is_told_in_a_few_words(run_uri, harm, problem):
+def test_a_damaged_checkpoint_is_described_in_a_few_words(run_uri, harm, problem):
     folder = write_checkpoint(run_uri, 30)
     harm(folder)
     assert checkpoint.find_corruption(str(folder)) == problem
 
 
-def test_the_newest_complete_checkpoint_is_found_whatever_attempt_wrote_it(run_uri):
+def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
     assert checkpoint.last_complete(run_uri) is None
     write_checkpoint(run_uri, 20, attempt=2)
     write_checkpoint(run_uri, 100, attempt=1)
@@ -96,14 +97,39 @@ def test_the_newest_complete_checkpoint_is_found_whatever_attempt_wrote_it(run_u
     assert checkpoint.step_of(checkpoint.last_complete(run_uri)) == 100
 
 
-def test_folders_that_no_list_knows_are_cleared_away_but_for_the_one_where_the_run_goes_on(run_uri):
+def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
     old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
     (torn := write_checkpoint(run_uri, 30) / "a").unlink()
     assert checkpoint.reconcile_checkpoints(run_uri) == []
     assert not old.exists() and newest.exists() and not torn.parent.exists()
 
 
-def test_the_reason_of_a_failure_is_noted_once(run_uri):
+def test_a_list_that_names_a_damaged_checkpoint_is_deleted(run_uri):
+    """Ray Train's list; the usable checkpoints that it names stay."""
+    usable = [write_checkpoint(run_uri, step) for step in (10, 20)]
+    (damaged := write_checkpoint(run_uri, 30) / "a").unlink()
+    snapshot = storage.join(run_uri, checkpoint.SNAPSHOT)
+    names = [folder.name for folder in [*usable, damaged.parent]]
+    storage.write_json(snapshot, {"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]})
+    assert checkpoint.reconcile_checkpoints(run_uri) == [
+        f"{names[2]} cannot be used: its file a is missing.",
+        f"The run resumes from {names[1]}.",
+    ]
+    assert not storage.exists(snapshot) and not damaged.parent.exists() and all(map(pathlib.Path.exists, usable))
+
+
+def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
+    """Even if another one is completed in between, by a worker that is being replaced."""
+    config = TrainingConfig(storage=str(tmp_path), run_name="run")
+    assert train.choose_resume_point(config) == {"checkpoint": None, "step": 0} == train.read_resume_point(config)
+    write_checkpoint(config.run_uri, 10)
+    point = train.choose_resume_point(config)
+    write_checkpoint(config.run_uri, 20)
+    assert train.read_resume_point(config) == point == {"checkpoint": checkpoint.checkpoint_name(10, 1), "step": 10}
+    assert train.choose_resume_point(config)["step"] == 20 == train.last_step(config)
+
+
+def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     for text in ("worker 0: it died", "worker 0: it died", "worker 1: it died"):
         fault_tolerance.write_failure(run_uri, text)
     assert fault_tolerance.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
@@ -124,14 +150,14 @@ def test_the_reason_of_a_failure_is_noted_once(run_uri):
         ("", "no message"),
     ],
 )
-def test_an_error_is_told_in_a_sentence(text, short):
+def test_an_error_is_summarized_in_a_sentence(text, short):
     assert fault_tolerance.summarize_error(text) == short
 
 
 WATCHED = """
 import sys, threading
 sys.path.insert(0, {root!r})
-from helpers.watchdog import Watchdog
+from helpers.runtime.fault_tolerance import Watchdog
 with Watchdog(0.3, on_hang={on_hang}) as watchdog:
     watchdog.beat()
     {body}
@@ -142,17 +168,17 @@ print("ended")
 def watched(body, on_hang='lambda seconds: print("hung", seconds > 0.3, flush=True)'):
     root = str(pathlib.Path(__file__).parents[2])
     script = WATCHED.format(root=root, body=body, on_hang=on_hang)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
 
 
-def test_a_process_without_progress_tells_where_it_hangs_and_ends_itself():
+def test_a_hung_process_tells_where_it_hangs_and_ends_itself():
     done = watched("threading.Event().wait()")
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == "hung True\n" and "threading.py" in done.stderr
 
 
 @pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
-def test_a_process_ends_itself_even_if_it_cannot_tell_that_it_hangs(on_hang):
+def test_a_hung_process_ends_itself_even_if_its_report_hangs(on_hang):
     """As where the storage that it would write to is what does not answer."""
     assert watched("threading.Event().wait()", on_hang).returncode == -signal.SIGKILL
 

@@ -1,5 +1,6 @@
 import functools
 import pickle
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -48,51 +49,48 @@ def plans(draw, most_sources=3, **fixed):
 def rows_of(plan):
     """Every row of the data as (data set, file, row group, row)."""
     return {
-        (source.uri, *source.piece(group, 0, 0)[:2], row)
+        (source.uri, *source.row_range(group, 0, 0)[:2], row)
         for source in plan.sources
         for group, rows in enumerate(source.group_rows)
         for row in range(rows)
     }
 
 
-def deal(plan, first_step, num_steps):
-    """[(unit number, its rows)] in the order in which they travel, by the plan's words: what a reader must hand out."""
+def dealt(plan, first_step, num_steps):
+    """[(unit number, its rows)] in the order in which they travel: what a reader must hand out."""
     travelling = []
-    for chunk in plan.chunks(first_step, num_steps):
-        epoch, index, first, stop = plan.span(chunk, first_step, num_steps)
-        pieces, permutation = plan.chunk(epoch, index)
+    for chunk in plan.chunk_range(first_step, num_steps):
+        ranges, permutation = plan.chunk_rows(chunk)
         rows = [
             (source.uri, name, group, start + i)
-            for source, mine in zip(plan.sources, pieces, strict=True)
+            for source, mine in zip(plan.sources, ranges, strict=True)
             for name, group, start, count in mine
             for i in range(count)
         ]
-        dealt = [rows[i] for i in permutation]
-        units, positions = plan.blocks(first, stop)
-        start = epoch * plan.units_per_epoch + index * plan.chunk_units
-        for unit, places in zip(units, positions, strict=True):
-            travelling.append((-1 if unit < 0 else int(start + unit), [dealt[i] for i in places]))
+        first_unit = plan.unit_range(chunk).start
+        for unit in plan.block_order(plan.unit_range(chunk, first_step, num_steps)).tolist():
+            start = max(0, unit - first_unit) * plan.unit_rows
+            travelling.append((unit, [rows[i] for i in permutation[start : start + plan.unit_rows]]))
     return travelling
 
 
 def steps_of(plan, first, last, num_workers=1):
     """The global batches of some steps, as the workers take them: block b goes to worker b % num_workers."""
-    travelling, size = deal(plan, first, last), plan.block_steps
+    travelling, size = dealt(plan, first, last), plan.block_steps
     assert len(travelling) % size == 0
-    blocks = [dict(travelling[start : start + size]) for start in range(0, len(travelling), size)]
+    rows = [row for _, unit in travelling for row in unit]
+    numbers = np.repeat([number for number, _ in travelling], plan.unit_rows)
+    table = pa.table({"unit": numbers.astype(np.int64), "row": np.arange(len(rows))})
+    blocks = [table.slice(start, plan.block_rows) for start in range(0, len(rows), plan.block_rows)]
+    config = types.SimpleNamespace(max_steps=last, units_per_step=plan.units_per_step, unit_rows=plan.unit_rows)
     shards = [iter(blocks[rank::num_workers]) for rank in range(num_workers)]
-    waiting, batches = [{} for _ in shards], []
-    for step in range(first, last):
-        batch = [None] * plan.units_per_step
-        for rank, shard in enumerate(shards):
-            wanted = [step * plan.units_per_step + slot for slot in range(rank, plan.units_per_step, num_workers)]
-            if wanted[0] not in waiting[rank]:
-                for _ in wanted:
-                    waiting[rank].update(next(shard))
-            for number in wanted:
-                batch[number % plan.units_per_step] = waiting[rank].pop(number)
-        batches.append(sum(batch, []))
-    assert all(next(shard, None) is None for shard in shards)
+    workers = [ingest.worker_units(shard, config, first, rank, num_workers) for rank, shard in enumerate(shards)]
+    batches = []
+    for of_workers in zip(*workers, strict=True):
+        units = {number: unit for mine in of_workers for number, unit in mine.items()}
+        assert len(units) == plan.units_per_step
+        batches.append([rows[i] for number in sorted(units) for i in units[number]["row"].to_pylist()])
+    assert len(batches) == last - first and all(next(shard, None) is None for shard in shards)
     return batches
 
 
@@ -108,7 +106,7 @@ def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(most_sources=1), st.integers(0, 3))
-def test_an_epoch_of_one_data_set_uses_every_row_but_for_less_than_one_batch(plan, epoch):
+def test_an_epoch_leaves_out_less_than_one_batch(plan, epoch):
     steps = plan.steps_per_epoch
     used = sum(steps_of(plan, epoch * steps, (epoch + 1) * steps), [])
     assert len(used) >= plan.num_rows - plan.batch_rows + 1
@@ -116,10 +114,10 @@ def test_an_epoch_of_one_data_set_uses_every_row_but_for_less_than_one_batch(pla
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_an_epoch_of_a_mixture_ends_when_one_of_them_has_too_few_rows_for_one_more_batch(plan):
+def test_an_epoch_of_a_mixture_ends_with_its_first_source(plan):
     sizes = np.array([source.num_rows for source in plan.sources])
-    assert (plan.drawn(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
-    assert (plan.drawn((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
+    assert (plan.rows_by_source(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
+    assert (plan.rows_by_source((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,7 +136,7 @@ def test_proportions_hold_in_every_window_of_an_epoch(plan, data):
 def test_proportions_hold_in_windows_of_a_long_run(shares):
     sources = [source(["a"], [[64] * 2000], share, f"/{i}") for i, share in enumerate(shares)]
     plan = ingest.Plan(sources, 16, 4, 64, seed=0)
-    chosen = np.tile(plan.pattern, 2)
+    chosen = np.tile(plan.mixing_schedule, 2)
     for size in (50, 333, 5000):
         for number, share in enumerate(shares):
             counts = np.convolve(chosen == number, np.ones(size), mode="valid")
@@ -147,7 +145,7 @@ def test_proportions_hold_in_windows_of_a_long_run(shares):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.data())
-def test_a_run_that_starts_at_a_step_goes_on_as_one_that_started_at_the_first(plan, data):
+def test_a_run_may_start_at_any_step(plan, data):
     last = data.draw(st.integers(1, 3 * plan.steps_per_epoch))
     first = data.draw(st.integers(0, last))
     assert steps_of(plan, first, last) == steps_of(plan, 0, last)[first:]
@@ -155,7 +153,7 @@ def test_a_run_that_starts_at_a_step_goes_on_as_one_that_started_at_the_first(pl
 
 @settings(max_examples=60, deadline=None)
 @given(plans(units_per_step=8), st.data())
-def test_any_number_of_workers_trains_on_the_same_global_batches_from_any_step(plan, data):
+def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
     last = plan.steps_per_epoch + 1
     first = data.draw(st.integers(0, last))
     batches = steps_of(plan, first, last)
@@ -165,31 +163,31 @@ def test_any_number_of_workers_trains_on_the_same_global_batches_from_any_step(p
 
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2))
-def test_the_chunks_are_cut_from_one_permutation_of_each_data_sets_row_groups(plan, epoch):
+def test_chunks_follow_one_permutation_of_the_row_groups(plan, epoch):
     """The rows that a data set gives, chunk after chunk, are those of its row groups in the epoch's order."""
-    for number, (groups, ends) in enumerate(plan.order(epoch)):
+    for number, (groups, ends) in enumerate(plan.row_group_order(epoch)):
         mine = plan.sources[number]
         assert sorted(groups) == list(range(len(mine.group_rows))) and ends[-1] == mine.num_rows
-        line = [(*mine.piece(group, 0, 0)[:2], row) for group in groups for row in range(mine.group_rows[group])]
+        line = [(*mine.row_range(group, 0, 0)[:2], row) for group in groups for row in range(mine.group_rows[group])]
         found = []
         for index in range(plan.chunks_per_epoch):
-            pieces, permutation = plan.chunk(epoch, index)
-            assert sorted(permutation) == list(range(sum(count for part in pieces for *_, count in part)))
-            assert all(count >= 1 for *_, count in pieces[number])
-            found += [(name, group, start + i) for name, group, start, count in pieces[number] for i in range(count)]
+            ranges, permutation = plan.chunk_rows(epoch * plan.chunks_per_epoch + index)
+            assert sorted(permutation) == list(range(sum(count for part in ranges for *_, count in part)))
+            assert all(count >= 1 for *_, count in ranges[number])
+            found += [(name, group, start + i) for name, group, start, count in ranges[number] for i in range(count)]
         assert found == line[: len(found)]
 
 
-def test_units_that_travel_together_are_one_slots_of_consecutive_steps():
+def test_a_block_holds_one_place_of_consecutive_steps():
     plan = plan_of(["a"], [[64] * 3], 4, 2, 12, block_steps=3)
-    numbers = [number for number, _ in deal(plan, 0, 6)]
+    numbers = [number for number, _ in dealt(plan, 0, 6)]
     assert numbers == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
-def test_what_is_missing_to_a_whole_block_is_marked():
+def test_padding_of_a_block_is_marked():
     plan = plan_of(["a"], [[36]], 4, 2, 6, block_steps=3)
     assert plan.steps_per_epoch == 4
-    assert [number for number, _ in deal(plan, 2, 4)] == [0, 2, 4, 1, 3, 5, 6, -1, -1, 7, -1, -1]
+    assert [number for number, _ in dealt(plan, 2, 4)] == [0, 2, 4, 1, 3, 5, 6, -1, -1, 7, -1, -1]
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +207,11 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own(plan):
 
 def test_every_chunk_is_shuffled_in_an_order_of_its_own():
     plan = plan_of(["a"], [[64] * 16], 8, 2, 16)
-    orders = [plan.chunk(epoch, index)[1] for epoch in range(2) for index in range(plan.chunks_per_epoch)]
+    orders = [plan.chunk_rows(chunk)[1] for chunk in range(2 * plan.chunks_per_epoch)]
     assert len({tuple(order) for order in orders}) == 2 * plan.chunks_per_epoch == 16
 
 
-def test_a_batch_mixes_row_groups_and_not_only_the_rows_within_them():
+def test_a_batch_mixes_row_groups():
     plan = plan_of(["a"], [[64] * 16], 8, 2, 64)
     batches = steps_of(plan, 0, plan.steps_per_epoch)
     assert np.mean([len({(name, group) for _, name, group, _ in batch}) for batch in batches]) > 5
@@ -223,7 +221,63 @@ def test_a_batch_mixes_row_groups_and_not_only_the_rows_within_them():
 def test_the_plan_is_the_same_on_another_machine(plan):
     """It travels by pickle, and NumPy may not change its stream: a resume on a new version must not reshuffle."""
     assert steps_of(pickle.loads(pickle.dumps(plan)), 0, 5) == steps_of(plan, 0, 5)
-    assert plan.order(1)[0][0].tolist() == [11, 0, 10, 7, 4, 1, 15, 9, 3, 14, 6, 13, 8, 12, 2, 5]
+    assert plan.row_group_order(1)[0][0].tolist() == [11, 0, 10, 7, 4, 1, 15, 9, 3, 14, 6, 13, 8, 12, 2, 5]
+
+
+def test_the_plan_stays_the_same_in_new_versions():
+    """Numbers of an earlier version: a run that is resumed with newer code goes on with the same samples."""
+    files = [("a", [4, 4, 2]), ("b", [3, 4])]
+    plan = ingest.Plan([ingest.Source.of("/one", files)], 2, 2, 4, seed=7)
+    assert (plan.steps_per_epoch, plan.chunks_per_epoch, plan.chunk_range(2, 6)) == (4, 2, range(1, 3))
+    order, ends = plan.row_group_order(1)[0]
+    assert (order.tolist(), ends.tolist()) == ([3, 0, 2, 1, 4], [3, 7, 9, 13, 17])
+    assert [(ranges, permutation.tolist()) for ranges, permutation in map(plan.chunk_rows, range(4))] == [
+        ([[("a", 2, 0, 2), ("a", 0, 0, 4), ("b", 1, 0, 2)]], [0, 6, 7, 2, 4, 5, 1, 3]),
+        ([[("b", 1, 2, 2), ("a", 1, 0, 4), ("b", 0, 0, 2)]], [2, 3, 4, 1, 0, 6, 7, 5]),
+        ([[("b", 0, 0, 3), ("a", 0, 0, 4), ("a", 2, 0, 1)]], [6, 3, 1, 0, 2, 4, 7, 5]),
+        ([[("a", 2, 1, 1), ("a", 1, 0, 4), ("b", 1, 0, 3)]], [0, 6, 1, 7, 4, 3, 2, 5]),
+    ]
+
+
+def test_the_plan_of_a_mixture_stays_the_same_in_new_versions():
+    sources = [
+        ingest.Source.of("/one", [("a", [4, 4, 2]), ("b", [3, 4])], 0.75),
+        ingest.Source.of("/two", [("c", [5, 3])], 0.25),
+    ]
+    plan = ingest.Plan(sources, 1, 2, 8, seed=7, block_steps=2)
+    assert (plan.steps_per_epoch, plan.chunks_per_epoch, plan.chunk_range(2, 13)) == (11, 3, range(0, 4))
+    assert [(order.tolist(), ends.tolist()) for order, ends in plan.row_group_order(1)] == [
+        ([3, 0, 2, 1, 4], [3, 7, 9, 13, 17]),
+        ([0, 1], [5, 8]),
+    ]
+    assert [(ranges, permutation.tolist()) for ranges, permutation in map(plan.chunk_rows, range(6))] == [
+        ([[("a", 2, 0, 2), ("a", 0, 0, 4)], [("c", 0, 0, 2)]], [5, 2, 6, 0, 4, 1, 7, 3]),
+        ([[("b", 1, 0, 4), ("a", 1, 0, 2)], [("c", 0, 2, 2)]], [2, 3, 6, 4, 1, 0, 7, 5]),
+        ([[("a", 1, 2, 2), ("b", 0, 0, 3)], [("c", 0, 4, 1)]], [0, 1, 5, 2, 3, 4]),
+        ([[("b", 0, 0, 3), ("a", 0, 0, 3)], [("c", 0, 0, 2)]], [3, 0, 6, 2, 1, 4, 7, 5]),
+        ([[("a", 0, 3, 1), ("a", 2, 0, 2), ("a", 1, 0, 3)], [("c", 0, 2, 2)]], [4, 1, 6, 0, 3, 2, 7, 5]),
+        ([[("a", 1, 3, 1), ("b", 1, 0, 4)], [("c", 0, 4, 1)]], [2, 1, 5, 3, 0, 4]),
+    ]
+    units = [plan.block_order(plan.unit_range(chunk, 2, 13)).tolist() for chunk in range(4)]
+    assert units == [
+        [4, 6, 5, 7],
+        [8, 10, 9, 11, 12, 14, 13, 15],
+        [16, 18, 17, 19, 20, -1, 21, -1],
+        [22, 24, 23, 25],
+    ]
+
+
+def test_units_in_another_order_are_refused_in_one_sentence():
+    config = types.SimpleNamespace(max_steps=4, units_per_step=2, unit_rows=3)
+    blocks = [pa.table({"unit": np.repeat([number], 3)}) for number in (1, 5, 3)]
+    workers = ingest.worker_units(blocks, config, 0, 1, 2)
+    assert list(next(workers)) == [1]
+    with pytest.raises(
+        RuntimeError, match=r"^Worker 1 expected units \[3\] for step 1 and received \[5\]: the data starts"
+    ):
+        next(workers)
+    with pytest.raises(RuntimeError, match=r"^Worker 1 expected units \[7\] for step 3 and received \[\]: "):
+        next(ingest.worker_units([], config, 3, 1, 2))
 
 
 def test_row_groups_of_one_row_work():
@@ -239,7 +293,7 @@ def test_files_without_rows_do_not_shift_the_others():
 
 
 def test_no_steps_left_is_no_work(plan):
-    assert len(plan.chunks(5, 5)) == 0
+    assert len(plan.chunk_range(5, 5)) == 0
 
 
 # ---- from a manifest
@@ -252,7 +306,7 @@ def test_a_run_is_planned_from_the_manifest_and_the_recipe(build_manifest):
     assert plan.steps_per_epoch == 4 and plan.sources[0].file_names == ["0.parquet"]
 
 
-def test_the_plan_does_not_change_with_the_workers_or_the_micro_batch(build_manifest):
+def test_the_plan_does_not_depend_on_workers_or_micro_batches(build_manifest):
     manifests = {"/a": build_manifest((64, 64))}
     plans = [
         ingest.plan_run(manifests, TrainingConfig(global_batch_size=32, units_per_step=4, latents_uri="/a", **values))
@@ -261,7 +315,7 @@ def test_the_plan_does_not_change_with_the_workers_or_the_micro_batch(build_mani
     assert steps_of(plans[0], 0, 9) == steps_of(plans[1], 0, 9) == steps_of(plans[2], 0, 9)
 
 
-def test_chunks_are_sized_by_bytes_and_units_that_are_large_travel_alone(build_manifest):
+def test_chunks_are_sized_by_bytes_and_large_units_travel_alone(build_manifest):
     """174 kB a row, as Stable Diffusion 2 with 1024-wide captions: a few hundred rows a chunk."""
     shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
     config = TrainingConfig(global_batch_size=64, latents_uri="/a")
@@ -293,7 +347,7 @@ def test_data_sets_of_different_encoders_are_not_mixed(build_manifest):
         ingest.check_mixture(manifests)
 
 
-def test_a_long_stream_has_at_most_20_000_tasks_of_eight_chunks_or_more():
+def test_a_long_run_has_at_most_20_000_read_tasks():
     assert [ingest.num_tasks(n) for n in (1, 64, 512, 8000, 160_000, 5_000_000)] == [1, 64, 64, 1000, 20_000, 20_000]
 
 
@@ -319,15 +373,15 @@ def write_latents(folder, table, build_manifest):
 
 def read(plan, first, last, resolution=64, validation_share=0.0):
     """What the reading tasks hand out, as one table."""
-    chunks = plan.chunks(first, last)
     reader = functools.partial(ingest.read_latents, resolution=resolution, validation_share=validation_share)
-    arguments = {"first_chunk": chunks.start, "first_step": first, "num_steps": last, "read": reader}
-    return pa.concat_tables(ingest.read_chunks({"id": np.arange(len(chunks))}, plan=plan, **arguments))
+    chunks = plan.chunk_range(first, last)
+    return pa.concat_tables(ingest.read_chunk(plan, chunk, first, last, reader) for chunk in chunks)
 
 
-def test_pieces_are_read_in_their_order(latents_uri):
-    pieces = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
-    found = ingest.read_pieces(pieces, [schema.ID, schema.EMBEDDINGS], f"{latents_uri}/data")
+def test_row_ranges_are_read_in_their_order(latents_uri):
+    planned = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
+    ranges = [ingest.RowRange(*rows) for rows in planned]
+    found = ingest.read_row_ranges(ranges, [schema.ID, schema.EMBEDDINGS], f"{latents_uri}/data")
     assert found["id"].to_pylist() == [37, 38, 39, 20, 21, 22, 23, 24, 34, 0, 1]
     assert found.column_names == [schema.ID, schema.EMBEDDINGS] and found["id"].num_chunks == 1
 
@@ -341,7 +395,7 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
     at |= {
         (latents_uri, "b.parquet", g, r): ids[25 + 10 * g + r] for g in range(2) for r in range(10) if 10 * g + r < 15
     }
-    travelling = deal(plan, 2, 8)
+    travelling = dealt(plan, 2, 8)
     assert rows["id"].to_pylist() == [at[row] for _, unit in travelling for row in unit]
     assert rows["unit"].to_pylist() == np.repeat([number for number, _ in travelling], 4).tolist()
     assert rows["keep"].to_pylist() == [not held for held in schema.held_out(rows["id"].to_pylist(), 0.3)]
@@ -351,7 +405,7 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
         assert rows[column].to_pylist() == expected[column].to_pylist()
 
 
-def test_a_block_is_cut_into_its_units_and_one_that_holds_parts_of_units_is_refused():
+def test_a_block_is_split_into_whole_units():
     block = pa.table({"unit": np.repeat([4, 6, -1], 3), "id": range(9)})
     found = ingest.split_units(block, 3)
     assert {number: rows["id"].to_pylist() for number, rows in found.items()} == {4: [0, 1, 2], 6: [3, 4, 5]}
