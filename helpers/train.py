@@ -32,9 +32,9 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
     """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
 
     Args:
-        config: `TrainingConfig.to_dict()`. steps: `steps(config, manifest, first_step, rejects)` yields `(this worker's
-        units, seconds it waited for data)` of
-            each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
+        config: `TrainingConfig.to_dict()`.
+        steps: `steps(config, manifest, first_step, rejects)` yields `(this worker's units, seconds it waited for data)`
+            of each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
     """
     config = TrainingConfig.from_dict(config)
     manifest = next(iter(ingest.read_manifests(config).values()))
