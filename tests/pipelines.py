@@ -10,7 +10,7 @@ import json
 import pathlib
 import types
 
-from helpers import encoder, ingest, online, preprocess, run_setup, train, train_step
+from helpers import encoder, ingest, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log, monitoring

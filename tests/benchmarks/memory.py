@@ -76,7 +76,7 @@ def run(job, rows, folder):
     )
     online.prepare(raw, config)
     ingest.BACKPRESSURE_STEPS, ingest.BACKPRESSURE_BYTES = 1, 8 * 2**20
-    fit(config, loop=functools.partial(made_up.train_in, 0.2), stream=functools.partial(online_stream, config=raw))
+    fit(config, loop=functools.partial(made_up.train_in, 0.2), stream=online_stream(raw))
 
 
 def main():

@@ -1,5 +1,7 @@
 """Data in whatever form a download left it: Parquet, WebDataset tars, image folders, pictures behind paths."""
 
+import collections
+import functools
 import io
 import json
 import pathlib
@@ -8,13 +10,12 @@ import tarfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from helpers import images, ingest, online, preprocess, schema, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.data_io import filters, inputs, readers
 from helpers.lesson import captioned_shapes, looks
-from helpers.runtime import session
+from tests.faults import variants
 from tests.pipelines import encode
 
 ROWS = 150
@@ -118,13 +119,6 @@ def config_of(input_folders, name, tmp_path, **changes):
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    session.connect("local", num_cpus=4)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def from_parquet(input_folders, cluster, tmp_path_factory):
     config = config_of(
         input_folders, "parquet", tmp_path_factory.mktemp("parquet"), row_filter="width >= 48 and caption != 'x'"
@@ -137,8 +131,9 @@ def read(config):
     return pa.concat_tables(tables).sort_by("id")
 
 
+@variants
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_gives_the_same_latents_rejects_and_accounts(input_folders, from_parquet, tmp_path, name):
+def test_every_format_gives_the_same_latents(input_folders, from_parquet, tmp_path, name):
     expected, latents = from_parquet
     caption = COLUMNS[name].get("caption_column", "caption")
     config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'")
@@ -152,6 +147,26 @@ def test_every_format_gives_the_same_latents_rejects_and_accounts(input_folders,
     }
     files = {"webdataset": "00000.tar", "imagefolder": "train/metadata.csv", "paths": "rows.parquet"}
     assert files[name] in set(looks.read_rejects(config.latents_uri)["source"])
+
+
+@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
+def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_path, name):
+    """Through Ray Data, as far as the encoder: the same ids, captions, pixels and reasons as from Parquet."""
+
+    def transformed(name):
+        caption = COLUMNS[name].get("caption_column", "caption")
+        config = config_of(input_folders, name, tmp_path / name, row_filter=f"width >= 48 and {caption} != 'x'")
+        rows = []
+        for segment in preprocess.prepare(config).segments:
+            made = inputs.read_rows(segment, config).map_batches(
+                functools.partial(preprocess.transform, config=config), batch_format="pyarrow"
+            )
+            rows += made.take_all()
+        return sorted((row["id"], row["caption"] or "", row["reason"], bytes(row["pixels_32"] or b"")) for row in rows)
+
+    expected, found = transformed("parquet"), transformed(name)
+    assert found == expected and len(found) == ROWS - 16
+    assert collections.Counter(reason for _, _, reason, _ in found if reason) == {"not an image": 3, "empty caption": 2}
 
 
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder"])

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -359,16 +358,6 @@ def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
 
 
 # ---- through Ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True  # as `session.connect` does: a limit takes the first rows
-    yield
-    ray.shutdown()
 
 
 def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
