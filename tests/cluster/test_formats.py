@@ -377,7 +377,8 @@ def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):
 
 def test_a_captions_table_may_hold_quotes_lines_gaps_and_bytes_that_are_no_text(tmp_path):
     (tmp_path / "metadata.csv").write_bytes(
-        b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\nd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
+        b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\n'
+        b'd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
     )
     read = readers.ImageFolder({"file_name": pa.string(), "text": pa.string(), "score": pa.float64()})
     (table,) = read.read(str(tmp_path / "metadata.csv"), [0], ["file_name", "text", "score"])
