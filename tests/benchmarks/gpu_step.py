@@ -24,12 +24,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from helpers.config import TrainingConfig
-from helpers.lesson import ablations, published_results
+from helpers.config import TrainingConfig  # noqa: E402
+from helpers.lesson import ablations, published_results  # noqa: E402
 from helpers.unet import compile_blocks  # noqa: E402
-from tests.benchmarks import record
-
-# noqa: E402
+from tests.benchmarks import record  # noqa: E402
 
 # name -> changes of the config, `compile` mode (None: not compiled), attention backend (None: PyTorch's choice).
 # "fsdp" on one GPU is the U-Net in bf16 as such, norms included; "ddp" is autocast.
