@@ -155,9 +155,9 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
     said = checkpoint.reconcile_checkpoints(config.run_uri)
     assert train.last_step(config) == (10 if expected else 20)
     if expected:
-        assert said[-2:] == [expected, f"The run goes on from {names[0]}."] and not newest.exists()
+        assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()
     else:
-        assert "was cut short" in said[0] and said[-1] == f"The run goes on from {names[1]}."
+        assert "was cut short" in said[0] and said[-1].endswith(f" from {names[1]}.")
     # Ray Train's own list names nothing that cannot be used.
     assert not storage.exists(listed) or names[1] not in storage.read_text(listed)
 

@@ -55,7 +55,8 @@ def test_metrics_have_a_line_a_step_and_documented_columns(run):
     # Checkpoints were saved after steps 10, 20 and 30, and hold up the step that follows.
     assert [line["step"] for line in lines if line["checkpoint_seconds"] > 0] == [11, 21, 31]
     speed = metrics_log.speed_summary({"first": metrics_log.read_metrics(config.run_uri)}).loc["first"]
-    assert 0 < speed["MFU"] < 1.5 and 0 <= speed["checkpoints"] < 0.5 and 0 <= speed["communication"] < 1
+    assert np.isnan(speed["MFU"]) or 0 < speed["MFU"] < 1.5  # NaN where the peak of the hardware is not known
+    assert 0 <= speed["checkpoints"] < 0.5 and 0 <= speed["communication"] < 1
     assert all(np.isfinite(line["loss"]) and 0 <= line["data_wait_share"] <= 1 for line in lines)
     seen = [line["samples_seen"] for line in lines]
     assert all(b - a <= config.global_batch_size for a, b in zip(seen, seen[1:], strict=False))
@@ -77,9 +78,9 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
 def test_the_best_checkpoint_is_kept_apart(run):
     config, _ = run
     validation = evaluate.read_validation(config.run_uri)
-    with train.best_checkpoint(config).as_directory() as folder:
-        assert checkpoint.step_of(folder) == validation.loc[validation["validation_loss"].idxmin(), "step"]
-    assert len(checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))) == 1
+    (best,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
+    assert checkpoint.find_corruption(best) is None
+    assert checkpoint.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
 
 
 def test_validation_runs_beside_training_on_held_out_rows(run):
