@@ -28,7 +28,7 @@ ORDER = ["unit", "cluster", "object_store", "notebooks", "test_nodes.py"]
 
 def pytest_collection_modifyitems(items):
     def place(item):
-        parts = pathlib.Path(item.path).parts
+        parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
         return max((number for number, name in enumerate(ORDER) if name in parts), default=len(ORDER))
 
     items.sort(key=place)  # stable: within a folder as they were collected
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
 def store():
     """An S3 server on this machine, which all processes that are started from now on find by `AWS_*` variables."""
     with pytest.MonkeyPatch.context() as patch, S3Server() as server, server.environment():
-        patch.setenv("AWS_MAX_ATTEMPTS", "4")  # a store that stays away is given up sooner
+        patch.setenv("AWS_MAX_ATTEMPTS", "6")  # a store that stays away is given up sooner
         yield server
 
 

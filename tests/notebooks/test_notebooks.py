@@ -389,6 +389,13 @@ def test_the_readme_has_150_lines_at_most():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_readmes_programs_are_installed_by_it():
+    """By requirements.txt, or they come with a Unix shell, Python or git."""
+    installed = {"papermill", "jupyter", "pytest", "ray", "pip", "python", "python3"}
+    programs = {pathlib.Path(command[0]).name for command in readme_commands()}
+    assert programs <= installed | {"git", "cd", "mkdir", "export", "curl"}, programs
+
+
 def test_the_readmes_main_command_is_what_nbval_runs():
     """Without the sections; the nbval test above runs the same notebooks in the same order, shrunk."""
     calls = [papermill_call(command) for command in readme_commands()]
