@@ -208,7 +208,8 @@ def test_a_node_to_be_taken_away_gets_its_checkpoint(nodes, data, tmp_path):
     assert_same_run(config)
 
 
-def test_encoders_move_when_their_node_is_lost(nodes, tmp_path):
+@variants
+def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_parquet(config.raw_uri, 3000, rows_per_file=1000)
     node, other = add_node(nodes, resources=ENCODER), []

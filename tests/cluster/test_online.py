@@ -57,14 +57,29 @@ def fit_online(raw, config, loop=train.train_loop_per_worker, num_encoders=1, la
 
 @pytest.fixture(scope="module")
 def straight(raw):
+    """Metrics of a run of one worker and one encoder that nothing happens to."""
     config = run_of(raw, "straight")
     fit_online(raw, config)
     return metrics_log.read_metrics(config.run_uri)
 
 
-def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
-    """The plan over raw files, the augmentation, transform, encoder and step, without Ray."""
-    config = run_of(raw, "straight")
+@pytest.fixture(scope="module")
+def disturbed(raw, tmp_path_factory):
+    """A run of two workers and two encoders, of which one each is killed: (config, metrics)."""
+    config, folder = run_of(raw, "disturbed", num_training_workers=2, max_failures=5), tmp_path_factory.mktemp("flags")
+    flags = [str(folder / name) for name in ("trainer", "encoder")]
+    fit_online(raw, config, loop_with((die, 13, 0, flags[0])), 2, mortal(flags[1]))
+    assert all(map(os.path.exists, flags))
+    return config, metrics_log.read_metrics(config.run_uri)
+
+
+@pytest.fixture(scope="module")
+def expected(raw, disturbed):
+    """(losses, samples_crc32) of the steps, computed without Ray.
+
+    The plan over raw files, the augmentation, transform, encoder and step.
+    """
+    config, _ = disturbed
     manifest = schema_of(config)
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
@@ -87,27 +102,30 @@ def test_an_online_run_is_what_a_bare_loop_computes(raw, straight):
         ]
         losses.append(alone.step(step, batch)["loss"])
         samples.append(metrics_log.samples_crc32([i for unit in batch for i in unit.ids]))
-    assert straight["samples_crc32"].tolist() == samples
-    np.testing.assert_allclose(straight["loss"], losses, rtol=1e-5)
+    return losses, samples
+
+
+def assert_expected(expected, losses, samples):
+    assert list(samples) == expected[1]
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+
+
+def test_an_online_run_with_kills_is_a_bare_loop(disturbed, expected):
+    config, found = disturbed
+    assert_expected(expected, found["loss"], found["samples_crc32"])
+    assert attempts_of(config)[:2] == [1, 9]
+
+
+@variants
+def test_one_worker_and_one_encoder_are_a_bare_loop(straight, expected):
+    assert_expected(expected, straight["loss"], straight["samples_crc32"])
 
 
 def schema_of(config):
     return ingest.read_manifests(config)[config.latents_uri]
 
 
-def test_two_workers_and_encoders_survive_kills(raw, straight, tmp_path):
-    """A trainer and an encoder are killed; the batches are the same, and the losses to 1e-5."""
-    config = run_of(raw, "two", num_training_workers=2, max_failures=5)
-    flags = [str(tmp_path / name) for name in ("trainer", "encoder")]
-    fit_online(raw, config, loop_with((die, 13, 0, flags[0])), 2, mortal(flags[1]))
-    assert all(map(os.path.exists, flags))
-    found = metrics_log.read_metrics(config.run_uri)
-    assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
-    np.testing.assert_allclose(found["loss"], straight["loss"], rtol=1e-5)
-    assert attempts_of(config)[:2] == [1, 9]
-
-
-def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
+def test_the_data_loader_baseline_has_the_same_losses(raw, expected):
     """A plain DataLoader, and encoders on the trainer's device, without Ray."""
     config = run_of(raw, "loader")
     manifest = schema_of(config)
@@ -118,23 +136,21 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
         unit = encode(item)
         losses.append(alone.step(step, [unit])["loss"])
         samples.append(metrics_log.samples_crc32(unit.ids))
-    assert samples == straight["samples_crc32"].tolist()
-    np.testing.assert_allclose(losses, straight["loss"], rtol=1e-5)
+    assert_expected(expected, losses, samples)
 
 
 @variants
-def test_the_data_loader_baseline_survives_a_kill_under_ray(raw, straight):
+def test_the_data_loader_baseline_survives_a_kill_under_ray(raw, expected):
     config = run_of(raw, "baseline", num_training_workers=2)
     steps = functools.partial(baseline.steps, raw=raw)
     with fault_injection.inject_worker_failure(config, rank=1, at_step=13):
         fit(config, loop=functools.partial(train.train_loop_per_worker, steps=steps), stream=None)
     found = metrics_log.read_metrics(config.run_uri)
-    assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()
-    np.testing.assert_allclose(found["loss"], straight["loss"], rtol=1e-5)
+    assert_expected(expected, found["loss"], found["samples_crc32"])
     assert len(looks.read_run_rejects(config.run_uri))
 
 
-def test_a_profile_tells_where_time_and_memory_go(raw, straight):
+def test_a_profile_tells_where_time_and_memory_go(raw, disturbed):
     config = run_of(raw, "profiled")
     found = baseline.profile(config, schema_of(config), raw, num_steps=2, warm_up=1)
     assert found.shares.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
@@ -218,8 +234,8 @@ def test_a_resumed_run_encodes_no_more_than_its_block(raw, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"random_crop": 0.9}, {"row_filter": "width > 8"}, {"horizontal_flip": False}])
-def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
-    config = run_of(raw, "straight")
+def test_a_run_is_not_resumed_under_another_augmentation(raw, disturbed, change):
+    config, _ = disturbed
     with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
         online.prepare(OnlineConfig(**{**raw.to_dict(), **change}), config)
         run_setup.open_run(config)
@@ -238,12 +254,12 @@ def test_a_slow_encoder_makes_the_trainer_wait_and_not_the_driver(raw, straight,
     assert np.diff(ticks).max() < 5
 
 
-def test_bad_pictures_are_masked_counted_and_listed_with_their_reason(raw, straight):
+def test_bad_pictures_are_masked_counted_and_listed_with_their_reason(raw, disturbed):
     table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
-    bad = looks.read_run_rejects(run_of(raw, "straight").run_uri)
+    bad = looks.read_run_rejects(disturbed[0].run_uri)
     assert len(bad) and bad["id"].is_unique and {"broken image", "no caption"} <= set(bad["reason"])
     assert set(bad["id"]) <= set(table["hash"].to_pylist())
-    masked = np.diff(np.concatenate([[0], straight["samples_seen"]]))
+    masked = np.diff(np.concatenate([[0], disturbed[1]["samples_seen"]]))
     assert (masked <= 32).all() and (masked < 32).any()
 
 
