@@ -320,7 +320,7 @@ def sparse_member(name, data, size):
     return bytes(header) + data.ljust(512, b"\0")
 
 
-def test_a_member_that_claims_more_than_a_picture_can_have_is_no_picture(tmp_path, monkeypatch):
+def test_a_member_larger_than_a_picture_can_be_is_none(tmp_path, monkeypatch):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for key, data in (("0", b"x" * 1001), ("1", b"x" * 1000)):
@@ -375,7 +375,7 @@ def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):
 # ---- tables
 
 
-def test_a_captions_table_may_hold_quotes_lines_gaps_and_bytes_that_are_no_text(tmp_path):
+def test_a_captions_table_may_hold_quotes_lines_and_gaps(tmp_path):
     (tmp_path / "metadata.csv").write_bytes(
         b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\n'
         b'd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
@@ -404,7 +404,7 @@ def test_a_line_that_is_no_json_is_a_row_of_nulls(tmp_path):
 # ---- pictures behind paths
 
 
-def test_a_path_is_read_inside_the_inputs_folder_and_nowhere_else(tmp_path):
+def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
     base = tmp_path / "input"
     (base / "deep").mkdir(parents=True)
     (base / "deep" / "a b#ü.jpg").write_bytes(b"picture")
@@ -447,7 +447,7 @@ def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
         preprocess.prepare(config)
 
 
-def test_a_column_called_path_is_refused_because_readers_need_the_name(tmp_path):
+def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
     with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):

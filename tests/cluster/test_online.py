@@ -244,7 +244,7 @@ def test_a_run_is_not_resumed_under_another_augmentation(raw, disturbed, change)
 
 
 @variants
-def test_a_slow_encoder_makes_the_trainer_wait_and_not_the_driver(raw, straight, tmp_path):
+def test_a_slow_encoder_makes_the_trainer_wait(raw, straight, tmp_path):
     config, ticks = run_of(raw, "slow-encoder"), []
     with monitoring.poll_in_background(lambda: ticks.append(time.monotonic()), every=0.1):
         fit_online(raw, config, latent_encoder=counting(tmp_path / "counted", 0.3))
@@ -254,7 +254,7 @@ def test_a_slow_encoder_makes_the_trainer_wait_and_not_the_driver(raw, straight,
     assert np.diff(ticks).max() < 5
 
 
-def test_bad_pictures_are_masked_counted_and_listed_with_their_reason(raw, disturbed):
+def test_bad_pictures_are_masked_and_listed(raw, disturbed):
     table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
     bad = looks.read_run_rejects(disturbed[0].run_uri)
     assert len(bad) and bad["id"].is_unique and {"broken image", "no caption"} <= set(bad["reason"])

@@ -108,7 +108,7 @@ def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
     )
 
 
-def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
+def test_the_timeline_says_when_an_encoder_computed():
     calls = [(100.0, 100.5, 10), (101.25, 102.5, 20), (102.5, 103.0, 5), (104.0, 104.25, 5)]  # start, end, rows
     rows = pa.table(
         {
@@ -132,7 +132,7 @@ def test_the_timeline_says_which_share_of_its_seconds_an_encoder_computed():
     assert len(long) <= resumable_job.TIMELINE and {(share, rate) for _, share, rate in long} == {(0.9, 7)}
 
 
-def test_a_survey_of_random_rows_knows_their_sizes_and_whole_captions(finished):
+def test_a_survey_knows_sizes_and_whole_captions(finished):
     config, _ = finished
     frame, pictures, captions = looks.dataset_stats(config, num_rows=150)
     assert len(frame) == 150 and len(pictures) == len(captions) == 12
@@ -159,7 +159,7 @@ def test_a_survey_shows_the_rows_that_the_filter_leaves(finished, capsys):
     )
 
 
-def test_stored_latents_are_what_the_encoder_gives_for_each_row_alone(finished):
+def test_stored_latents_are_what_the_encoder_gives(finished):
     config, manifest = finished
     table = read_latents(config.latents_uri)
     raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
@@ -201,7 +201,7 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
         encode(PreprocessingConfig(storage=config.storage, resolutions=[64]))
 
 
-def test_small_pictures_are_enlarged_and_long_ones_kept_only_if_asked():
+def test_small_and_long_pictures_are_used_only_if_asked():
     def reason(data, **changes):
         pixels, _, text = preprocess.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
         return text or sorted(pixels)
