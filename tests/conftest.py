@@ -1,21 +1,53 @@
-"""Made-up latents that several test modules train on, validate or look at."""
+"""What several folders of tests share: one Ray cluster with an object store, and made-up latents."""
 
 import os
+import pathlib
 import signal
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray
 import torch
 
 from helpers import schema
+from helpers.runtime import session
+from tests.object_store.s3_server import S3Server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Ray Train looks after its workers every half second in place of every two: short runs end sooner.
+# Ray Train checks its workers every half second in place of every two: short runs end sooner.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
+
+
+# Fast tests first; then those that share a cluster; then those that start their own, after the shared one was stopped.
+ORDER = ["unit", "cluster", "object_store", "notebooks", "test_nodes.py"]
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
+        return max((number for number, name in enumerate(ORDER) if name in parts), default=len(ORDER))
+
+    items.sort(key=place)  # stable: within a folder as they were collected
+
+
+@pytest.fixture(scope="session")
+def store():
+    """An S3 server on this machine, which all processes that are started from now on find by `AWS_*` variables."""
+    with pytest.MonkeyPatch.context() as patch, S3Server() as server, server.environment():
+        patch.setenv("AWS_MAX_ATTEMPTS", "6")  # a store that stays away is given up sooner
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster(store):
+    """The Ray cluster that all tests share, but those that stop it to start several nodes or a notebook."""
+    session.connect("local", num_cpus=6)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,58 +1,105 @@
-"""The notebooks' two main cells as functions, for tests that run them with other parameters."""
+"""The notebooks' own pipelines and trainers for the tests: the functions are taken from the notebooks' cells.
 
+What a reader sees is what is tested: `pipeline` of Preprocessing.ipynb, `stream` of
+Online_Preprocessing_and_Training.ipynb, `build_trainer` of Training.ipynb and of the online notebook.
+"""
+
+import ast
 import functools
+import json
+import pathlib
+import types
 
-from ray.data import ActorPoolStrategy, TaskPoolStrategy
-from ray.train import (
-    CheckpointConfig,
-    DataConfig,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-    ValidationConfig,
-    ValidationTaskConfig,
-)
-from ray.train.torch import TorchTrainer
-
-from helpers import encoder, evaluate, ingest, online, preprocess, run_setup, storage, train, train_step
+from helpers import encoder, ingest, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
-from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from helpers.runtime import metrics_log, monitoring
+
+ROOT = pathlib.Path(__file__).parents[1]
+PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
+ONLINE = "Online_Preprocessing_and_Training.ipynb"
+
+
+def bound_names(statement):
+    """The names that a statement at a cell's top level defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+@functools.cache
+def definitions(notebook):
+    """{name: (the statement that defines it, whether it is a parameter)}; the first definition counts."""
+    found = {}
+    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            is_parameter = "parameters" in cell["metadata"].get("tags", [])
+            for statement in ast.parse("".join(cell["source"])).body:
+                for name in bound_names(statement):
+                    found.setdefault(name, (statement, is_parameter))
+    return found
+
+
+def free_names(statement):
+    """The names that a statement takes from the notebook: what it loads, but a function's own variables."""
+    if isinstance(statement, ast.FunctionDef):
+        nodes = [node for part in statement.body for node in ast.walk(part)]
+        own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {argument.arg for argument in ast.walk(statement.args) if isinstance(argument, ast.arg)}
+        outside = [*statement.decorator_list, *statement.args.defaults, *statement.args.kw_defaults]
+        return {node.id for node in nodes if isinstance(node, ast.Name)} - own | {
+            node.id for part in outside if part for node in ast.walk(part) if isinstance(node, ast.Name)
+        }
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def from_notebook(notebook, name, **values):
+    """The function `name` as a notebook's cell defines it.
+
+    It sees the notebook's imports and the defaults of its parameters; `values` are other parameters, and what the
+    cells above it make (`config`, `job`, ...).
+    """
+    known = definitions(notebook)
+    space = {"__name__": "__main__", **values}  # as in a kernel: sent to Ray's workers by value
+
+    def define(wanted):
+        statement = known[wanted][0]
+        for needed in free_names(statement) & known.keys() - bound_names(statement) - space.keys():
+            define(needed)
+        exec(compile(ast.Module([statement], []), f"{notebook}:{wanted}", "exec"), space)
+        space.update(values)  # an import brings the neighbours of a name too
+
+    define(name)
+    return space[name]
+
+
+def parameters(notebook, config, **changes):
+    """The values of `config` that are parameters of the notebook, and the others that are given."""
+    known = {name for name, (_, is_parameter) in definitions(notebook).items() if is_parameter}
+    return {**{name: value for name, value in config.to_dict().items() if name in known}, **changes}
+
+
+def stand_in(module, **changes):
+    """The module, or one in which some names stand for something else."""
+    if all(vars(module)[name] is value for name, value in changes.items()):
+        return module
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return types.SimpleNamespace(**{**public, **changes})
 
 
 def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder, on=None):
     """`pipeline(segment)` of Preprocessing.ipynb; `on`: an accelerator type that encoders are placed on."""
-
-    def pipeline(segment):
-        return (
-            inputs.read_rows(segment, config)
-            .map_batches(
-                functools.partial(transform, config=config),
-                batch_format="pyarrow",
-                batch_size=256,
-                compute=TaskPoolStrategy(size=config.num_transform_workers),
-            )
-            .map_batches(
-                latent_encoder,
-                fn_constructor_args=encoder.arguments(config),
-                batch_format="pyarrow",
-                fn_constructor_kwargs={"batch_size": config.encoder_batch_size},
-                batch_size=8 * config.encoder_batch_size,
-                compute=ActorPoolStrategy(size=config.num_encoders),
-                num_cpus=0.5,
-                **({"accelerator_type": on} if on else {}),
-            )
-            .map_batches(
-                preprocess.write_latents,
-                fn_kwargs=job.write_arguments(segment),
-                batch_format="pyarrow",
-                batch_size=1024,
-                num_cpus=0.25,
-            )
-        )
-
-    return pipeline
+    return from_notebook(
+        PREPROCESSING,
+        "pipeline",
+        **parameters(PREPROCESSING, config, encoder_accelerator_type=on),
+        config=config,
+        job=job,
+        preprocess=stand_in(preprocess, transform=transform),
+        encoder=stand_in(encoder, LatentEncoder=latent_encoder),
+    )
 
 
 def encode(config, progress=None, **changes):
@@ -88,8 +135,11 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def bare(config, num_steps):
-    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process."""
+def bare(config, num_steps, prepare=None):
+    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process.
+
+    `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights.
+    """
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
     chunks = plan.chunk_range(0, num_steps)
@@ -104,6 +154,8 @@ def bare(config, num_steps):
         units.update(ingest.split_units(table, config.unit_rows))
     manifest = next(iter(manifests.values()))
     alone, found = train_step.TrainStep(config, manifest), []
+    if prepare:
+        prepare(alone)
     for step in range(num_steps):
         batch = [
             train_step.Unit.from_arrow(
@@ -120,58 +172,24 @@ def bare(config, num_steps):
     return found
 
 
-def online_stream(
-    plan,
-    first_step,
-    num_steps,
-    *,
-    resolution,
-    validation_share,
-    config,
-    seed=0,
-    num_encoders=1,
-    latent_encoder=None,
-    on=None,
-    gpus=None,
-):
-    """`stream` of Online_Preprocessing_and_Training.ipynb; `latent_encoder()`: another class and its keyword arguments."""
-    transform = functools.partial(online.transform, config=config, units_per_epoch=plan.units_per_epoch, seed=seed)
-    kind, options = latent_encoder() if latent_encoder else (encoder.LatentEncoder, {})
-    return (
-        online.raw_rows(plan, first_step, num_steps, config=config, validation_share=validation_share)
-        .map_batches(transform, batch_size=None, batch_format="pyarrow", compute=TaskPoolStrategy(size=1))
-        .map_batches(
-            kind,
-            fn_constructor_args=encoder.arguments(config),
-            batch_size=plan.block_rows,
-            batch_format="pyarrow",
-            num_cpus=0.5,
-            num_gpus=gpus,
-            fn_constructor_kwargs={"batch_size": config.encoder_batch_size, **options},
-            compute=ActorPoolStrategy(size=num_encoders),
-            **({"accelerator_type": on} if on else {}),
-        )
+def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **changes):
+    """`stream` of the online notebook over `config`'s raw rows; `changes`: values of the notebook's parameters."""
+    return from_notebook(
+        ONLINE,
+        "stream",
+        **parameters(ONLINE, config, **{"seed": seed, **changes}),
+        raw=config,
+        encoder=stand_in(encoder, LatentEncoder=latent_encoder),
     )
 
 
-def fit(config, validate=True, loop=train.train_loop_per_worker, scaling=None, stream=ingest.latents_dataset):
-    """Run the training of Training.ipynb, or with other parts; returns Ray Train's result."""
+def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, **changes):
+    """Run the trainer of Training.ipynb, or with a `stream` that of the online notebook; returns Ray Train's result.
+
+    `stream=None`: without Ray Data. `changes`: values of the notebook's parameters, or names that its cells import.
+    """
     run_setup.open_run(config)
-    validation = ValidationConfig(evaluate.validate, ValidationTaskConfig(fn_kwargs={"config": config.to_dict()}))
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config=config.to_dict(),
-        scaling_config=ScalingConfig(num_workers=config.num_training_workers, **(scaling or {})),
-        run_config=RunConfig(
-            name=config.run_name,
-            storage_path=storage.join(config.storage, "runs"),
-            failure_config=FailureConfig(max_failures=config.max_failures),
-            callbacks=[fault_tolerance.RecordFailures(config.run_uri)],
-            checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoints_kept),
-        ),
-        datasets={"train": functools.partial(train.build_train_dataset, config, stream)} if stream else None,
-        dataset_config=DataConfig(execution_options=ingest.execution_options(config)),
-        validation_config=validation if validate and config.validate_every else None,
-    )
+    notebook, given = (TRAINING, {}) if stream is ingest.latents_dataset else (ONLINE, {"stream": stream})
+    build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
     with monitoring.interruptible():
-        return trainer.fit()
+        return build(config, loop=loop).fit()

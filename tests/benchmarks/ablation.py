@@ -1,11 +1,12 @@
 """Images a second as one thing after another is switched on: the documents' ablation on hardware of your own.
 
-    python -m tests.benchmarks.ablation                                                # the tiny U-Net, two workers, this CPU
-    python -m tests.benchmarks.ablation --unet sd2-base --resolution 256 512 --workers 8 --gpus --batch 256 --micro-batch 16 \\
-        --address auto --storage /shared/folder
+    python -m tests.benchmarks.ablation   # the tiny U-Net, two workers, this CPU
+    python -m tests.benchmarks.ablation --unet sd2-base --resolution 256 512 --workers 8 --gpus --batch 256 \\
+        --micro-batch 16 --address auto --storage /shared/folder
 
-Random latents, full training steps, all rows in one fit. Printed beside the published Tables 3.a and 3.b, which say the
-network (EFA) where this says number formats and layouts. --address: of a Ray cluster; a new one on this machine without.
+Random latents, full training steps, all rows in one fit. Printed beside the published Tables 3.a and 3.b, which name
+the network (EFA) where this names number formats and layouts. --address: of a Ray cluster; without it one is started
+here.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, published_results
 from helpers.runtime import session
+from tests.benchmarks import record
 
 
 def measure(config, steps):
@@ -55,6 +57,7 @@ def main():
         session.connect("local", **({} if given.gpus else {"num_cpus": given.workers + 1}))
     else:
         session.connect(given.address)
+    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for resolution in given.resolution:
             table, hardware = measure(
@@ -74,9 +77,20 @@ def main():
             )
             print(f"{given.unet} at {resolution}, {given.workers} workers ({hardware}), batch {given.batch}")
             print(table.round(3).to_string(), flush=True)
+            tables[resolution] = table
     for resolution in (256, 512):
         print(f"\npublished, {resolution} pixels (blog, Tables 3.a and 3.b)")
         print(published_results.published_ablation(resolution).round(2).to_string())
+    record.write(
+        "ablation",
+        {
+            f"{given.unet} at {resolution} pixels, from the plain step to the fastest": (
+                f"{table['images/s'].iloc[0]:.0f} to {table['images/s'].max():.0f} images/s"
+            )
+            for resolution, table in tables.items()
+        },
+        tables={resolution: table.reset_index().to_dict("records") for resolution, table in tables.items()},
+    )
 
 
 if __name__ == "__main__":

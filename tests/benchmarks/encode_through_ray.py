@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.encode_through_ray [--rows 12000] [--rounds 3]
 
-Bare: one thread encodes batches that are already decoded and in memory. Ray: Parquet is read, pictures are decoded and
-resized, encoded by one actor with one thread, and latents are written; its rate runs from the end of the first batch
-that the actor encodes to the end of the last, so that starting the workers is left out. The two alternate; the ratio of
-their medians is printed. Wants an otherwise idle machine with two cores or more.
+Bare: one thread encodes batches that are already decoded and in memory. Ray: Parquet is read, pictures are decoded
+and resized, encoded by one actor with one thread, and latents are written; its rate runs from the end of the first
+batch that the actor encodes to the end of the last, so that starting the workers is left out. The two alternate;
+the ratio of their medians is printed. Wants an otherwise idle machine with two cores or more.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
+from tests.benchmarks import record
 from tests.pipelines import encode
 
 
@@ -66,7 +67,18 @@ def main():
             print(f"round {number + 1}: bare {rates['bare'][-1]:.0f}, through Ray {rates['ray'][-1]:.0f} images/s")
     ratio = statistics.median(rates["ray"]) / statistics.median(rates["bare"])
     print(
-        f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, ratio {ratio:.3f}"
+        f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, "
+        f"ratio {ratio:.3f}"
+    )
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    record.write(
+        "encode_through_ray",
+        {
+            "encoding through Ray, decoding included, against the encoder in a bare loop": f"{medians['ray']:.0f} of "
+            f"{medians['bare']:.0f} images/s: {ratio:.2f}"
+        },
+        images_per_second=medians,
+        ratio=ratio,
     )
 
 

@@ -4,9 +4,9 @@
     python -m tests.benchmarks.gpu_step --unet tiny --resolution 64 --batch 16 --steps 3      # on a CPU, to try it
 
 Random latents, a full step with the optimizer, EMA off, bf16. First each setting at the first batch size, then the
-fastest one at the others, then max-autotune, and at last a profile of the fastest by kind of kernel. A setting that fails
-(out of memory, a backend that is not there) says so and is passed over; after --minutes, shared evenly by the resolutions,
-no new one is begun.
+fastest one at the others, then max-autotune, and at last a profile of the fastest by kind of kernel. A setting that
+fails (out of memory, a backend that is not there) says so and is passed over; after --minutes, shared evenly by the
+resolutions, no new one is begun.
 """
 
 import argparse
@@ -24,14 +24,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from helpers.config import TrainingConfig
-from helpers.lesson import ablations, published_results
+from helpers.config import TrainingConfig  # noqa: E402
+from helpers.lesson import ablations, published_results  # noqa: E402
 from helpers.unet import compile_blocks  # noqa: E402
+from tests.benchmarks import record  # noqa: E402
 
-# noqa: E402
-
-# name -> changes of the config, `compile` mode (None: not compiled), attention backend (None: PyTorch's choice). "fsdp" on
-# one GPU is the U-Net in bf16 as such, norms included; "ddp" is autocast.
+# name -> changes of the config, `compile` mode (None: not compiled), attention backend (None: PyTorch's choice).
+# "fsdp" on one GPU is the U-Net in bf16 as such, norms included; "ddp" is autocast.
 SETTINGS = {
     "autocast": ({"strategy": "ddp"}, None, None),
     "autocast, channels last": ({"strategy": "ddp", "channels_last": True}, None, None),
@@ -116,11 +115,17 @@ def main():
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        summary, details = {}, {}
         for number, resolution in enumerate(given.resolution, start=1):
             until = started + 60 * given.minutes * number / len(given.resolution)
             print(f"{resolution} pixels:")
             rows, best = sweep(given, resolution, device, until)
             if best:
+                details[resolution] = rows
+                fastest = max(rows, key=lambda row: row["images/s"])
+                summary[f"one step of {given.unet} at {resolution} pixels, the fastest setting"] = (
+                    f"{fastest['images/s']:.1f} images/s, MFU {fastest['MFU']:.1%}"
+                )
                 print(pd.DataFrame(rows).sort_values("images/s", ascending=False).round(3).to_string(index=False))
                 print(f"where the time of the fastest goes ({best[1]}):")
                 print(pd.DataFrame(best[2]).round(3).to_string(index=False), flush=True)
@@ -131,6 +136,7 @@ def main():
             print(f"published: {each:.0f} images/s a GPU at {row.resolution} px ({row.gpus}; {row.source})")
     fact = published_results.FACTS["one H200, MLPerf at 512 px"]
     print(f"published: {fact.value} images/s a GPU at 512 px (H200; {fact.source}, MLPerf Training v4.0)")
+    record.write("gpu_step", summary, settings=details)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Latents that no picture was encoded for, of any shape, as a finished job leaves them; a trainer that only takes time."""
+"""Latents that no picture was encoded for, of any shape, as a finished job leaves them; a trainer that only takes
+time."""
 
 import time
 
@@ -6,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from helpers import preprocess, schema, storage, train
+from helpers.train_step import TrainStep
 
 
 def write_latents(uri, num_rows, shapes, rows_per_file):
@@ -52,7 +54,7 @@ def train_in(step_seconds, values):
         time.sleep(step_seconds)
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
 
-    train.TrainStep.step = played_step
+    TrainStep.step = played_step
     train.train_loop_per_worker(values)
 
 

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.memory [--job preprocessing online] [--rows 2000 20000]
 
-Each size runs in a process of its own with a Ray of its own. Memory is the proportional set size (shared pages counted
-once) of the driver and all Ray processes, sampled twice a second, the object store among them; the object store alone is
-of it the shared memory. The online run is one epoch, its trainer is played, a fifth of a second for 64 rows, and what may be
-made ahead of it is set so low (8 MiB) that the smaller data reaches it too. Linux only.
+Each size runs in a process of its own with a Ray of its own. Memory is the proportional set size (shared pages
+counted once) of the driver and all Ray processes, sampled twice a second, the object store among them; the object
+store alone is of it the shared memory. The online run is one epoch, its trainer is played, a fifth of a second for
+64 rows, and what may be made ahead of it is set so low (8 MiB) that the smaller data reaches it too. Linux only.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from helpers import ingest, online
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
-from tests.benchmarks import made_up
+from tests.benchmarks import made_up, record
 from tests.pipelines import encode, fit, online_stream
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -76,7 +76,7 @@ def run(job, rows, folder):
     )
     online.prepare(raw, config)
     ingest.BACKPRESSURE_STEPS, ingest.BACKPRESSURE_BYTES = 1, 8 * 2**20
-    fit(config, loop=functools.partial(made_up.train_in, 0.2), stream=functools.partial(online_stream, config=raw))
+    fit(config, loop=functools.partial(made_up.train_in, 0.2), stream=online_stream(raw))
 
 
 def main():
@@ -96,6 +96,16 @@ def main():
     columns = [f"{rows:,} rows" for rows in arguments.rows] + ["ratio"]
     print("peaks, in MiB:")
     print(pd.DataFrame.from_dict(table, orient="index", columns=columns).round(3).to_string())
+    record.write(
+        "memory",
+        {
+            f"peak memory of all processes, {arguments.rows[1]:,} rows against {arguments.rows[0]:,}: {job}": (
+                "{1:,.0f} against {0:,.0f} MiB: {2:.2f}".format(*table[job, "all processes"])
+            )
+            for job in arguments.job
+        },
+        peaks={f"{job}, {part}": values for (job, part), values in table.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.million_rows [--rows 1000000] [--rows-per-segment 200000] [--stand-in]
 
-Drawn pictures of 64 pixels go through the pipeline of Preprocessing.ipynb, in half an hour on two cores. With `--stand-in`
-the encoder is no network but a pooling of pixels and a table of numbers for tokens: all else is the same (files, decoding,
-blocks, commits), in a third of the time. Printed for each tenth of the rows: rows a second, and the memory of the driver and
-all Ray processes (proportional set size, Linux), whose number varies: Ray keeps some that wait for work. Rates run from the
-first rows that are written; the pauses in which a new segment starts its workers are in them. Then the costs of a file, a
-row and a commit, and what they make of 2 billion rows.
+Drawn pictures of 64 pixels go through the pipeline of Preprocessing.ipynb, in half an hour on two cores. With
+`--stand-in` the encoder is no network but a pooling of pixels and a table of numbers for tokens: all else is the
+same (files, decoding, blocks, commits), in a third of the time. Printed for each tenth of the rows: rows a second,
+and the memory of the driver and all Ray processes (proportional set size, Linux), whose number varies: Ray keeps
+some that wait for work. Rates run from the first rows that are written; the pauses in which a new segment starts
+its workers are in them. Then the costs of a file, a row and a commit, and what they make of 2 billion rows.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
+from tests.benchmarks import record
 from tests.benchmarks.memory import session_memory
 from tests.pipelines import build_pipeline
 
@@ -52,7 +53,7 @@ class StandInEncoder(encoder.LatentEncoder):
 
 
 class Progress:
-    """(seconds, rows, MiB, of these the object store's, processes) whenever another hundredth of the rows is written."""
+    """(seconds, rows, MiB, of these the object store's, processes) at every hundredth of the rows."""
 
     def __init__(self):
         self.points, self.session = [], os.getsid(0)
@@ -99,17 +100,28 @@ def main():
         for number, (rate, (size, store, processes), one) in enumerate(zip(rates, memory, each, strict=True), start=1):
             print(f"{number:5} {rate:8.0f} {size:5.0f} {store:24.0f} {processes:11.0f} {one:32.0f}")
         print(
-            f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, memory {memory[-1, 0] / memory[0, 0]:.3f}, "
-            f"a process {each[-1] / each[0]:.3f}"
+            f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, "
+            f"memory {memory[-1, 0] / memory[0, 0]:.3f}, a process {each[-1] / each[0]:.3f}"
         )
         report = manifest.report
         busy = report["encoders_busy"]
         if busy is not None:
             mean = report["encoders_busy_mean"]
             print(
-                f"the encoder computes for {busy:.1%} of its time (median over the job; mean {mean:.1%}, segments' ends included)"
+                f"the encoder computes for {busy:.1%} of its time (median over the job; "
+                f"mean {mean:.1%}, segments' ends included)"
             )
         estimate(manifest, config, arguments.rows)
+        record.write(
+            "million_rows",
+            {
+                f"{arguments.rows:,} rows preprocessed, the last tenth against the first": f"rate "
+                f"{rates[-1] / rates[0]:.2f}, memory {memory[-1, 0] / memory[0, 0]:.2f}"
+                + (f", encoder busy {busy:.0%}" if busy is not None else "")
+            },
+            rows_per_second=rates.tolist(),
+            memory_mib=memory[:, 0].tolist(),
+        )
 
 
 def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
@@ -132,7 +144,8 @@ def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
     print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of the manifest")
     scale, number = 2e9 / rows, 2e9 / (resumable_job.ROWS_PER_SEGMENT * encoders)
     print(
-        f"2,000,000,000 rows in 200,000 files, {encoders} encoders, three requests of {request_seconds * 1e3:.0f} ms a file: "
+        f"2,000,000,000 rows in 200,000 files, {encoders} encoders, "
+        f"three requests of {request_seconds * 1e3:.0f} ms a file: "
         f"{200_000 * (footer + 3 * request_seconds / 16) / 60:.0f} min of planning, {number:.0f} segments with "
         f"{number * statistics.median(gaps) / 60:.0f} min of pauses, {files * scale / 1e6:.1f} M files, "
         f"{size * scale / 1e6:.0f} MB of manifest"

@@ -2,11 +2,12 @@
 
     python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 40]
 
-Encoders and trainer are played: each waits as long as its service time says, so that two cores can be sixteen encoders.
-All else is real: the plan over Parquet files, Ray Data's actor pool, Ray Train's worker and its data feed. Offline, the
-same trainer reads the latents that the encoders would have made. Encoders begin when the trainer does, so that nothing is
-made ahead while it starts. Rates are those of the second half of the steps, when all encoders have come up, but for the
-last eight: those that the worker had prefetched, behind which nothing is waited for any more.
+Encoders and trainer are played: each waits as long as its service time says, so that two cores can be sixteen
+encoders. All else is real: the plan over Parquet files, Ray Data's actor pool, Ray Train's worker and its data
+feed. Offline, the same trainer reads the latents that the encoders would have made. Encoders begin when the trainer
+does, so that nothing is made ahead while it starts. Rates are those of the second half of the steps, when all
+encoders have come up, but for the last eight: those that the worker had prefetched, behind which nothing is waited
+for any more.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from helpers import ingest
 from helpers.config import TrainingConfig
 from helpers.lesson import estimates
 from helpers.runtime import metrics_log, session
-from tests.benchmarks import made_up
+from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 
 BATCH, TRAINER_SECONDS, ENCODER_SECONDS = 64, 0.1, 1.0  # one trainer is as fast as ten encoders
@@ -101,6 +102,18 @@ def main():
     columns = ["encoders", "expected", "measured", "measured / expected", "measured / offline", "trainer waits"]
     print(f"one encoder {encoder_rate:.0f}, the trainer {trainer_rate:.0f} images/s; offline {ceiling:.0f}")
     print(pd.DataFrame(rows, columns=columns).round(3).to_string(index=False))
+    record.write(
+        "online_throughput",
+        {
+            f"online with {', '.join(str(row[0]) for row in rows)} simulated encoders of {encoder_rate:.0f}, a "
+            f"trainer of {trainer_rate:.0f} images/s, over min(encoders x rate, trainer)": ", ".join(
+                f"{row[3]:.2f}" for row in rows
+            ),
+            "the same with the most encoders against stored latents": f"{rows[-1][2]:.0f} of {ceiling:.0f} images/s: "
+            f"{rows[-1][4]:.2f}",
+        },
+        runs=[dict(zip(columns, row, strict=True)) for row in rows],
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 
 from helpers import ingest, schema
 from helpers.config import TrainingConfig
+from tests.benchmarks import record
 
 
 def write_manifest(folder, num_files, rows_per_file):
@@ -64,7 +65,18 @@ def main():
     for what, took in seconds.items():
         print(f"{what:40}{took:8.1f} s")
     print(f"{'all':40}{sum(seconds.values()):8.1f} s")
-    print(f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory of the process {memory:.2f} GiB")
+    record.write(
+        "plan_two_billion",
+        {
+            f"planning {plan.num_rows:,} samples in {arguments.files:,} files": (
+                f"{sum(seconds.values()):.1f} s, {memory:.1f} GiB"
+            )
+        },
+        seconds=seconds,
+        memory_gib=memory,
+    )
 
 
 if __name__ == "__main__":

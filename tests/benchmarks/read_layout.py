@@ -1,10 +1,12 @@
-"""Rows a second from Parquet files of different layouts, in one thread and in two: why latents are laid out as they are.
+"""Rows a second from Parquet files of different layouts, in one thread and in two: why latents are laid out as they
+are.
 
     python -m tests.benchmarks.read_layout [--rows 2048] [--rounds 5]
 
-The rows are of Stable Diffusion 2's shapes at 256 pixels (8 x 32 x 32 and 77 x 1024 numbers, 174 kB), made up. Row groups
-are read in a permuted order, as the epoch plan does, all columns to NumPy arrays; the files are in the page cache.
-Layouts take turns, medians are printed. "chunk": bytes that a reader holds to mix 16 row groups with each other.
+The rows are of Stable Diffusion 2's shapes at 256 pixels (8 x 32 x 32 and 77 x 1024 numbers, 174 kB), made up. Row
+groups are read in a permuted order, as the epoch plan does, all columns to NumPy arrays; the files are in the page
+cache. Layouts take turns, medians are printed. "chunk": bytes that a reader holds to mix 16 row groups with each
+other.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from helpers import schema
+from tests.benchmarks import record
 
 SHAPES = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}
 PLAIN = {"compression": "none", "use_dictionary": False, "write_statistics": False}
@@ -105,10 +108,21 @@ def main():
         for _, (name, threads) in itertools.product(range(arguments.rounds), rates):
             rates[name, threads].append(read(found[name], threads))
         print(f"{'layout':32} {'1 thread':>9} {'2 threads':>10} {'kB a row':>9} {'chunk, MB':>10}")
+        measured = {}
         for name, (group, *_) in LAYOUTS.items():
             one, two = (statistics.median(rates[name, threads]) for threads in (1, 2))
             size = sizes[name] / arguments.rows
+            measured[name] = {"one thread": one, "two threads": two, "bytes a row": size}
             print(f"{name:32} {one:9,.0f} {two:10,.0f} {size / 1e3:9.1f} {16 * group * size / 1e6:10,.0f}")
+    ours = measured["64 rows a group (default)"]
+    record.write(
+        "read_layout",
+        {
+            "reading the stored layout in the plan's order, one thread and two": f"{ours['one thread']:,.0f}, "
+            f"{ours['two threads']:,.0f} rows/s"
+        },
+        layouts=measured,
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.resume_cost [--rows 1000000] [--rounds 3]
 
-Rows are small (0.4 kB), so that what is measured is the plan and Ray Data, not the disk. The starts take turns, and each
-begins when nothing is left of the one before.
+Rows are small (0.4 kB), so that what is measured is the plan and Ray Data, not the disk. The starts take turns, and
+each begins when nothing is left of the one before.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import ray
 from helpers import ingest
 from helpers.config import TrainingConfig
 from helpers.runtime import session
-from tests.benchmarks import made_up
+from tests.benchmarks import made_up, record
 
 
 def first_batch(config, step):
@@ -54,6 +54,17 @@ def main():
                 found[step].append(first_batch(config, step))
     for step, seconds in found.items():
         print(f"start at step {step:7,} of {steps:,}: {statistics.median(seconds):.2f} s to the first batch")
+    medians = {step: statistics.median(seconds) for step, seconds in found.items()}
+    record.write(
+        "resume_cost",
+        {
+            f"from a plan of {arguments.rows:,} samples to the first batch, from the first step to the last": ", ".join(
+                f"{seconds:.2f}" for seconds in medians.values()
+            )
+            + " s"
+        },
+        seconds=medians,
+    )
 
 
 if __name__ == "__main__":

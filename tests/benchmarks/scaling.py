@@ -1,14 +1,14 @@
-"""Images a second on 1, 2, 4, ... workers, the share of a step that is communication, and what arithmetic predicts beyond.
+"""Images a second on 1, 2, 4, ... workers, the share of a step that is communication, and a prediction beyond.
 
-    python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp] [--rounds 3]   # the tiny U-Net on this CPU
-    python -m tests.benchmarks.scaling --unet sd2-base --resolution 256 --workers 8 16 32 --gpus --batch 128 --precision bf16 \\
-        --compile --address auto --storage /shared/folder
+    python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp] [--rounds 3]  # tiny U-Net, CPU
+    python -m tests.benchmarks.scaling --unet sd2-base --resolution 256 --workers 8 16 32 --gpus --batch 128 \\
+        --precision bf16 --compile --address auto --storage /shared/folder
 
---batch is a worker's, so the global batch grows with the workers (weak scaling), and efficiency is images/s a worker over
-that of the fewest workers; numbers of workers take turns, medians are printed. On a CPU each worker has the same threads
-however many there are: the cores over the most workers, at least one; workers beyond the cores share them and cannot scale.
-The prediction holds for sd2-base (865.9 M parameters) at the step time given, and stands beside MosaicML's "near-perfect
-strong scaling up to 128 GPUs".
+--batch is a worker's, so the global batch grows with the workers (weak scaling), and efficiency is images/s a worker
+over that of the fewest workers; numbers of workers take turns, medians are printed. On a CPU each worker has the same
+threads however many there are: the cores over the most workers, at least one; workers beyond the cores share them and
+cannot scale. The prediction holds for sd2-base (865.9 M parameters) at the step time given, and stands beside
+MosaicML's "near-perfect strong scaling up to 128 GPUs".
 """
 
 import argparse
@@ -25,6 +25,7 @@ from helpers import distributed, storage
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.runtime import profiling, session
+from tests.benchmarks import record
 
 
 def measure_per_worker(values):
@@ -74,6 +75,7 @@ def main():
     )
     given = parser.parse_args()
     session.connect(given.address, max(given.workers) + 1)
+    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for strategy in given.strategy:
             found = {count: [] for count in given.workers}
@@ -108,11 +110,24 @@ def main():
             what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
             print(f"{what} ({runs[0]['hardware']})")
             print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
+            tables[strategy] = {"what": what, "on": runs[0]["hardware"], "rows": rows}
     for bandwidth in given.bandwidth:
         for strategy in ("ddp", "fsdp"):
             print(f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a GPU")
             table = estimates.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
             print(table.round(3).to_string(index=False))
+    record.write(
+        "scaling",
+        {
+            f"{table['what']}, on {', '.join(map(str, given.workers))} workers": ", ".join(
+                f"{row['images/s']:.0f}" for row in table["rows"]
+            )
+            + " images/s; efficiency "
+            + ", ".join(f"{row['efficiency']:.2f}" for row in table["rows"])
+            for table in tables.values()
+        },
+        strategies=tables,
+    )
 
 
 if __name__ == "__main__":

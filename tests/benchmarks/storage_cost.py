@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.storage_cost [--rows 6000] [--steps 500] [--prompts 96] [--seeds 1]
 
-First the bytes of a row of each part, of files that are written: Stable Diffusion 2's shapes at 256 and 512 pixels, made-up
-numbers, against fp32 columns of latents and text as the template that this project follows writes them. Then the drawn
-data at 64 pixels, encoded by the tiny model in each way; a tiny U-Net is trained on each, the same steps from the same
-seeds, and measured alike: the loss on held-out rows that are stored in full, and held-out prompts right in every attribute.
-`--steps 0` leaves the training out.
+First the bytes of a row of each part, of files that are written: Stable Diffusion 2's shapes at 256 and 512 pixels,
+made-up numbers, against fp32 columns of latents and text as the template that this project follows writes them.
+Then the drawn data at 64 pixels, encoded by the tiny model in each way; a tiny U-Net is trained on each, the same
+steps from the same seeds, and measured alike: the loss on held-out rows that are stored in full, and held-out
+prompts right in every attribute. `--steps 0` leaves the training out.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.train_step import TrainStep, Unit, validation_loss
 from helpers.unet import build_unet
+from tests.benchmarks import record
 
 OPTIONS = {
     "default": {},
@@ -126,8 +127,10 @@ def main():
     held_out = schema.held_out(full["id"].to_pylist(), 0.05)
     prompts = captioned_shapes.held_out_prompts(arguments.prompts)
     print(
-        f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; mean over {arguments.seeds} seeds (each in brackets)"
+        f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; "
+        f"mean over {arguments.seeds} seeds (each in brackets)"
     )
+    summary = {}
     for name, options in OPTIONS.items():
         table, manifest = encode(dataclasses.replace(config, **options), raw)
         losses, right = [], []
@@ -137,11 +140,16 @@ def main():
             losses.append(validation_loss(unet, full_manifest, full.filter(pa.array(held_out)), training)[1])
             pictures = evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd"), prompts, resolution=64)
             right.append(captioned_shapes.agreement(pictures, prompts)["all"])
+        summary[f"{name}: validation loss and held-out prompts right after {arguments.steps} steps"] = (
+            f"{statistics.mean(losses):.4f}, {statistics.mean(right):.0%}"
+        )
         each = ", ".join(f"{loss:.4f} {share:.0%}" for loss, share in zip(losses, right, strict=True))
         print(
-            f"  {name:20} validation loss {statistics.mean(losses):.4f}, prompts right {statistics.mean(right):.0%} ({each})",
+            f"  {name:20} validation loss {statistics.mean(losses):.4f}, "
+            f"prompts right {statistics.mean(right):.0%} ({each})",
             flush=True,
         )
+    record.write("storage_cost", summary)
 
 
 if __name__ == "__main__":

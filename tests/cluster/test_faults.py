@@ -1,229 +1,128 @@
-"""Machines, processes and files that fail, for real; afterwards every step has the samples and the loss that it should.
-
-`once(flag, action)` runs an action in the process that reaches it first, at the same step in every run of the test.
-"""
+"""Processes and files that fail, for real; afterwards every step has the samples and the loss that it should."""
 
 import os
 import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-import ray.train
-from ray import cloudpickle
 
 from helpers import checkpoint, encoder, ingest, preprocess, run_setup, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.lesson import captioned_shapes
-from helpers.runtime import fault_tolerance, metrics_log, monitoring, session
-from tests.pipelines import bare, build_pipeline, draw_and_encode, encode, fit, short_run
-
-STEPS = 30
-# Workers cannot import this module: what they need of it travels with the function that they run.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    session.connect("local", num_cpus=5)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_and_encode(tmp_path_factory.mktemp("storage"), 500)
+from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from tests.faults import (
+    assert_same_run,
+    attempts_of,
+    die,
+    loop_with,
+    loop_with_cut_off_upload,
+    once,
+    run_driver,
+    steps_done,
+    stop,
+    truncate_newest,
+    variants,
+    wait_for_ever,
+)
+from tests.pipelines import build_pipeline, encode, fit, short_run
 
 
-def run_of(data, name, **changes):
-    return short_run(data, name, **{"max_steps": STEPS, "max_failures": 1, "num_training_workers": 2, **changes})
+@pytest.fixture
+def straight(run):
+    """Metrics of the run of two workers that nothing happened to; `test_training` compares it with a bare loop."""
+    return metrics_log.read_metrics(run[0].run_uri)
 
 
-@pytest.fixture(scope="module")
-def straight(data):
-    """Metrics of a run of two workers that nothing happened to."""
-    config = run_of(data, "straight")
-    fit(config)
-    return metrics_log.read_metrics(config.run_uri)
+def run_of(run, name, **changes):
+    values = {"num_training_workers": 2, "max_failures": 10, **changes}
+    return short_run(run[0].storage, name, **values)
 
 
-def once(flag, action):
-    """Do `action` if this is the first process that comes here."""
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    action()
+# ---- training
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def loop_that(*events):
-    """The worker loop, in which things happen at the end of a step, once each: (action, step, rank, flag).
-
-    Not before the last checkpoint that was due is there: the time that its upload takes is not what is tested.
-    """
-
-    def loop(values):
-        config = TrainingConfig.from_dict(values)
-        gather_ids, done = train.gather_ids, [train.read_resume_point(config)["step"]]
-
-        def gather_and_act(units):
-            found = gather_ids(units)
-            done[0] += 1
-            for action, step, rank, flag in events:
-                if (done[0], ray.train.get_context().get_world_rank()) == (step, rank):
-                    while train.last_step(config) < (step - 1) // config.checkpoint_every * config.checkpoint_every:
-                        threading.Event().wait(0.05)
-                    once(flag, action)
-            return found
-
-        train.gather_ids = gather_and_act
-        train.train_loop_per_worker(values)
-
-    return loop
-
-
-def assert_bit_equal(config, straight):
-    found = metrics_log.read_metrics(config.run_uri)
-    for column in ("step", "loss", "grad_norm", "samples_crc32", "samples_seen"):
-        assert found[column].tolist() == straight[column].tolist(), column
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    crc = every.groupby("step")["samples_crc32"].nunique()
-    assert (crc == 1).all()  # steps that were redone saw the same samples
-
-
-def test_the_uninterrupted_run_is_what_a_bare_loop_computes_from_the_plan(data, straight):
-    """Ties every comparison below to something that knows neither Ray nor workers."""
-    losses, samples = zip(*bare(run_of(data, "straight"), STEPS), strict=True)
-    assert straight["samples_crc32"].tolist() == list(samples)
-    np.testing.assert_allclose(straight["loss"], losses, rtol=1e-5)
-
-
-def test_training_workers_are_killed_and_nothing_is_lost(data, straight, tmp_path, capsys):
-    config = run_of(data, "killed", max_failures=2)
+def test_killed_hung_and_cut_off_workers_lose_nothing(run, straight, tmp_path, capsys):
+    """One is killed, one stops answering, one dies while it uploads a checkpoint: the same run bit by bit."""
+    config = run_of(run, "faulty", hang_timeout=10)
+    killed, stopped, cut_off = (str(tmp_path / name) for name in ("killed", "stopped", "cut-off"))
+    loop = loop_with_cut_off_upload(cut_off, 20, loop_with((die, 13, 0, killed), (stop, 17, 1, stopped)))
     with monitoring.monitor_run(config):
-        fit(config, loop=loop_that((die, 13, 0, f"{tmp_path}/first"), (die, 17, 1, f"{tmp_path}/second")))
-    assert_bit_equal(config, straight)
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    assert every[every["attempt"] == 2]["step"].min() == every[every["attempt"] == 3]["step"].min() == 11
-    assert len(fault_tolerance.read_failures(config.run_uri)) >= 2 and "lost: worker" in capsys.readouterr().out
+        fit(config, loop=loop)
+    assert all(map(os.path.exists, (killed, stopped, cut_off)))
+    assert_same_run(config, straight)
+    assert len(attempts_of(config)) >= 4 and attempts_of(config)[1:4] == [11, 11, 11]
+    failures = fault_tolerance.read_failures(config.run_uri)
+    assert any("made no step in" in failure for failure in failures) and len(failures) >= 3
+    assert "lost: worker" in capsys.readouterr().out
 
 
-def half_a_checkpoint(folder, uri):
-    """What an upload that is cut off leaves: all files, but half of the large ones."""
-    target = pathlib.Path(uri)
-    target.mkdir(exist_ok=True)
-    for path in pathlib.Path(folder).iterdir():
-        content = path.read_bytes()
-        (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
+def test_killed_driver_ctrl_c_and_damage_resume_the_run(run, straight, tmp_path, capsys):
+    """The driver is killed after 13 steps, the next one interrupted after 33, and the newest checkpoint damaged."""
+    config, flags = run_of(run, "resumed"), [str(tmp_path / name) for name in ("killed", "interrupted")]
+    run_driver(f"""
+        config = TrainingConfig.from_dict({config.to_dict()!r})
+        die_when(lambda: len(metrics_log.read_metrics(config.run_uri)) >= 13 and train.last_step(config) >= 10)
+        fit(config, loop=loop_with((wait_for_ever, 13, 0, {flags[0]!r})))
+    """)
+    assert train.last_step(config) == 10
+
+    def interrupt():
+        if steps_done(config) == 33 and train.last_step(config) == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+            return True
+
+    with pytest.raises(KeyboardInterrupt), monitoring.poll_in_background(interrupt, every=0.1):
+        fit(config, loop=loop_with((wait_for_ever, 33, 0, flags[1])))
+    # All CPUs at once can only be had when no worker and no task is left.
+    assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    capsys.readouterr()
+    newest, file = truncate_newest(config)
+    fit(config)
+    assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in capsys.readouterr().out
+    assert attempts_of(config) == [1, 11, 21]
+    assert_same_run(config, straight)
 
 
-def test_a_worker_is_killed_while_it_writes_a_checkpoint_and_the_one_before_is_used(data, straight, tmp_path):
-    config = run_of(data, "half-a-checkpoint")
-    flag = str(tmp_path / "flag")
+@variants
+def test_killed_workers_of_either_rank(run, straight, tmp_path):
+    config = run_of(run, "killed")
+    fit(config, loop=loop_with((die, 13, 0, f"{tmp_path}/first"), (die, 17, 1, f"{tmp_path}/second")))
+    assert_same_run(config, straight)
+    assert attempts_of(config)[1:3] == [11, 11] and len(fault_tolerance.read_failures(config.run_uri)) >= 2
 
-    def loop(values):
-        copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
 
-        def copy_or_die(folder, uri):
-            def cut_off():
-                half_a_checkpoint(folder, uri)
-                die()
-
-            if storage.name(uri).startswith("checkpoint-000000020") and rank == 0:
-                while train.last_step(config) < 10:
-                    threading.Event().wait(0.05)
-                once(flag, cut_off)
-            copy_folder(folder, uri)
-
-        storage.copy_folder = copy_or_die
-        train.train_loop_per_worker(values)
-
-    fit(config, loop=loop)
-    assert_bit_equal(config, straight)
+@variants
+def test_a_checkpoint_cut_off_is_deleted_and_not_used(run, straight, tmp_path):
+    config = run_of(run, "half-a-checkpoint", max_failures=1)
+    fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "flag"), 20))
+    assert_same_run(config, straight)
     torn = storage.join(config.run_uri, checkpoint.checkpoint_name(20, 1))
     assert "bytes of" in checkpoint.find_corruption(torn)
     run_setup.open_run(config)
     assert not storage.exists(torn)
     assert [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)] == [
+        checkpoint.checkpoint_name(40, 2),
         checkpoint.checkpoint_name(30, 2),
-        checkpoint.checkpoint_name(20, 2),
     ]
 
 
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def wait_for_ever():
-    threading.Event().wait()
-
-
-def test_workers_that_hang_are_noticed_and_replaced(data, straight, tmp_path):
-    """One is stopped: it answers nobody, and the other waits for it in a collective. Then one just never goes on."""
-    config = run_of(data, "hanging", hang_timeout=8, max_failures=2)
-    fit(config, loop=loop_that((stop, 13, 1, f"{tmp_path}/stopped"), (wait_for_ever, 17, 0, f"{tmp_path}/waiting")))
-    assert_bit_equal(config, straight)
+@variants
+def test_workers_that_hang_are_replaced_wherever_they_hang(run, straight, tmp_path):
+    """One is stopped, and the other waits for it in a collective. Then one never goes on by itself."""
+    config = run_of(run, "hanging", hang_timeout=10)
+    fit(config, loop=loop_with((stop, 13, 1, f"{tmp_path}/stopped"), (wait_for_ever, 17, 0, f"{tmp_path}/waiting")))
+    assert_same_run(config, straight)
     assert sum("made no step in" in failure for failure in fault_tolerance.read_failures(config.run_uri)) >= 2
 
 
-DRIVER = """
-    import os, signal, sys, threading
-    from helpers import storage
-    from helpers.config import PreprocessingConfig, TrainingConfig
-    from helpers.runtime import metrics_log, session
-    from tests.pipelines import encode, fit
-
-    def die_when(reached):
-        def watch():
-            while not reached():
-                threading.Event().wait(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Thread(target=watch, daemon=True).start()
-
-    session.connect("local", num_cpus=5)
-"""
-
-
-def run_driver(text):
-    """A driver of its own, with a Ray of its own, that ends by SIGKILL."""
-    script = textwrap.dedent(DRIVER) + textwrap.dedent(text)
-    root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-
-
-def test_the_driver_of_a_training_is_killed_and_the_run_resumes_where_it_was(data, straight, tmp_path):
-    config = run_of(data, "driver")
-    run_driver(f"""
-        from tests.cluster.test_faults import loop_that
-        config = TrainingConfig.from_dict({config.to_dict()!r})
-        die_when(lambda: len(metrics_log.read_metrics(config.run_uri)) >= 13)
-        fit(config, loop=loop_that((int, 13, 0, {str(tmp_path / "flag")!r})))  # nothing happens, once the checkpoint is there
-    """)
-    assert 10 <= train.last_step(config) < STEPS
-    fit(config)
-    assert_bit_equal(config, straight)
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    assert every[every["attempt"] == 2]["step"].min() > 10  # not from the start
-
-
-@pytest.mark.parametrize("harm", ["truncated", "missing", "folder", "list"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(data, straight, capsys, harm):
-    config = run_of(data, f"damaged-{harm}")
-    if harm == "truncated":  # a whole run for one of them; the others are prepared by hand
-        fit(TrainingConfig.from_dict({**config.to_dict(), "max_steps": 20, "lr_schedule": "constant"}))
-        return check_resume_after_truncation(config, capsys)
+@pytest.mark.parametrize("harm", ["missing", "folder", "list"])
+def test_a_damaged_checkpoint_is_told(tmp_path, harm):
+    """A file or the folder of the newest is missing, or Ray Train's list of checkpoints was cut short."""
+    config = short_run(str(tmp_path), f"damaged-{harm}")
     for step in (10, 20):
         folder = pathlib.Path(config.run_uri, checkpoint.checkpoint_name(step, 1))
         folder.mkdir(parents=True)
@@ -250,93 +149,66 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(data, straight,
     elif harm == "folder":
         storage.delete(newest)
         expected = f"{names[1]} cannot be used: its folder is missing."
-    else:  # the list itself was cut short; every checkpoint is there
+    else:  # every checkpoint is there
         pathlib.Path(listed).write_text('{"checkpoint_results": [')
         expected = None
     said = checkpoint.reconcile_checkpoints(config.run_uri)
-    told = [expected, f"The run resumes from {names[0]}."] if expected else [f"The run resumes from {names[1]}."]
-    assert said[-len(told) :] == told and (expected or "was cut short" in said[0])
     assert train.last_step(config) == (10 if expected else 20)
-    assert not storage.exists(listed)  # Ray Train starts a new list
-    assert newest.exists() == (expected is None)
-
-
-def check_resume_after_truncation(config, capsys):
-    config = TrainingConfig.from_dict({**config.to_dict(), "max_steps": 20, "lr_schedule": "constant"})
-    before = metrics_log.read_metrics(config.run_uri)
-    newest = checkpoint.last_complete(config.run_uri)
-    largest = max(pathlib.Path(newest).iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(largest, 1000)
-    fit(config)
-    assert (
-        f"{storage.name(newest)} cannot be used: its file {largest.name} has 1,000 bytes of" in capsys.readouterr().out
-    )
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    assert every[every["attempt"] == 2]["step"].tolist() == list(range(11, 21))
-    assert metrics_log.read_metrics(config.run_uri)["loss"].tolist() == before["loss"].tolist()
+    if expected:
+        assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()
+    else:
+        assert "was cut short" in said[0] and said[-1].endswith(f" from {names[1]}.")
+    # Ray Train's own list names nothing that cannot be used.
+    assert not storage.exists(listed) or names[1] not in storage.read_text(listed)
 
 
 # ---- preprocessing
 
 
-def ids_of(latents_uri):
-    tables = [
-        pq.read_table(path, columns=["id"])
-        for path in storage.list_files(storage.join(latents_uri, "data"), ".parquet")
-    ]
-    return sorted(pa.concat_tables(tables)["id"].to_pylist())
+def table_of(latents_uri, manifest):
+    """All rows that a job wrote, in its order."""
+    return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name, _ in manifest.files])
 
 
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory):
-    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("raw")), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 3000, rows_per_file=1000)
-    ids = [
-        i
-        for path in storage.list_files(config.raw_uri)
-        for i in pq.read_table(path, columns=["hash"])["hash"].to_pylist()
-    ]
-    return config, sorted(ids)
-
-
-@pytest.mark.parametrize("stage", ["encoder", "transform"])
-def test_an_encoder_actor_or_a_transform_process_is_killed_and_every_row_is_there_once(raw, tmp_path, stage):
-    config, ids = raw
-    config = PreprocessingConfig(storage=config.storage, resolutions=[32], latents_uri=str(tmp_path / "latents"))
-    flag = str(tmp_path / "flag")
+def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
+    """Every row is there once, in the order and with the bytes of a job that nothing happened to."""
+    finished, expected = encoded
+    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
+    flags = [str(tmp_path / name) for name in ("encoder", "transform")]
 
     class MortalEncoder(encoder.LatentEncoder):
         def __call__(self, rows):
             self.calls = getattr(self, "calls", 0) + 1
-            if self.calls == 5:
-                once(flag, die)
+            if self.calls == 2:
+                once(flags[0], die)
             return super().__call__(rows)
 
     def mortal_transform(rows, config):
-        once(flag, die)
+        once(flags[1], die)
         return preprocess.transform(rows, config=config)
 
-    mortal = {"latent_encoder": MortalEncoder} if stage == "encoder" else {"transform": mortal_transform}
-    manifest = encode(config, **mortal)
-    assert os.path.exists(flag) and manifest.total("written") == 3000
-    assert ids_of(config.latents_uri) == ids
+    manifest = encode(config, latent_encoder=MortalEncoder, transform=mortal_transform)
+    assert all(map(os.path.exists, flags))
+    assert manifest.total("read") == expected.total("read") and manifest.rejected == expected.rejected
+    assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
 
 
-def test_the_driver_of_a_preprocessing_is_killed_and_the_job_is_completed_by_the_next(raw, tmp_path):
-    config, ids = raw
-    config = PreprocessingConfig(storage=config.storage, resolutions=[32], latents_uri=str(tmp_path / "latents"))
+@variants
+def test_a_killed_driver_of_preprocessing_is_followed_up(encoded, tmp_path):
+    finished, expected = encoded
+    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
     run_driver(f"""
-        import helpers.preprocess
-        from tests.pipelines import build_pipeline
         config = PreprocessingConfig.from_dict({config.to_dict()!r})
-        job = helpers.preprocess.prepare(config, rows_per_segment=1000)
-        die_when(lambda: len(storage.list_files(storage.join(config.latents_uri, "segments"), ".json")) >= 3)  # one, the job and its plan
-        job.run(build_pipeline(job, config))
+        job = preprocess.prepare(config, rows_per_segment=200)
+        build, started = build_pipeline(job, config), []
+        def pipeline(segment):
+            if segment.index == 1:  # the first segment is committed, the second one about to start
+                os.kill(os.getpid(), signal.SIGKILL)
+            return build(segment)
+        job.run(pipeline)
     """)
-    # One segment is committed at least; of the next there may be files that nobody counts.
-    job = preprocess.prepare(config, rows_per_segment=1000)
-    done = job.committed()
-    assert 1 <= len(done) <= 3
+    job = preprocess.prepare(config, rows_per_segment=200)
+    assert list(job.committed()) == [0]
     started = []
 
     def pipeline(segment):
@@ -344,7 +216,10 @@ def test_the_driver_of_a_preprocessing_is_killed_and_the_job_is_completed_by_the
         return build_pipeline(job, config)(segment)
 
     manifest = job.run(pipeline)
-    assert started == [index for index in range(3) if index not in done]
-    assert manifest.total("read") == manifest.total("written") == 3000
-    assert ids_of(config.latents_uri) == ids
+    assert started == [1, 2] and manifest.total("read") == expected.total("read")
+    ids, wanted = (
+        sorted(table_of(uri, m)["id"].to_pylist())
+        for uri, m in ((config.latents_uri, manifest), (finished.latents_uri, expected))
+    )
+    assert ids == wanted
     assert ingest.read_manifests(TrainingConfig(latents_uri=config.latents_uri))

@@ -1,5 +1,7 @@
 """Data in whatever form a download left it: Parquet, WebDataset tars, image folders, pictures behind paths."""
 
+import collections
+import functools
 import io
 import json
 import pathlib
@@ -8,13 +10,12 @@ import tarfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from helpers import images, ingest, online, preprocess, schema, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.data_io import filters, inputs, readers
 from helpers.lesson import captioned_shapes, looks
-from helpers.runtime import session
+from tests.faults import variants
 from tests.pipelines import encode
 
 ROWS = 150
@@ -118,13 +119,6 @@ def config_of(input_folders, name, tmp_path, **changes):
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    session.connect("local", num_cpus=4)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def from_parquet(input_folders, cluster, tmp_path_factory):
     config = config_of(
         input_folders, "parquet", tmp_path_factory.mktemp("parquet"), row_filter="width >= 48 and caption != 'x'"
@@ -137,8 +131,9 @@ def read(config):
     return pa.concat_tables(tables).sort_by("id")
 
 
+@variants
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_gives_the_same_latents_rejects_and_accounts(input_folders, from_parquet, tmp_path, name):
+def test_every_format_gives_the_same_latents(input_folders, from_parquet, tmp_path, name):
     expected, latents = from_parquet
     caption = COLUMNS[name].get("caption_column", "caption")
     config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'")
@@ -152,6 +147,26 @@ def test_every_format_gives_the_same_latents_rejects_and_accounts(input_folders,
     }
     files = {"webdataset": "00000.tar", "imagefolder": "train/metadata.csv", "paths": "rows.parquet"}
     assert files[name] in set(looks.read_rejects(config.latents_uri)["source"])
+
+
+@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
+def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_path, name):
+    """Through Ray Data, as far as the encoder: the same ids, captions, pixels and reasons as from Parquet."""
+
+    def transformed(name):
+        caption = COLUMNS[name].get("caption_column", "caption")
+        config = config_of(input_folders, name, tmp_path / name, row_filter=f"width >= 48 and {caption} != 'x'")
+        rows = []
+        for segment in preprocess.prepare(config).segments:
+            made = inputs.read_rows(segment, config).map_batches(
+                functools.partial(preprocess.transform, config=config), batch_format="pyarrow"
+            )
+            rows += made.take_all()
+        return sorted((row["id"], row["caption"] or "", row["reason"], bytes(row["pixels_32"] or b"")) for row in rows)
+
+    expected, found = transformed("parquet"), transformed(name)
+    assert found == expected and len(found) == ROWS - 16
+    assert collections.Counter(reason for _, _, reason, _ in found if reason) == {"not an image": 3, "empty caption": 2}
 
 
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder"])
@@ -305,7 +320,7 @@ def sparse_member(name, data, size):
     return bytes(header) + data.ljust(512, b"\0")
 
 
-def test_a_member_that_claims_more_than_a_picture_can_have_is_no_picture(tmp_path, monkeypatch):
+def test_a_member_larger_than_a_picture_can_be_is_none(tmp_path, monkeypatch):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for key, data in (("0", b"x" * 1001), ("1", b"x" * 1000)):
@@ -360,9 +375,10 @@ def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):
 # ---- tables
 
 
-def test_a_captions_table_may_hold_quotes_lines_gaps_and_bytes_that_are_no_text(tmp_path):
+def test_a_captions_table_may_hold_quotes_lines_and_gaps(tmp_path):
     (tmp_path / "metadata.csv").write_bytes(
-        b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\nd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
+        b'file_name,text,score\na.jpg,"one, two",3\nb.jpg,"two\nlines",x\nc.jpg,,\n'
+        b'd.jpg,"say ""hi""",1e3\ne.jpg,\xff,NaN\n\nf.jpg\n'
     )
     read = readers.ImageFolder({"file_name": pa.string(), "text": pa.string(), "score": pa.float64()})
     (table,) = read.read(str(tmp_path / "metadata.csv"), [0], ["file_name", "text", "score"])
@@ -388,7 +404,7 @@ def test_a_line_that_is_no_json_is_a_row_of_nulls(tmp_path):
 # ---- pictures behind paths
 
 
-def test_a_path_is_read_inside_the_inputs_folder_and_nowhere_else(tmp_path):
+def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
     base = tmp_path / "input"
     (base / "deep").mkdir(parents=True)
     (base / "deep" / "a b#ü.jpg").write_bytes(b"picture")
@@ -431,7 +447,7 @@ def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
         preprocess.prepare(config)
 
 
-def test_a_column_called_path_is_refused_because_readers_need_the_name(tmp_path):
+def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
     with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):

@@ -16,12 +16,15 @@ from ray import cloudpickle
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
+from ray.train import ScalingConfig
 
 from helpers import encoder, ingest, online, storage, train
-from helpers.config import OnlineConfig, PreprocessingConfig
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log, session
-from tests.pipelines import bare, draw_and_encode, encode, fit, online_stream, short_run
+from helpers.train_step import TrainStep
+from tests.faults import attempts_of, steps_done, variants, wait_until
+from tests.pipelines import bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -30,8 +33,9 @@ ENCODER = {"accelerator_type:A10G": 1}
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """A head node that reads and decodes; trainers and encoders on nodes of their own."""
+def nodes(encoded):
+    """A head node that reads and decodes; tests add nodes for trainers and encoders. The shared cluster is stopped."""
+    ray.shutdown()
     # Nodes come while a run goes on, from threads, in which Python cannot register handlers for the exit.
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3}, shutdown_at_exit=False)
     session.connect(made.address)
@@ -39,29 +43,40 @@ def cluster():
     ray.shutdown()
     made.shutdown()
     # Ray Train would ask this cluster for its state long after it is gone.
-    pathlib.Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
+    pathlib.Path(made.head_node.get_temp_dir_path(), "ray_current_cluster").unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="module")
-def data(cluster, tmp_path_factory):
-    return draw_and_encode(tmp_path_factory.mktemp("storage"), 500)
+@pytest.fixture
+def data(encoded):
+    return encoded[0].storage
 
 
 def run_of(data, name, **changes):
-    return short_run(data, name, **{"max_steps": 60, "max_failures": 3, **changes})
+    return short_run(data, name, **{"max_failures": 10, **changes})
 
 
-def when(reached, action):
-    """Do `action` in a thread as soon as `reached()`; returns a function that gives the action's result."""
+def add_node(nodes, **options):
+    """Add a node, and wait until Ray knows it."""
+    node = nodes.add_node(num_cpus=1, **options)
+    wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
+    return node
+
+
+def lose(nodes, node):
+    nodes.remove_node(node, allow_graceful=False)
+
+
+def in_background(action, released):
+    """Do `action` in a thread, then create the file `released`; returns a function that gives the action's result."""
     result, error = [], []
 
     def watch():
         try:
-            while not reached():
-                threading.Event().wait(0.05)
             result.append(action())
         except Exception as problem:  # handed to the test
             error.append(problem)
+        finally:
+            released.touch()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -75,21 +90,36 @@ def when(reached, action):
     return wait
 
 
-def steps_done(config):
-    metrics = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    return 0 if metrics.empty else metrics["step"].iloc[-1]
+def held_loop(released, values):
+    """The worker loop, whose steps are slow, and whose last one waits, until the file `released` is there.
 
+    Notes the number of workers, and the node of rank 0, of each attempt in `workers/` beside that file.
+    """
+    config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+    context, folder = ray.train.get_context(), released.parent / "workers"
 
-def slow_loop(values):
-    """The worker loop, held up in each step, so that Ray has the time to see nodes come and go while it trains."""
-    step = train.TrainStep.step
+    def held_step(self, step, units):
+        if not released.exists():
+            threading.Event().wait(0.3)  # so that the run meets what happens to the nodes
+        if step == config.max_steps - 1:
+            wait_until(released.exists)
+        return train_one(self, step, units)
 
-    def slow_step(self, *arguments):
-        threading.Event().wait(0.5)
-        return step(self, *arguments)
-
-    train.TrainStep.step = slow_step
+    if context.get_world_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
+    TrainStep.step = held_step
     train.train_loop_per_worker(values)
+
+
+def this_node():
+    return ray.get_runtime_context().get_node_id()
+
+
+def attempts_seen(released):
+    """[(number of workers, node of rank 0)] of the attempts so far."""
+    texts = [path.read_text().split() for path in sorted((released.parent / "workers").glob("*"))]
+    return [(int(text[0]), text[1]) for text in texts if len(text) == 2]
 
 
 def assert_same_run(config):
@@ -101,43 +131,10 @@ def assert_same_run(config):
     np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
 
 
-def num_trainers():
-    return sum(node["Resources"].get("trainer", 0) for node in ray.nodes() if node["Alive"])
-
-
-def test_an_elastic_run_shrinks_when_a_node_is_lost_grows_when_one_comes_and_stays_the_same_run(cluster, data):
-    first, second = (cluster.add_node(num_cpus=1, resources=TRAINER) for _ in range(2))
-    config = run_of(data, "elastic", num_training_workers=(1, 2), max_steps=90)
-    lost = when(lambda: steps_done(config) >= 13, lambda: cluster.remove_node(second, allow_graceful=False))
-
-    def attempt():
-        metrics = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-        return (0, 0) if metrics.empty else (metrics["attempt"].iloc[-1], metrics["step"].iloc[-1])
-
-    back = when(
-        lambda: attempt()[0] == 2 and attempt()[1] >= 13, lambda: cluster.add_node(num_cpus=1, resources=TRAINER)
-    )
-    scaling = {"resources_per_worker": {"CPU": 1, **TRAINER}, "elastic_resize_monitor_interval_s": 2}
-    fit(config, loop=counting_loop(config), scaling=scaling)
-    lost(), cluster.remove_node(first, allow_graceful=False), cluster.remove_node(back(), allow_graceful=False)
-    workers = [int(path.read_text()) for path in sorted(pathlib.Path(config.run_uri, "workers").iterdir())]
-    assert workers == [2, 1, 2]
-    assert_same_run(config)
-
-
-def counting_loop(config):
-    """`slow_loop` that notes how many workers each attempt has; once there are two again, nothing holds it up."""
-    folder = pathlib.Path(config.run_uri, "workers")
-
-    def loop(values):
-        context = ray.train.get_context()
-        if context.get_world_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{time.time_ns()}").write_text(str(context.get_world_size()))
-        grown = context.get_world_size() == 2 and train.last_step(config) > 0
-        (train.train_loop_per_worker if grown else slow_loop)(values)
-
-    return loop
+def scaling(**changes):
+    """`ScalingConfig` for the notebook's cell: a worker on a trainers' node each."""
+    values = {"resources_per_worker": {"CPU": 1, **TRAINER}, **changes}
+    return functools.partial(ScalingConfig, **values)
 
 
 def drain(node, seconds):
@@ -149,124 +146,154 @@ def drain(node, seconds):
         int((time.time() + seconds) * 1000),
     )
     assert accepted, why_not
-    return steps_done
 
 
-def test_a_node_that_will_be_taken_away_gets_a_checkpoint_saved_in_time(cluster, data):
-    config = run_of(data, "preempted", max_steps=50, checkpoint_every=100)  # none is due by itself
-    node = cluster.add_node(num_cpus=1, resources=TRAINER)
-    noticed = when(lambda: steps_done(config) >= 5, lambda: drain(node, 60))
-    saved = when(
-        lambda: train.last_step(config) > 0,
-        lambda: (
-            train.last_step(config),
-            cluster.add_node(num_cpus=1, resources=TRAINER),
-            cluster.remove_node(node, False),
-        ),
+def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
+    """Two workers; a node is announced to go, and goes; one comes; it is lost: the same run all the time.
+
+    No checkpoint is due by itself: the one that it goes on from is that of the announcement.
+    """
+    first, second = (add_node(nodes, resources=TRAINER) for _ in range(2))
+    config = run_of(data, "elastic", num_training_workers=(1, 2), max_steps=60, checkpoint_every=100)
+    released = tmp_path / "released"
+
+    def workers():
+        return [count for count, _ in attempts_seen(released)]
+
+    def change_nodes():
+        wait_until(lambda: workers()[-1:] == [2] and steps_done(config) >= 5)
+        drain(second, 60)
+        wait_until(lambda: train.last_step(config) > 0)
+        saved = train.last_step(config)
+        lose(nodes, second)
+        wait_until(lambda: workers()[-1] == 1)
+        third = add_node(nodes, resources=TRAINER)
+        wait_until(lambda: workers()[-1] == 2)
+        lose(nodes, third)
+        wait_until(lambda: workers()[-1] == 1)
+        return saved
+
+    changed = in_background(change_nodes, released)
+    fit(
+        config,
+        loop=functools.partial(held_loop, released),
+        ScalingConfig=scaling(elastic_resize_monitor_interval_s=2),
     )
-    fit(config, loop=slow_loop, scaling={"resources_per_worker": {"CPU": 1, **TRAINER}})
-    noticed()
-    step, other, _ = saved()
-    cluster.remove_node(other, allow_graceful=False)
-    assert 5 <= step < 50
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    assert every[every["attempt"] == 2]["step"].min() == step + 1
+    saved = changed()
+    lose(nodes, first)
+    assert 5 <= saved < 60 and all(first > saved for first in attempts_of(config)[1:])  # not from the start
     assert_same_run(config)
 
 
-def test_a_node_under_encoders_is_lost_and_every_row_is_there_once(cluster, tmp_path):
+@variants
+def test_a_node_to_be_taken_away_gets_its_checkpoint(nodes, data, tmp_path):
+    """A run of one worker, which moves to another node."""
+    config = run_of(data, "preempted", max_steps=50, checkpoint_every=100)  # none is due by itself
+    node, released, other = add_node(nodes, resources=TRAINER), tmp_path / "released", []
+
+    def move():
+        wait_until(lambda: steps_done(config) >= 5)
+        drain(node, 60)
+        wait_until(lambda: train.last_step(config) > 0)
+        other.append(add_node(nodes, resources=TRAINER))
+        lose(nodes, node)
+        wait_until(lambda: attempts_seen(released)[-1][1] == other[0].node_id)
+        return train.last_step(config)
+
+    moved = in_background(move, released)
+    fit(config, loop=functools.partial(held_loop, released), ScalingConfig=scaling())
+    step = moved()
+    lose(nodes, other[0])
+    assert 5 <= step < 50 and attempts_of(config)[1] > 5  # not from the start
+    assert_same_run(config)
+
+
+@variants
+def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 6000, rows_per_file=2000)
-    node = cluster.add_node(num_cpus=1, resources=ENCODER)
-    changed = []
+    captioned_shapes.write_parquet(config.raw_uri, 3000, rows_per_file=1000)
+    node, other = add_node(nodes, resources=ENCODER), []
 
-    def lose(done, total):
-        if not changed:  # the first time that files have been written
-            changed.append(cluster.add_node(num_cpus=1, resources=ENCODER))
-            cluster.remove_node(node, allow_graceful=False)
+    def lose_node(done, total):
+        # Not before rows are written: a job that loses the node which reads the Parquet footers may fail.
+        if done and not other:
+            other.append(add_node(nodes, resources=ENCODER))
+            lose(nodes, node)
 
-    manifest = encode(config, lose, on="A10G")
-    cluster.remove_node(changed[0], allow_graceful=False)
-    assert manifest.total("written") == 6000
+    manifest = encode(config, lose_node, on="A10G")
+    lose(nodes, other[0])
+    assert manifest.total("written") == 3000
     files = storage.list_files(storage.join(config.latents_uri, "data"), ".parquet")
     written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
-    raw = [
-        i
-        for path in storage.list_files(config.raw_uri)
-        for i in pq.read_table(path, columns=["hash"])["hash"].to_pylist()
-    ]
-    assert sorted(written) == sorted(raw)
+    raw = pa.concat_tables([pq.read_table(path, columns=["hash"]) for path in storage.list_files(config.raw_uri)])
+    assert sorted(written) == sorted(raw["hash"].to_pylist())
 
 
-def test_online_encoders_and_trainers_stay_on_their_kind_of_node_and_either_kind_may_be_lost(cluster, tmp_path):
+def placed_encoder(folder):
+    """An encoder class that leaves a file with the name of its node when it has encoded something."""
+
+    class PlacedEncoder(encoder.LatentEncoder):
+        def __call__(self, rows):
+            os.makedirs(folder, exist_ok=True)
+            open(os.path.join(folder, this_node()), "w").close()
+            return super().__call__(rows)
+
+    return PlacedEncoder
+
+
+def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
+    """Encoders on A10Gs, a trainer on an A100; a node of either kind is lost, and another of its kind comes."""
     raw = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)
     captioned_shapes.write_parquet(raw.raw_uri, 300, spoilt_share=0.05)
-    config = run_of(raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=40)
+    config = run_of(
+        raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
+    )
     online.prepare(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 
     def add(kind):
-        return cluster.add_node(num_cpus=1, resources={f"accelerator_type:{kind}": 1}, **having[kind])
+        return add_node(nodes, resources={f"accelerator_type:{kind}": 1}, **having[kind])
 
-    nodes = {kind: [add(kind)] for kind in having}
+    kinds, released, encoded_on = {kind: [add(kind)] for kind in having}, tmp_path / "released", tmp_path / "A10G"
 
     def replace(kind):
-        nodes[kind].append(add(kind))
-        cluster.remove_node(nodes[kind][0], allow_graceful=False)
+        kinds[kind].append(add(kind))
+        lose(nodes, kinds[kind][0])
 
-    encoder_lost = when(lambda: steps_done(config) >= 6, lambda: replace("A10G"))
-    trainer_lost = when(lambda: steps_done(config) >= 24, lambda: replace("A100"))
-    where = {kind: tmp_path / kind for kind in nodes}
-    stream = functools.partial(
-        online_stream,
-        config=raw,
-        on="A10G",
-        gpus=0.5,
+    def replace_both():
+        wait_until(lambda: steps_done(config) >= 3)
+        replace("A10G")
+        wait_until(lambda: train.last_step(config) >= 6 and steps_done(config) >= 8)
+        replace("A100")
+        wait_until(lambda: len(attempts_seen(released)) > 1)
+
+    replaced = in_background(replace_both, released)
+    stream = online_stream(
+        raw,
+        encoder_accelerator_type="A10G",
+        gpus_per_encoder=0.5,
         num_encoders=2,
-        latent_encoder=functools.partial(placed, str(where["A10G"])),
+        latent_encoder=placed_encoder(str(encoded_on)),
     )
-    scaling = {"resources_per_worker": {"CPU": 1}, "accelerator_type": "A100"}
-    fit(config, loop=functools.partial(noting_loop, str(where["A100"])), scaling=scaling, stream=stream)
-    encoder_lost(), trainer_lost()
-    for kind in nodes:
-        assert {path.name for path in where[kind].iterdir()} == {node.node_id for node in nodes[kind]}, kind
-        cluster.remove_node(nodes[kind][1], allow_graceful=False)
+    fit(
+        config,
+        loop=functools.partial(held_loop, released),
+        stream=stream,
+        training_accelerator_type="A100",
+        ScalingConfig=scaling(resources_per_worker={"CPU": 1}),
+    )
+    replaced()
+    assert {path.name for path in encoded_on.iterdir()} == {node.node_id for node in kinds["A10G"]}
+    assert {node for _, node in attempts_seen(released)} == {node.node_id for node in kinds["A100"]}
+    for made in kinds.values():
+        lose(nodes, made[1])
     found = metrics_log.read_metrics(config.run_uri)
     assert found["samples_crc32"].tolist() == planned_samples(config, raw)
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
-    assert every["attempt"].max() == 2
     # Steps that both trainers did, on other nodes, have the same losses bit by bit.
+    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
     redone = every.groupby("step")["loss"].agg(["size", "nunique"])
-    assert (redone["size"] == 2).any() and (redone["nunique"] == 1).all()
-
-
-def note_node(folder):
-    """Leave a file with the name of the node that this runs on."""
-    os.makedirs(folder, exist_ok=True)
-    open(os.path.join(folder, ray.get_runtime_context().get_node_id()), "w").close()
-
-
-class PlacedEncoder(encoder.LatentEncoder):
-    """Notes where it is when it has encoded something."""
-
-    def __init__(self, *arguments, folder, **options):
-        super().__init__(*arguments, **options)
-        self.folder = folder
-
-    def __call__(self, rows):
-        note_node(self.folder)
-        return super().__call__(rows)
-
-
-def placed(folder):
-    """The encoder class for `online_stream`, and its keyword arguments."""
-    return PlacedEncoder, {"folder": folder}
-
-
-def noting_loop(folder, values):
-    note_node(folder)
-    slow_loop(values)
+    assert (redone["size"] > 1).any() and (redone["nunique"] == 1).all()
 
 
 def planned_samples(config, raw):
@@ -287,7 +314,18 @@ def planned_samples(config, raw):
     ]
 
 
-def test_a_cluster_without_a_gpu_for_validation_is_told_what_to_add(monkeypatch, capsys):
+def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
+    node = add_node(nodes)
+    session.check_shared(str(tmp_path))
+    # A path that each process reads in its own way stands in for a disk of its own.
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("mine")
+    with pytest.raises(ValueError, match=r"storage='/proc/self/cwd/mine' is not shared: the node .* does not see"):
+        session.check_shared("/proc/self/cwd/mine")
+    lose(nodes, node)
+
+
+def test_a_cluster_without_a_gpu_for_validation_is_told(monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     data = "storage"
     two = run_of(data, "two", num_training_workers=2, validate_every=10)
@@ -307,14 +345,3 @@ def test_a_cluster_without_a_gpu_for_validation_is_told_what_to_add(monkeypatch,
     assert capsys.readouterr().out == ""
     session.warn_if_validation_waits(run_of(data, "online", validate_every=10), use_gpu=True, encoder_gpus=0.5)
     assert "want 2.5 GPUs" in capsys.readouterr().out
-
-
-def test_a_storage_that_the_other_nodes_do_not_see_is_refused(cluster, tmp_path, monkeypatch):
-    node = cluster.add_node(num_cpus=1)
-    session.check_shared(str(tmp_path))
-    # A path that each process reads in its own way stands in for a disk of its own.
-    monkeypatch.chdir(tmp_path)
-    os.mkdir("mine")
-    with pytest.raises(ValueError, match=r"storage='/proc/self/cwd/mine' is not shared: the node .* does not see"):
-        session.check_shared("/proc/self/cwd/mine")
-    cluster.remove_node(node, allow_graceful=False)

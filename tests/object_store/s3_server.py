@@ -1,7 +1,8 @@
 """A small S3 server on loopback: real HTTP in the S3 protocol, objects in memory, and faults on request.
 
-What pyarrow's S3 client needs: buckets, list (V2, delimiter, pages), head, get with ranges, put, multipart uploads, copy,
-delete of one and of many. Signatures are not checked. `python -m tests.object_store.s3_server` serves until it is interrupted.
+What pyarrow's S3 client needs: buckets, list (V2, delimiter, pages), head, get with ranges, put, multipart uploads,
+copy, delete of one and of many. Signatures are not checked. `python -m tests.object_store.s3_server` serves until it
+is interrupted.
 
     with S3Server() as server, server.environment():
         storage.write_text("s3://bucket/a.txt", "hello")
@@ -234,7 +235,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.error(400, "InvalidRequest")
 
     def completed(self, found):
-        names = f"<Location>{escape(self.path)}</Location><Bucket>{escape(self.bucket)}</Bucket><Key>{escape(self.key)}</Key>"
+        place = f"<Location>{escape(self.path)}</Location>"
+        names = f"{place}<Bucket>{escape(self.bucket)}</Bucket><Key>{escape(self.key)}</Key>"
         self.xml("CompleteMultipartUploadResult", f"{names}<ETag>{escape(found)}</ETag>")
 
     def on_delete(self, body):

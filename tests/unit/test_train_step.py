@@ -314,7 +314,7 @@ def compiled_worker(rank, folder, manifest, rows):
         torch.save(result, f"{folder}/compiled.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.variants
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, manifest, build_latents):
     write_small_unet(tmp_path)

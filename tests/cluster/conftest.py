@@ -1,0 +1,24 @@
+"""One preprocessing job and one training run, which most tests of this folder look at or go on from."""
+
+import pytest
+
+from helpers.config import PreprocessingConfig
+from helpers.lesson import captioned_shapes
+from tests.pipelines import encode, fit, short_run
+
+ROWS = 600
+
+
+@pytest.fixture(scope="session")
+def encoded(cluster, tmp_path_factory):
+    """A finished job over drawn pictures, some of them spoilt: (config, manifest)."""
+    config = PreprocessingConfig(storage=str(tmp_path_factory.mktemp("storage")), dollars_per_hour=2.5)
+    captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
+    return config, encode(config)
+
+
+@pytest.fixture(scope="session")
+def run(encoded):
+    """A finished run of two workers, undisturbed and validated: (config, Ray Train's result)."""
+    config = short_run(encoded[0].storage, "first", num_training_workers=2, validate_every=20)
+    return config, fit(config)

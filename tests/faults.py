@@ -1,0 +1,163 @@
+"""Faults that tests put into Ray's workers, each once and at the same step in every run of a test."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import ray.train
+from ray import cloudpickle
+
+from helpers import checkpoint, storage, train
+from helpers.config import TrainingConfig
+from helpers.runtime import metrics_log
+from helpers.train_step import TrainStep
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def once(flag, action):
+    """Do `action` if this is the first process that comes here."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    action()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    """Answer nobody, and be alive."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_ever():
+    threading.Event().wait()
+
+
+def wait_until(reached):
+    while not reached():
+        threading.Event().wait(0.05)
+
+
+def checkpoint_is_there(config, step):
+    """Whether the newest checkpoint that is due after so many steps is complete."""
+    return train.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
+
+
+def loop_with(*events):
+    """The worker loop, in which things happen once each: (action, steps that are done, rank, flag).
+
+    Not before the last checkpoint that is due is complete: the time that its upload takes is not what is tested.
+    """
+
+    def loop(values):
+        config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+
+        def act_and_train(self, step, units):
+            for action, at_step, rank, flag in events:
+                if (step, ray.train.get_context().get_world_rank()) == (at_step, rank) and not os.path.exists(flag):
+                    wait_until(lambda at_step=at_step: checkpoint_is_there(config, at_step))
+                    once(flag, action)
+            return train_one(self, step, units)
+
+        TrainStep.step = act_and_train
+        train.train_loop_per_worker(values)
+
+    return loop
+
+
+def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
+    """A worker loop whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
+
+    def half_a_checkpoint(folder, uri):
+        target = pathlib.Path(uri)
+        target.mkdir(exist_ok=True)
+        for path in pathlib.Path(folder).iterdir():
+            content = path.read_bytes()
+            (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
+
+    def loop(values):
+        config, copy_folder = TrainingConfig.from_dict(values), storage.copy_folder
+        rank = ray.train.get_context().get_world_rank()
+
+        def copy_or_die(folder, uri):
+            def cut_off():
+                half_a_checkpoint(folder, uri)
+                die()
+
+            if storage.name(uri).startswith(f"checkpoint-{step:09d}") and rank == 0:
+                wait_until(lambda: checkpoint_is_there(config, step - 1))
+                once(flag, cut_off)
+            copy_folder(folder, uri)
+
+        storage.copy_folder = copy_or_die
+        inner(values)
+
+    return loop
+
+
+DRIVER = """
+    import os, signal, threading
+    from helpers import preprocess, storage, train
+    from helpers.config import PreprocessingConfig, TrainingConfig
+    from helpers.runtime import metrics_log, session
+    from tests.faults import loop_with, wait_for_ever
+    from tests.pipelines import build_pipeline, fit
+
+    def die_when(reached):
+        def watch():
+            while not reached():
+                threading.Event().wait(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=watch, daemon=True).start()
+
+    session.connect("local", num_cpus=6)
+"""
+
+
+def run_driver(text):
+    """A driver of its own, with a Ray of its own, that ends by SIGKILL."""
+    script = textwrap.dedent(DRIVER) + textwrap.dedent(text)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+
+
+def truncate_newest(config):
+    """Cut the largest file of the newest checkpoint; returns (the checkpoint's name, the file's name)."""
+    newest = checkpoint.last_complete(config.run_uri)
+    largest = max(pathlib.Path(newest).iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 1000)
+    return storage.name(newest), largest.name
+
+
+def steps_done(config):
+    """Steps of the newest attempt that have metrics."""
+    metrics = metrics_log.read_metrics(config.run_uri, all_attempts=True)
+    return 0 if metrics.empty else int(metrics["step"].iloc[-1])
+
+
+def attempts_of(config):
+    """The first step of each attempt, in order."""
+    return metrics_log.read_metrics(config.run_uri, all_attempts=True).groupby("attempt")["step"].min().tolist()
+
+
+def assert_same_run(config, straight):
+    """Bit by bit: the samples and losses of every step, those of steps that were done again too."""
+    found = metrics_log.read_metrics(config.run_uri)
+    for column in ("step", "loss", "grad_norm", "samples_crc32", "samples_seen"):
+        assert found[column].tolist() == straight[column].tolist(), column
+    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
+    assert (every.groupby("step")["samples_crc32"].nunique() == 1).all()
+
+
+variants = pytest.mark.variants
