@@ -31,9 +31,9 @@ class Unit:
     @classmethod
     def from_arrow(cls, table, manifest, resolution, first_position):
         """From a table of latents rows; a column `keep` is taken if there is one."""
-        column = schema.latents_column(resolution)
-        moments, valid = schema.from_binary(table[column], manifest.shapes[column])
-        text, _ = schema.read_embeddings(table[schema.EMBEDDINGS], manifest)
+        latents, embeddings = manifest.latents(resolution), manifest.embeddings
+        moments, valid = latents.decode(table[latents.name])
+        text, _ = embeddings.decode(table[embeddings.name])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)

@@ -37,7 +37,10 @@ def random_batch(config, rank=0, world=1, num_tokens=77):
     manifest = schema.Manifest(
         encoder={"model": "random", "revision": "0", "precision": "fp16"},
         resolutions=[resolution],
-        shapes={schema.latents_column(resolution): list(shape), schema.EMBEDDINGS: [num_tokens, width]},
+        columns=[
+            schema.ColumnSpec(schema.latents_column(resolution), shape),
+            schema.ColumnSpec(schema.EMBEDDINGS, (num_tokens, width)),
+        ],
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros((num_tokens, width))),
@@ -83,10 +86,8 @@ def measure_step(config, device="cpu", *, steps=20, warm_up=5, fused=True, prepa
     seconds = statistics.median(time_steps(learner, units, steps, warm_up))
     with profiling.profiled(device) as events:
         learner.step(warm_up + steps, units)
-    shapes = manifest.shapes
-    flops = profiling.training_flops(
-        config.unet_config, shapes[schema.latents_column(config.largest_resolution)][1:], shapes[schema.EMBEDDINGS]
-    )
+    latents_shape = manifest.latents(config.largest_resolution).shape[1:]
+    flops = profiling.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
     rate = config.global_batch_size / seconds
     found = {
         "images/s": rate,

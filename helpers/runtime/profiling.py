@@ -191,9 +191,8 @@ class Meter:
 
     @functools.cache  # noqa: B019 (a worker has one meter)
     def flops(self, resolution):
-        shapes = self.manifest.shapes
         return training_flops(
-            self.config.unet_config, shapes[f"image_latents_{resolution}"][1:], shapes["caption_embeddings"]
+            self.config.unet_config, self.manifest.latents(resolution).shape[1:], self.manifest.embeddings.shape
         )
 
     def line(self, resolution, seconds, data_seconds, checkpoint_seconds):

@@ -16,7 +16,7 @@ import pytest
 import ray
 from PIL import Image, PngImagePlugin
 
-from helpers import preprocess, schema, storage
+from helpers import preprocess, storage
 from helpers.config import PreprocessingConfig
 from helpers.runtime import session
 from tests.pipelines import encode
@@ -283,6 +283,6 @@ def test_a_job_over_all_of_them_completes_and_writes_every_good_row_once(cluster
     assert manifest.total("read") == len(rows) and manifest.rejected == collections.Counter(
         reason for reason in reasons if reason
     )
-    latents, valid = schema.from_binary(written["image_latents_32"], manifest.shapes["image_latents_32"])
-    text, _ = schema.from_binary(written["caption_embeddings"], manifest.shapes["caption_embeddings"])
+    latents, valid = manifest.latents(32).decode(written["image_latents_32"])
+    text, _ = manifest.embeddings.decode(written["caption_embeddings"])
     assert valid.all() and np.isfinite(latents.astype(np.float32)).all() and np.isfinite(text.astype(np.float32)).all()
