@@ -77,8 +77,8 @@ def check_row_groups(files: list[tuple[str, list[int]]], row_bytes: float) -> No
     if largest * row_bytes > 4 * ingest.CHUNK_BYTES:
         print(
             f"Row groups have up to {largest:,} rows, {largest * row_bytes / 2**20:,.0f} MiB, and the plan reads "
-            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data written again with "
-            f"row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
+            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data "
+            f"written again with row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
         )
 
 
@@ -121,7 +121,7 @@ def list_row_groups(paths: list[str], config: OnlineConfig, index_uri: str) -> I
 def raw_rows(
     plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig, validation_share: float
 ) -> ray.data.Dataset:
-    """Raw rows in the plan's order: a Ray dataset with one block per unit (or `block_steps` units) from `first_step` on.
+    """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
     Columns: those of a raw row (`inputs.to_raw_rows`), `keep` (False: validation owns the row, or `row_filter` drops
     it) and `unit`, the unit's number in the run.

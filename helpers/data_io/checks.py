@@ -8,7 +8,7 @@ from . import filters, inputs, readers
 
 
 def check_input(path: str, config) -> pa.Schema:
-    """The Arrow schema of an input file. Raises ValueError for columns that are missing or cannot be what they should."""
+    """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
     found = inputs.reader(config).schema(path)
     columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
     check_columns(path, columns, found)
@@ -38,8 +38,8 @@ def check_types(found: pa.Schema, config) -> None:
         image = image.field("bytes").type
     if not (inputs.is_bytes(image) or inputs.is_text(image)):
         raise ValueError(
-            f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their paths: "
-            "name the column that does."
+            f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their "
+            "paths: name the column that does."
         )
     caption = found.field(config.caption_column).type
     if not (inputs.is_text(caption) or inputs.is_bytes(caption)):
@@ -59,6 +59,6 @@ def check_no_urls(found: pa.Schema, config) -> None:
         names = inputs.texts(inputs.first_rows(config, num_rows=64)[config.image_column])
         if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(
-                f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for example "
-                "with img2dataset, whose Parquet and WebDataset output is read here."
+                f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for "
+                "example with img2dataset, whose Parquet and WebDataset output is read here."
             )

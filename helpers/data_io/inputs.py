@@ -1,7 +1,7 @@
 """The raw data in any format: its files, how Ray Data reads them, and the one schema of a raw row.
 
-Readers give the columns that a file has, on which `row_filter` works. `to_raw_rows` turns them into raw rows; what comes
-after it knows no file, format or column name.
+Readers give the columns that a file has, on which `row_filter` works. `to_raw_rows` turns them into raw rows; later
+stages know no file, format or column name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_glob(input_uri: str) -> bool:
 
 
 def glob_pattern(path: str) -> re.Pattern:
-    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` is any number of folders."""
+    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     is_set = re.compile(r"\[.*\]").fullmatch
@@ -80,7 +80,7 @@ def below(path: str, folder: str) -> str:
 
 
 def listing(paths: list[str], input_uri: str) -> dict[str, int]:
-    """{path below the input's folder: bytes}, by which a rerun detects changed input; a folder's other files count too."""
+    """{path below the input's folder: bytes} of all its files (of a glob: the matches), to detect changed input."""
     if is_glob(input_uri):
         folder = base_folder(input_uri)
         sizes = storage.sizes(folder)
@@ -122,8 +122,10 @@ def used_columns(config) -> list[str]:
 
 
 def column_types(config) -> dict[str, pa.DataType]:
-    """Arrow types of the used columns for formats without types: ids and captions are text, a filter's columns what they
-    are compared with."""
+    """Arrow types of the used columns, for formats without types.
+
+    Ids and captions are text; a filter's columns are of the type that they are compared with.
+    """
     types = filters.filter_types(config.row_filter)
     types[config.image_column] = pa.binary() if config.image_column == "jpg" else pa.string()
     return {**types, config.caption_column: pa.string(), config.id_column: pa.string()}

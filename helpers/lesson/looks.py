@@ -96,7 +96,7 @@ def read_run_rejects(run_uri: str) -> pd.DataFrame:
 
 
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
-    """`num_rows` rows of up to 16 random files as the files have them, with `path`; fewer where `row_filter` drops some.
+    """`num_rows` rows of up to 16 random files as the files have them, with `path`, less those that `row_filter` drops.
 
     If the filter drops all of them, this is printed, and they are returned unfiltered.
     """
@@ -139,10 +139,10 @@ def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: n
 
 
 def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
-    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; "all" is the last.
+    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; last "all".
 
-    Reads only the columns of the filter (of tars, which have none, everything), of the whole input or its first `limit`
-    rows. A row counts for each clause that it does not meet, so the clauses may add up to more than "all".
+    Reads only the columns of the filter (of tars, which have none, everything), of the whole input or its first
+    `limit` rows. A row counts for each clause that it does not meet, so the clauses may add up to more than "all".
     """
     texts = filters.clauses(config.row_filter)
     if not texts:
