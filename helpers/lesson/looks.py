@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -39,7 +41,7 @@ def dataset_stats(
     """
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
-    sizes = [images.size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
+    sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
     tokens = images.count_tokens(captions, images.load_tokenizer(config.encoder_model))
     frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
     frame.insert(0, "tokens", tokens)
@@ -60,6 +62,18 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
             f"resolutions={list(config.resolutions)}: give smaller ones, upscale=True, or other data."
         )
     return shown
+
+
+def picture_size(data: bytes | None) -> tuple[int, int] | None:
+    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not a picture."""
+    if not data:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=images.FORMATS).size
+    except Exception:  # Pillow's parsers raise exceptions of many types; `images.decode` gives the reason
+        return None
 
 
 def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
