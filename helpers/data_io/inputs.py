@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import re
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -194,8 +195,8 @@ def read_rows(segment, config) -> ray.data.Dataset:
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression)
-    convert = functools.partial(to_raw_rows, config=config)
-    return rows.map_batches(convert, batch_size=ROWS_PER_CONVERSION, batch_format="pyarrow")
+    # Whole blocks, because Ray Data would not fuse a map of another batch size with the read.
+    return rows.map_batches(functools.partial(convert_block, config=config), batch_size=None, batch_format="pyarrow")
 
 
 def read_columns(paths: list[str], columns: list[str], config) -> ray.data.Dataset:
@@ -219,6 +220,12 @@ def read_files(batch: dict, *, columns: list[str], read):
 
 
 # ---- raw rows
+
+
+def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
+    """`to_raw_rows` of a block, some rows at a time: pictures behind paths may be too many to hold at once."""
+    for start in range(0, len(block), ROWS_PER_CONVERSION):
+        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
 
 
 def to_raw_rows(table: pa.Table, config) -> pa.Table:
