@@ -151,6 +151,11 @@ class PreprocessingConfig(Parameters):
         """Where the drawn sample data is kept when no `input_uri` is given."""
         return storage.join(self.storage, "raw")
 
+    @property
+    def data_uri(self):
+        """Where the raw rows are: `input_uri`, or the drawn sample data."""
+        return self.input_uri or self.raw_uri
+
 
 @checked
 class OnlineConfig(PreprocessingConfig):

@@ -298,7 +298,7 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
     """Raises ValueError if data sets of different encoders are mixed."""
     (first_uri, first), *others = manifests.items()
     for uri, manifest in others:
-        for name in ("encoder", "shapes", "scaling_factor", "empty_caption_embedding", "id_type", "text_precision"):
+        for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""

@@ -1,45 +1,48 @@
-"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
+"""Raw pictures that are transformed and encoded on the way to the trainers: the epoch plan over raw files.
 
-Offline and online differ in where latents come from, nowhere else. The plan, the transform, the encoder and the training
-loop are those of `ingest`, `preprocess`, `encoder` and `train`; what is here makes the plan's source of raw files, and
-draws each epoch's augmentation from (seed, epoch, id), so that a run stays exact and resumable.
+Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
+are those of `ingest`, `preprocess`, `encoder` and `train`. This module plans over raw files, and draws each epoch's
+augmentation from (seed, epoch, id), so that a run stays exact and resumable.
 """
 
-import dataclasses
+from __future__ import annotations
+
 import functools
 import json
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-from PIL import ImageOps
+import ray
+from PIL import Image, ImageOps
 
 from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
+from .config import OnlineConfig, TrainingConfig
 from .data_io import filters, inputs
 
 NUM_VALIDATION_ROWS = 512
-INDEX = "index"  # beside the manifest: where each tar's groups of samples lie
+INDEX = "index"  # beside the manifest: the offsets of each tar's row groups
 
 
-def prepare(config, training):
-    """Check the raw data of a run and describe it as a manifest; `training.latents_uri` is where that is kept.
+def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
+    """Check the raw data of a run and write a manifest of it at `training.latents_uri`.
 
-    `config`: `OnlineConfig`, `training`: `TrainingConfig`. Nothing is encoded but one empty caption and, once, the
-    rows that are held out for validation. Raises FileNotFoundError or ValueError with what to change.
+    Nothing is encoded but one empty caption and, once, the rows that are held out for validation. Raises
+    FileNotFoundError or ValueError with what to change.
     """
-    job = preprocess.check(config)
-    index_uri = storage.join(training.latents_uri, INDEX)
-    files = list(list_row_groups(job["paths"], config, index_uri))
+    uri, found = training.latents_uri, preprocess.check(config)
+    files = list(list_row_groups(found.paths, config, storage.join(uri, INDEX)))
     rows = sum(sum(groups) for _, groups in files)
     if rows == 0:
-        raise ValueError(f"The input holds no rows ({len(job['paths'])} files): give other data.")
-    raw_bytes = sum(job["listing"].values()) / rows
+        raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")
+    raw_bytes = sum(found.listing.values()) / rows
     check_row_groups(files, raw_bytes)
     parameters = {
-        **job["parameters"],
+        **found.parameters,
         "random_crop": config.random_crop,
         "horizontal_flip": config.horizontal_flip,
-        "listing_crc32": zlib.crc32(json.dumps(sorted(job["listing"].items())).encode()),
+        "listing_crc32": zlib.crc32(json.dumps(sorted(found.listing.items())).encode()),
         "raw_row_bytes": round(raw_bytes + pixel_bytes(config)),
         "online": config.to_dict(),
     }
@@ -53,53 +56,53 @@ def prepare(config, training):
         "filtered": 0,
     }
     manifest = schema.Manifest(
-        **job["description"],
+        **found.description,
         resolutions=list(config.resolutions),
-        id_type=str(job["id_type"]),
+        id_type=str(found.id_type),
         job=parameters,
         segments=[segment],
     )
-    uri = training.latents_uri
-    earlier = storage.join(uri, schema.MANIFEST)
-    if not storage.exists(earlier) or not same_data(schema.Manifest.read(uri), manifest):
-        storage.delete(storage.join(uri, ingest.VALIDATION))
-        storage.write_json(earlier, manifest.to_dict())
-    if training.validation_share and not storage.exists(storage.join(uri, ingest.VALIDATION, schema.MANIFEST)):
+    manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
+    if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
+        storage.delete(validation_uri)
+        storage.write_json(manifest_uri, manifest.to_dict())
+    if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
         write_validation(manifest, config, training)
     return manifest
 
 
-def check_row_groups(files, row_bytes):
-    """Say it where row groups are much larger than a chunk of the plan: each is read for every chunk that it is part of."""
+def check_row_groups(files: list[tuple[str, list[int]]], row_bytes: float) -> None:
+    """Print a warning if row groups are much larger than a chunk of the plan: each chunk reads a row group anew."""
     largest = max(rows for _, groups in files for rows in groups)
     if largest * row_bytes > 4 * ingest.CHUNK_BYTES:
         print(
             f"Row groups have up to {largest:,} rows, {largest * row_bytes / 2**20:,.0f} MiB, and the plan reads "
-            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data written again with "
-            f"row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
+            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data "
+            f"written again with row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
         )
 
 
-def same_data(one, other):
+def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
     """Whether two manifests describe the same rows and encoder; how many workers prepare them does not matter."""
-    ours, theirs = (
-        {**dataclasses.asdict(manifest), "job": {k: v for k, v in manifest.job.items() if k != "online"}}
-        for manifest in (one, other)
-    )
-    return ours == theirs
+
+    def comparable(manifest):
+        job = {name: value for name, value in manifest.job.items() if name != "online"}
+        return json.dumps({**manifest.to_dict(), "job": job}, sort_keys=True)
+
+    return comparable(one) == comparable(other)
 
 
-def pixel_bytes(config):
+def pixel_bytes(config: OnlineConfig) -> int:
     """Bytes of a row's pictures between the transform and the encoder."""
     return sum(3 * resolution**2 for resolution in config.resolutions)
 
 
-def list_row_groups(paths, config, index_uri):
+def list_row_groups(paths: list[str], config: OnlineConfig, index_uri: str) -> Iterator[tuple[str, list[int]]]:
     """(path below the input's folder, rows of each row group) of the files, up to `limit` rows in all.
 
-    Where row groups are found by their offsets, these are kept under `index_uri`.
+    Offsets of row groups, for formats that have them, are kept under `index_uri`.
     """
-    left, base = config.limit, inputs.base_folder(config.input_uri or config.raw_uri)
+    left, base = config.limit, inputs.base_folder(config.data_uri)
     for start in range(0, len(paths), 256):
         some = paths[start : start + 256]
         for path, (groups, offsets) in zip(some, inputs.index(some, config), strict=True):
@@ -115,25 +118,27 @@ def list_row_groups(paths, config, index_uri):
                 return
 
 
-def raw_rows(plan, first_step, num_steps, *, config, validation_share):
-    """Raw rows in the plan's order: a Ray dataset with one block a unit (or `block_steps` of them) from `first_step` on.
+def raw_rows(
+    plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig, validation_share: float
+) -> ray.data.Dataset:
+    """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
-    Columns: those of the raw data that are used, `path`, `keep` (False: validation owns the row, or `row_filter` leaves it
-    out), `unit`, and `epoch`, for the augmentation.
+    Columns: those of a raw row (`inputs.to_raw_rows`), `keep` (False: validation owns the row, or `row_filter` drops
+    it) and `unit`, the unit's number in the run.
     """
     read = functools.partial(read_raw, config=config, validation_share=validation_share)
     return ingest.build_dataset(plan, first_step, num_steps, read)
 
 
-def read_raw(pieces, source, *, config, validation_share):
-    """The raw rows of `pieces`, the file that each came from, and `keep`."""
+def read_raw(pieces: list[tuple], source: ingest.Source, *, config: OnlineConfig, validation_share: float) -> pa.Table:
+    """The raw rows of `pieces` (see `ingest.Plan.chunk`), with `keep`."""
     rows = inputs.read_pieces(pieces, config, storage.join(source.uri, INDEX))
-    keep = ~schema.held_out(preprocess.row_ids(rows[config.id_column]).to_pylist(), validation_share)
-    return rows.append_column(ingest.KEEP, pa.array(keep & filter_mask(rows, config)))
+    keep = ~schema.held_out(inputs.row_ids(rows[config.id_column]).to_pylist(), validation_share)
+    return inputs.to_raw_rows(rows, config).append_column(ingest.KEEP, pa.array(keep & filter_mask(rows, config)))
 
 
-def filter_mask(rows, config):
-    """(B,) bool: which rows `row_filter` leaves in."""
+def filter_mask(rows: pa.Table, config: OnlineConfig) -> np.ndarray:
+    """(B,) bool: which rows `row_filter` keeps."""
     expression = filters.parse_filter(config.row_filter)
     if expression is None:
         return np.ones(len(rows), dtype=bool)
@@ -141,29 +146,36 @@ def filter_mask(rows, config):
     return np.isin(np.arange(len(rows)), numbered.filter(expression.to_pyarrow())["row number"].to_numpy())
 
 
-def transform(rows, *, config, units_per_epoch, seed=0):
-    """`preprocess.transform` with an augmentation that changes every epoch, and is the same for the same row of it.
+def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, seed: int = 0) -> pa.Table:
+    """`preprocess.transform` with an augmentation that differs between epochs, and is fixed for a row and an epoch.
 
     Args:
-        rows: Arrow table of raw rows with `unit`.
-        config: `OnlineConfig`, of which `random_crop` is the least side of the square that is cut out, as a share of the
-            largest (1: the centre square), and `horizontal_flip` says whether every second picture is mirrored.
+        rows: raw rows with `unit` and `keep`.
+        config: `random_crop` is the least side of the square crop, as a share of the largest (1: the centre square);
+            `horizontal_flip` mirrors half of the pictures.
         units_per_epoch: of the plan.
         seed: of the run.
     """
     epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
-    ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
-    cuts = [
+    crops = [
         functools.partial(augment_crop, row_id=row_id, epoch=epoch, **options)
-        for row_id, epoch in zip(ids, epochs, strict=True)
+        for row_id, epoch in zip(rows[inputs.ID].to_pylist(), epochs, strict=True)
     ]
-    done = preprocess.transform(rows, config=config, augment=cuts)
+    done = preprocess.transform(rows, config=config, crops=crops)
     return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, rows[ingest.KEEP])
 
 
-def augment_crop(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_flip=False):
-    """The square of a picture that an epoch is trained on: a function of (seed, epoch, id) alone.
+def augment_crop(
+    picture: Image.Image,
+    row_id: int | str,
+    epoch: int,
+    *,
+    seed: int = 0,
+    random_crop: float = 1.0,
+    horizontal_flip: bool = False,
+) -> Image.Image:
+    """The square crop of a picture that an epoch is trained on: a function of (seed, epoch, id) alone.
 
     `random_crop`, `horizontal_flip`: see `transform`.
     """
@@ -177,40 +189,39 @@ def augment_crop(picture, row_id, epoch, *, seed=0, random_crop=1.0, horizontal_
     return ImageOps.mirror(square) if horizontal_flip and random.random() < 0.5 else square
 
 
-def write_validation(manifest, config, training):
+def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
-    found, missing = [], NUM_VALIDATION_ROWS
-    without_pictures = list(dict.fromkeys([config.id_column, *filters.filter_columns(config.row_filter)]))
-    for name, groups in manifest.files:
-        for group, num_rows in enumerate(groups):
-            read = functools.partial(
-                inputs.read_pieces, [(name, group, 0, num_rows)], config, storage.join(training.latents_uri, INDEX)
-            )
-            rows = read(without_pictures)
-            ids = preprocess.row_ids(rows[config.id_column]).to_pylist()
-            mine = schema.held_out(ids, training.validation_share) & filter_mask(rows, config)
-            if mine.any() or not found:  # one table at least, for its columns
-                found.append(read().filter(pa.array(mine))[:missing])
-                missing -= found[-1].num_rows
-        if missing <= 0:
-            break
-    rows = pa.concat_tables(found)
+    rows = first_held_out(manifest, config, training)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))
     entry = resumable_job.new_entry(segment)
     if len(rows):
-        encoded = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)(
-            preprocess.transform(rows.combine_chunks(), config=config)
-        )
+        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)
+        encoded = latent_encoder(preprocess.transform(rows, config=config))
+        id_type = pa.type_for_alias(manifest.id_type)
         report = preprocess.write_latents(
-            encoded,
-            latents_uri=latents_uri,
-            segment=segment,
-            shapes=manifest.shapes,
-            ids=pa.type_for_alias(manifest.id_type),
-            text_precision=manifest.text_precision,
+            encoded, latents_uri=latents_uri, segment=segment, columns=manifest.columns, id_type=id_type
         )
         resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
-    del entry["busy"], entry["encoders"]  # of a job's report
-    small = dataclasses.replace(manifest, segments=[entry], job={})
-    storage.write_json(storage.join(latents_uri, schema.MANIFEST), small.to_dict())
+    validation = schema.Manifest.from_dict({**manifest.to_dict(), "segments": [entry], "job": {}})
+    storage.write_json(storage.join(latents_uri, schema.MANIFEST), validation.to_dict())
+
+
+def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table:
+    """The first `NUM_VALIDATION_ROWS` raw rows that validation owns and `row_filter` keeps."""
+    found, missing = [], NUM_VALIDATION_ROWS
+    without_pictures = list(dict.fromkeys([config.id_column, *filters.filter_columns(config.row_filter)]))
+    index_uri = storage.join(training.latents_uri, INDEX)
+    for name, groups in manifest.files:
+        for group, num_rows in enumerate(groups):
+            piece = (name, group, 0, num_rows)
+            rows = inputs.read_pieces([piece], config, index_uri, without_pictures)
+            ids = inputs.row_ids(rows[config.id_column]).to_pylist()
+            mine = schema.held_out(ids, training.validation_share) & filter_mask(rows, config)
+            if mine.any() or not found:  # one table at least, for its columns
+                rows = inputs.read_pieces([piece], config, index_uri).filter(pa.array(mine))[:missing]
+                found.append(inputs.to_raw_rows(rows, config))
+                missing -= len(rows)
+        if missing <= 0:
+            break
+    return pa.concat_tables(found)

@@ -69,13 +69,13 @@ def check_latents(manifest: schema.Manifest, config: TrainingConfig, latents_uri
                 f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
                 "or encode the data again with upscale=True."
             )
-    if unet["cross_attention_dim"] != manifest.text_width:
+    if unet["cross_attention_dim"] != manifest.embeddings.shape[-1]:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes captions {unet['cross_attention_dim']} wide, and "
-            f"{latents_uri} holds captions {manifest.text_width} wide (encoder_model="
+            f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
             f"{manifest.encoder['model']!r}): choose a U-Net and an encoder that belong together."
         )
-    channels = manifest.shapes[schema.latents_column(config.largest_resolution)][1]
+    channels = manifest.latents(config.largest_resolution).shape[1]
     if unet["in_channels"] != channels:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
@@ -83,7 +83,7 @@ def check_latents(manifest: schema.Manifest, config: TrainingConfig, latents_uri
         )
     halvings = len(unet["block_out_channels"]) - 1
     for resolution in config.resolutions:
-        size = manifest.shapes[schema.latents_column(resolution)][-1]
+        size = manifest.latents(resolution).shape[-1]
         if size % 2**halvings:
             raise ValueError(
                 f"resolution={resolution} makes latents of {size} x {size}, which unet_config={config.unet_config!r} "

@@ -36,9 +36,9 @@ class Unit:
     @classmethod
     def from_arrow(cls, table: pa.Table, manifest: schema.Manifest, resolution: int, first_position: int) -> Unit:
         """From rows of latents; rows without latents at this resolution, and rows whose `keep` is False, are masked."""
-        column = schema.latents_column(resolution)
-        moments, valid = schema.from_binary(table[column], manifest.shapes[column])
-        text, _ = schema.read_embeddings(table[schema.EMBEDDINGS], manifest)
+        latents, embeddings = manifest.latents(resolution), manifest.embeddings
+        moments, valid = latents.decode(table[latents.name])
+        text, _ = embeddings.decode(table[embeddings.name])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)

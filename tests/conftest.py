@@ -63,7 +63,7 @@ def one_thread():
 def build_manifest():
     """A function that makes a finished job's manifest, as `Manifest.read` gives it; keyword arguments change fields."""
 
-    def build(row_groups=(64, 64), **changes):
+    def build(row_groups=(64, 64), shapes=None, **changes):
         rows = sum(row_groups)
         segment = {
             "index": 0,
@@ -77,7 +77,7 @@ def build_manifest():
         values = {
             "encoder": {"model": "made-up", "revision": "0", "precision": "fp32"},
             "resolutions": [32, 64],
-            "shapes": {column: list(shape) for column, shape in SHAPES.items()},
+            "columns": [{"name": column, "shape": shape} for column, shape in (shapes or SHAPES).items()],
             "scaling_factor": 0.5,
             "id_type": "int64",
             "empty_caption_embedding": schema.encode_embedding(np.linspace(-1, 1, 6 * 128).reshape(6, 128)),

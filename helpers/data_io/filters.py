@@ -1,5 +1,7 @@
 """`row_filter`: a text such as "width >= 256" as a Ray Data expression. Parsed, never evaluated."""
 
+from __future__ import annotations
+
 import ast
 import functools
 import itertools
@@ -7,7 +9,7 @@ import operator
 
 import numpy as np
 import pyarrow as pa
-from ray.data.expressions import col
+from ray.data.expressions import Expr, col
 
 COMPARISONS = {
     ast.Lt: operator.lt,
@@ -20,12 +22,12 @@ COMPARISONS = {
 OPPOSITES = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 
 
-def parse_filter(text):
+def parse_filter(text: str) -> Expr | None:
     """`"aesthetic >= 4.5 and width >= 256"` -> a Ray Data expression; None for an empty text.
 
     Comparisons of a column with a number or a quoted text, joined by `and`, `or`, `not` and parentheses. The text is
-    parsed, never evaluated. Null and NaN fulfil no comparison, and no negated one. Raises ValueError naming the part that is
-    something else.
+    parsed, never evaluated. Null and NaN meet no comparison, and no negated one. Raises ValueError that names the part
+    which is something else.
     """
     if not text.strip():
         return None
@@ -37,8 +39,8 @@ def parse_filter(text):
         ) from None
 
 
-def check_filter(text, found):
-    """Raises ValueError for a filter that compares a column of the Arrow schema `found` with what it cannot be."""
+def check_filter(text: str, found: pa.Schema) -> None:
+    """Raises ValueError for a filter that compares a column of the schema `found` with a value of another type."""
     if not text.strip():
         return
     try:
@@ -50,7 +52,7 @@ def check_filter(text, found):
         ) from None
 
 
-def filter_columns(text):
+def filter_columns(text: str) -> list[str]:
     """The columns that a filter names, in order."""
     if not text.strip():
         return []
@@ -59,8 +61,8 @@ def filter_columns(text):
     return list(dict.fromkeys(names))
 
 
-def clauses(text):
-    """The parts of a filter that are joined by its outermost `and`s, as texts; a filter without one is its only clause."""
+def clauses(text: str) -> list[str]:
+    """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
     if not text.strip():
         return []
     parse_filter(text)
@@ -69,8 +71,8 @@ def clauses(text):
     return [ast.unparse(part) for part in parts]
 
 
-def count_dropped(rows, *, texts):
-    """One row of counts of a table: rows that each clause drops, that it alone drops, and that any drops."""
+def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
+    """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
     numbers = rows.append_column("row number", pa.array(range(len(rows))))
     met = np.zeros((len(texts), len(rows)), dtype=bool)
     for place, text in enumerate(texts):
@@ -83,9 +85,8 @@ def count_dropped(rows, *, texts):
     return pa.Table.from_pylist([counts])
 
 
-def filter_types(text):
-    """{column: Arrow type} of a filter's columns by what they are compared with: text where a quoted text stands, else
-    numbers."""
+def filter_types(text: str) -> dict[str, pa.DataType]:
+    """{column: Arrow type} of a filter's columns: text for those that are compared with a quoted text, else numbers."""
     types = dict.fromkeys(filter_columns(text), pa.float64())
     for node in ast.walk(ast.parse(text.strip(), mode="eval")) if types else ():
         if isinstance(node, ast.Compare):
@@ -96,8 +97,8 @@ def filter_types(text):
 
 
 def _build(node, text, negated=False):
-    # `not` is carried inwards to the comparisons, and "!=" is "<" or ">": then NaN fulfils none of them, as null does not.
-    # A negated comparison would be true of it, but for the statistics of a row group, which know of no NaN.
+    # `not` is pushed down to the comparisons, and "!=" becomes "< or >", so that NaN meets none of them, as null does.
+    # A negated comparison would be true for NaN, except where a row group's statistics, which ignore NaN, skip it.
     if isinstance(node, ast.BoolOp):
         join = operator.and_ if isinstance(node.op, ast.And) is not negated else operator.or_
         return functools.reduce(join, [_build(value, text, negated) for value in node.values])
@@ -111,7 +112,8 @@ def _build(node, text, negated=False):
             pairs = [_compare(kind, *pair) for kind, pair in zip(kinds, itertools.pairwise(sides), strict=True)]
             return functools.reduce(operator.or_ if negated else operator.and_, pairs)
     raise ValueError(
-        f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by and, or, not."
+        f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by "
+        "and, or, not."
     )
 
 

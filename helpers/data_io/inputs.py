@@ -1,22 +1,33 @@
-"""The files and rows of the raw data in any format, and how Ray Data reads them."""
+"""The raw data in any format: its files, how Ray Data reads them, and the one schema of a raw row.
+
+Readers give the columns that a file has, on which `row_filter` works. `to_raw_rows` turns them into raw rows; later
+stages know no file, format or column name.
+"""
+
+from __future__ import annotations
 
 import concurrent.futures
 import functools
 import re
+from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 
 from .. import storage
+from ..images import BadImage
 from . import filters, readers
 
+ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # a raw row
+PATH = "path"  # the column in which readers give the file of each row
+ROWS_PER_CONVERSION = 256  # pictures behind paths are fetched this many at a time
 
-def reader(config):
-    """The reader of `input_format`, knowing the types of the columns that are used."""
-    return readers.READERS[config.input_format](column_types(config))
+
+# ---- files
 
 
-def list_inputs(input_uri, input_format="parquet"):
+def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
     """Sorted paths of the files of one format: one file, those in a folder (nested ones too), or those of a glob.
 
     Raises FileNotFoundError if there is none.
@@ -39,41 +50,38 @@ def list_inputs(input_uri, input_format="parquet"):
     return paths
 
 
-def is_glob(input_uri):
-    """Whether a path has wildcards (`*`, `?`, `[`), and is no file or folder that is called so."""
+def is_glob(input_uri: str) -> bool:
+    """Whether a path has wildcards (`*`, `?`, `[`), and is not the name of a file or folder."""
     has_wildcards = any(character in str(input_uri) for character in "*?[")
     return has_wildcards and ("://" in str(input_uri) or not storage.exists(input_uri))
 
 
-def glob_pattern(path):
-    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` is any number of them."""
+def glob_pattern(path: str) -> re.Pattern:
+    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    is_set = re.compile(r"\[.*\]").fullmatch
     return re.compile(
-        "".join(
-            known.get(part)
-            or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
-            for part in parts
-        )
+        "".join(known.get(part) or (part.replace("[!", "[^") if is_set(part) else re.escape(part)) for part in parts)
     )
 
 
 @functools.lru_cache(maxsize=16)
-def base_folder(input_uri):
-    """The folder that the input's files lie below: of a glob the part in front of its wildcards."""
+def base_folder(input_uri: str) -> str:
+    """The folder that contains all files of the input: of a glob the part before its wildcards."""
     uri = storage.resolve(input_uri)
     if is_glob(input_uri):
         return re.split(r"[*?[]", uri, maxsplit=1)[0].rpartition("/")[0]
     return uri.rpartition("/")[0] if storage.is_file(uri) else uri
 
 
-def below(path, folder):
-    """A path or URI relative to a folder that it lies in."""
+def below(path: str, folder: str) -> str:
+    """A path or URI relative to a folder that contains it."""
     return path[len(folder) + 1 :]
 
 
-def listing(paths, input_uri):
-    """{path below the input's folder: bytes}, by which a rerun knows its input again; a folder's other files count too."""
+def listing(paths: list[str], input_uri: str) -> dict[str, int]:
+    """{path below the input's folder: bytes} of all its files (of a glob: the matches), to detect changed input."""
     if is_glob(input_uri):
         folder = base_folder(input_uri)
         sizes = storage.sizes(folder)
@@ -81,15 +89,8 @@ def listing(paths, input_uri):
     return storage.sizes(input_uri)
 
 
-def check_columns(path, columns, found):
-    """`columns`: parameter name -> column name. Raises ValueError naming the first that the schema `found` lacks."""
-    for parameter, column in columns.items():
-        if column not in found.names:
-            raise ValueError(f"{parameter}={column!r} is not a column of {path}: it has {', '.join(found.names)}.")
-
-
-def index(paths, config):
-    """`row_groups` of each file. Read in parallel: by threads here, or, where that means reading the files, by Ray."""
+def index(paths: list[str], config) -> list[tuple[list[int], list[int] | None]]:
+    """`row_groups` of each file, in parallel: by threads here, or by Ray where it means reading whole files."""
     if config.input_format == "webdataset" and ray.is_initialized():
         task = ray.remote(num_cpus=0.5)(row_groups)
         return ray.get([task.remote(path, config) for path in paths])
@@ -97,99 +98,78 @@ def index(paths, config):
         return list(pool.map(functools.partial(row_groups, config=config), paths))
 
 
-def row_groups(path, config):
-    """(rows of each row group of a file, their offsets where the format has such)"""
+def row_groups(path: str, config) -> tuple[list[int], list[int] | None]:
+    """(rows of each row group of a file, their offsets where the format has some)"""
     return reader(config).row_groups(path)
 
 
-def count_rows(paths, config):
+def count_rows(paths: list[str], config) -> list[int]:
     """Rows of each file."""
     return [sum(rows) for rows, _ in index(paths, config)]
 
 
-def used_columns(config):
+# ---- columns as the files have them
+
+
+def reader(config):
+    """The reader of `input_format`, with the types of the columns that are used."""
+    return readers.READERS[config.input_format](column_types(config))
+
+
+def used_columns(config) -> list[str]:
     """The columns that a job reads: id, caption, picture, and those of the filter."""
     columns = [config.id_column, config.caption_column, config.image_column, *filters.filter_columns(config.row_filter)]
     return list(dict.fromkeys(columns))
 
 
-def column_types(config):
-    """Arrow types of the used columns in formats that have none: ids and captions are text, a filter's columns what they
-    are compared with."""
+def column_types(config) -> dict[str, pa.DataType]:
+    """Arrow types of the used columns, for formats without types.
+
+    Ids and captions are text; a filter's columns are of the type that they are compared with.
+    """
     types = filters.filter_types(config.row_filter)
     types[config.image_column] = pa.binary() if config.image_column == "jpg" else pa.string()
     return {**types, config.caption_column: pa.string(), config.id_column: pa.string()}
 
 
-def first_rows(config, num_rows):
-    """The first rows as an Arrow table with `path`, for a look at the data before any pipeline is built."""
+def first_rows(config, num_rows: int) -> pa.Table:
+    """The first rows as the file has them, with `path`, for a look at the data before any pipeline is built."""
     tables, left, read = [], num_rows, reader(config)
-    for path in list_inputs(config.input_uri or config.raw_uri, config.input_format):
+    for path in list_inputs(config.data_uri, config.input_format):
         for table in read.stream(path, used_columns(config)):
-            tables.append(table[:left].append_column("path", pa.repeat(path, min(left, len(table)))))
+            tables.append(with_path(table[:left], path))
             left -= len(tables[-1])
             if left == 0:
                 return pa.concat_tables(tables, promote_options="permissive")
     if not tables:
-        raise ValueError(f"The input holds no rows ({config.input_uri or config.raw_uri}): give other data.")
+        raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def read_rows(segment, config):
-    """The rows of one segment as a lazy Ray dataset: the columns that are used, and `path`, the file each came from."""
-    rows = read_parquet(segment, config) if config.input_format == "parquet" else read_others(segment, config)
-    if segment.limit is not None:
-        rows = rows.limit(segment.limit)
-    expression = filters.parse_filter(config.row_filter)
-    return rows.filter(expr=expression) if expression is not None else rows
+def with_path(table: pa.Table, path: str) -> pa.Table:
+    """A table of one file's rows with the column `path`."""
+    return table.append_column(PATH, pa.repeat(path, len(table)))
 
 
-def read_parquet(segment, config):
-    """Ray Data pushes the columns, and a filter on them, down into this read (see `explain()`)."""
-    return ray.data.read_parquet(
-        segment.paths,
-        include_paths=True,
-        partitioning=None,
-        file_extensions=None,
-        filesystem=storage.open_filesystem(segment.paths[0])[0],
-    ).select_columns([*used_columns(config), "path"])
-
-
-def read_others(segment, config):
-    """One task a file."""
-    read = functools.partial(read_files, columns=used_columns(config), read=reader(config))
-    tasks = ray.data.from_items([{"path": path} for path in segment.paths], override_num_blocks=len(segment.paths))
-    return tasks.map_batches(read, batch_size=1)
-
-
-def read_files(batch, *, columns, read):
-    """Tables of the rows of a batch of files."""
-    for path in batch["path"].tolist():
-        for table in read.stream(path, columns):
-            yield table.append_column("path", pa.repeat(path, len(table)))
-
-
-def read_pieces(pieces, config, index_uri, columns=None):
-    """The rows of `pieces` (see `ingest.Plan.chunk`), laid end to end, and `path`; each file is opened once.
+def read_pieces(pieces: list[tuple], config, index_uri: str, columns: list[str] | None = None) -> pa.Table:
+    """The rows of `pieces` (see `ingest.Plan.chunk`), concatenated, with `path`; each file is opened once.
 
     `index_uri`: where `write_index` left the offsets of tars. `columns`: all that are used, if None.
     """
     columns = columns or used_columns(config)
-    base, read, tables = base_folder(config.input_uri or config.raw_uri), reader(config), [None] * len(pieces)
+    base, read, tables = base_folder(config.data_uri), reader(config), [None] * len(pieces)
     for name in dict.fromkeys(piece[0] for piece in pieces):
         mine = [position for position, piece in enumerate(pieces) if piece[0] == name]
-        path = f"{base}/{name}"
-        found = read.read(
-            path, [pieces[position][1] for position in mine], columns, offsets_of(index_uri, name, config)
-        )
+        path, groups = f"{base}/{name}", [pieces[position][1] for position in mine]
+        found = read.read(path, groups, columns, offsets_of(index_uri, name, config))
         for position, table in zip(mine, found, strict=True):
             _, _, first, num_rows = pieces[position]
-            tables[position] = table.slice(first, num_rows).append_column("path", pa.repeat(path, num_rows))
+            tables[position] = with_path(table.slice(first, num_rows), path)
     return pa.concat_tables(tables).combine_chunks()
 
 
-def write_index(index_uri, name, offsets):
-    """Keep the offsets of a tar's groups, one small file a tar, for whoever reads single groups."""
+def write_index(index_uri: str, name: str, offsets: list[int]) -> None:
+    """Keep the offsets of a tar's row groups, one small file per tar, for reading single row groups."""
     storage.write_json(storage.join(index_uri, f"{name}.json"), offsets)
 
 
@@ -198,7 +178,124 @@ def _read_index(uri, version):
     return storage.read_json(uri)
 
 
-def offsets_of(index_uri, name, config):
-    """The offsets of a tar's groups; None for formats without."""
+def offsets_of(index_uri: str, name: str, config) -> list[int] | None:
+    """The offsets of a tar's row groups; None for other formats."""
     uri = storage.join(index_uri, f"{name}.json")
     return _read_index(uri, storage.version(uri)) if config.input_format == "webdataset" else None
+
+
+# ---- Ray Data
+
+
+def read_rows(segment, config) -> ray.data.Dataset:
+    """The raw rows of one segment (see `to_raw_rows`) that `row_filter` keeps, as a lazy Ray dataset."""
+    rows = read_columns(segment.paths, used_columns(config), config)
+    if segment.limit is not None:
+        rows = rows.limit(segment.limit)
+    expression = filters.parse_filter(config.row_filter)
+    if expression is not None:
+        rows = rows.filter(expr=expression)
+    # Whole blocks, because Ray Data would not fuse a map of another batch size with the read.
+    return rows.map_batches(functools.partial(convert_block, config=config), batch_size=None, batch_format="pyarrow")
+
+
+def read_columns(paths: list[str], columns: list[str], config) -> ray.data.Dataset:
+    """Columns of files, with `path`. Ray Data pushes a filter on them down into the Parquet read (see `explain()`)."""
+    if config.input_format == "parquet":
+        filesystem = storage.open_filesystem(paths[0])[0]
+        rows = ray.data.read_parquet(
+            paths, include_paths=True, partitioning=None, file_extensions=None, filesystem=filesystem
+        )
+        return rows.select_columns([*columns, PATH])
+    read = functools.partial(read_files, columns=columns, read=reader(config))
+    tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
+    return tasks.map_batches(read, batch_size=1)  # one task per file
+
+
+def read_files(batch: dict, *, columns: list[str], read):
+    """Tables of the rows of a batch of files."""
+    for path in batch[PATH].tolist():
+        for table in read.stream(path, columns):
+            yield with_path(table, path)
+
+
+# ---- raw rows
+
+
+def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
+    """`to_raw_rows` of a block, some rows at a time: pictures behind paths may be too many to hold at once."""
+    for start in range(0, len(block), ROWS_PER_CONVERSION):
+        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
+
+
+def to_raw_rows(table: pa.Table, config) -> pa.Table:
+    """Rows as a reader gives them -> raw rows; pictures behind paths are fetched here.
+
+    Columns: `id` (int64 or text, see `id_type`), `caption` (null where it is no UTF-8), `image` (encoded bytes, or
+    null), `error` (why a picture could not be fetched, or null), and `source` (the file's path below the input).
+    """
+    images, errors = picture_bytes(table, config)
+    captions = pa.array(texts(table[config.caption_column]), pa.string())
+    columns = [row_ids(table[config.id_column]), captions, images, errors, sources(table[PATH], config)]
+    return pa.table(columns, names=[ID, CAPTION, IMAGE, ERROR, SOURCE])
+
+
+def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
+    """`(bytes, errors)` of the image column: it holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
+
+    Paths are relative to the input's folder; in image folders to that of the row's table.
+    """
+    column = table[config.image_column]
+    if pa.types.is_struct(column.type):
+        column = pc.struct_field(column, "bytes")
+    if not is_text(column.type):
+        return column.cast(pa.large_binary()), pa.nulls(len(column), pa.string())
+    base = base_folder(config.data_uri)
+    beside_table = config.input_format == "imagefolder"
+    folders = [path.rpartition("/")[0] if beside_table else base for path in table[PATH].to_pylist()]
+    found = readers.read_pictures(texts(column), folders, base)
+    images = [None if isinstance(picture, BadImage) else picture for picture in found]
+    errors = [str(picture) if isinstance(picture, BadImage) else None for picture in found]
+    return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
+
+
+def sources(paths: pa.ChunkedArray, config) -> pa.Array:
+    """Input files' paths below the input's folder."""
+    folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
+    short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
+    return pa.array([short[path] for path in paths.to_pylist()], pa.string())
+
+
+def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
+    """A column of text, or of bytes that are text; None for invalid UTF-8, which Parquet readers let through."""
+
+    def decode(value):
+        try:
+            return None if value is None else value.decode()
+        except UnicodeDecodeError:
+            return None
+
+    return [decode(value) for value in column.cast(pa.large_binary()).to_pylist()]
+
+
+def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    """Ids in the type that they are stored in; bytes that are no UTF-8, such as a raw hash, as hexadecimal digits."""
+    if not (is_text(column.type) or is_bytes(column.type)):
+        return column.cast(id_type(column.type))
+    values = column.cast(pa.large_binary()).to_pylist()
+    ids = [value.hex() if value and text is None else text for value, text in zip(values, texts(column), strict=True)]
+    return pa.array(ids, pa.string())
+
+
+def id_type(column_type: pa.DataType) -> pa.DataType:
+    """How ids are stored: integers as int64, all else as text (uint64 too: int64 cannot hold its upper half)."""
+    return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
+
+
+def is_text(column_type: pa.DataType) -> bool:
+    return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
+
+
+def is_bytes(column_type: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_binary(column_type) or types.is_large_binary(column_type) or types.is_fixed_size_binary(column_type)

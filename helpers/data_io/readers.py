@@ -1,9 +1,11 @@
-"""Readers of what people bring: Parquet, WebDataset tars, folders of pictures with a table of captions.
+"""Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
 
-A reader gives the same methods for its format: `schema` and `row_groups` (what lies in a file, without its pictures),
-`read` (an Arrow table of each row group that is asked for) and `stream` (all rows, some at a time).
-Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, a path may not leave the input's folder.
+Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `read` (an Arrow table of
+each requested row group) and `stream` (all rows, some at a time). Nothing here runs code from data: tars are never
+unpacked, JSON and CSV are parsed, a path may not leave the input's folder.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import contextlib
@@ -13,6 +15,7 @@ import itertools
 import json
 import posixpath
 import tarfile
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 import pyarrow as pa
@@ -23,69 +26,69 @@ from ..images import BadImage
 
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
-MAX_BYTES = 2**28  # of one picture, one text: what is larger is no sample, and would not fit many at a time
-BUFFER_BYTES = 2**20  # read of a Parquet file's column at a time: without it a row group's whole column, however large
-GROUP_ROWS = (
-    schema.ROWS_PER_ROW_GROUP
-)  # of formats that have no row groups of their own, as `schema.row_groups` cuts them
+MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
+BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it a row group's whole column, however large
+GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
 class Parquet:
-    """Parquet files, with the row groups and types that they have."""
+    """Parquet files, with their own row groups and types."""
 
     what, suffixes = "Parquet file", (".parquet",)
 
-    def __init__(self, types=None):
-        pass  # a Parquet file knows its own types
+    def __init__(self, types: dict | None = None):
+        pass  # a Parquet file has its own types
 
-    def open(self, path):
-        """A `ParquetFile` on any storage; ValueError naming a file that is not Parquet."""
+    def open(self, path: str) -> pq.ParquetFile:
+        """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
         filesystem, inner = storage.open_filesystem(path)
         try:
             return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
         except (FileNotFoundError, PermissionError):
             raise
-        except (pa.ArrowInvalid, OSError) as error:  # OSError: a footer that is there and makes no sense
+        except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid
             raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
 
-    def schema(self, path):
+    def schema(self, path: str) -> pa.Schema:
         with self.open(path) as file:
             return file.schema_arrow
 
-    def row_groups(self, path):
+    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
         """(rows of each row group, None), from the footer."""
         with self.open(path) as file:
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)], None
 
-    def read(self, path, groups, columns, offsets=None):
+    def read(
+        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
+    ) -> Iterator[pa.Table]:
         """One table for each of the row groups, as they are asked for."""
         with self.open(path) as file:
             for group in groups:
                 yield file.read_row_group(group, columns=columns)
 
-    def stream(self, path, columns, groups=None):
-        """All rows, or those of some row groups, some at a time: row groups may be larger than memory (`BUFFER_BYTES`)."""
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
+        """All rows, or those of some row groups, a few at a time: a row group may be larger than memory."""
         with self.open(path) as file:
             for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
                 yield pa.Table.from_batches([batch])
 
 
 class WebDataset:
-    """Tars as img2dataset writes them: consecutive members of one name are a sample, `.jpg` (`.png`, `.webp`, ...),
-    `.txt` (a column "txt"), and `.json`, whose keys become columns.
+    """Tars as img2dataset writes them: consecutive members of one name are a sample, with its `.jpg` (`.png`, `.webp`,
+    ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
 
-    A row group is a run of samples; with its offset in the tar it is read by a single request. Finding them takes a pass
-    over all headers: quick on a disk, while an object store sends the whole tar. `types`: column -> Arrow type of the
-    columns that are used (`inputs.column_types`); a value that is nothing of the kind is null.
+    A row group is a number of consecutive samples; with its offset in the tar it is read by a single request. Finding
+    the offsets takes a pass over all headers: quick on a disk, while an object store sends the whole tar.
+    `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
 
-    def __init__(self, types):
+    def __init__(self, types: dict[str, pa.DataType]):
         self.types = types
 
-    def schema(self, path):
-        """The columns that the first samples have; those that are used by their types, others as text."""
+    def schema(self, path: str) -> pa.Schema:
+        """The columns of the first samples; those that are not used count as text."""
         names = {KEY: None}
         with open_tar(path) as tar:
             for sample in itertools.islice(samples(tar), GROUP_ROWS):
@@ -94,8 +97,8 @@ class WebDataset:
             [(name, self.types.get(name, pa.binary() if name == "jpg" else pa.string())) for name in names]
         )
 
-    def row_groups(self, path):
-        """(rows of each group, offset in the tar of each group and of the end), by a pass over the members' headers."""
+    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
+        """(rows of each group, offset in the tar of each group and of the end), from the members' headers."""
         starts, end = [], 0
         with open_tar(path) as tar:
             for is_first, member, _, _ in parts(tar):
@@ -104,7 +107,9 @@ class WebDataset:
                 end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         return schema.row_groups(len(starts)), [*starts[::GROUP_ROWS], end]
 
-    def read(self, path, groups, columns, offsets=None):
+    def read(
+        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
+    ) -> Iterator[pa.Table]:
         """One table for each group; without `offsets` the tar is read from its beginning."""
         if offsets is None:
             wanted = set(groups)
@@ -120,7 +125,7 @@ class WebDataset:
                 with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
                     yield self.table(list(samples(tar)), columns)
 
-    def stream(self, path, columns, groups=None):
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole tar from its beginning, a table for each group (`groups` cannot be sought without offsets)."""
         with open_tar(path) as tar:
             rows = samples(tar)
@@ -133,30 +138,33 @@ class WebDataset:
 
 
 class ImageFolder:
-    """Pictures in folders, each folder with a `metadata.csv` or `metadata.jsonl` that names them in a column
-    `file_name`, relative to itself, beside a caption: as Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
+    """Pictures in folders, each with a `metadata.csv` or `metadata.jsonl` of `file_name` (relative to it) and caption.
 
-    The table is what is listed, planned and read; pictures are read later, where they are decoded (`read_pictures`).
+    This is Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
+
+    Only the table is read here; the pictures are fetched with `read_pictures`.
     """
 
     what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
 
-    def __init__(self, types):
+    def __init__(self, types: dict[str, pa.DataType]):
         self.types = types
 
-    def schema(self, path):
-        """The columns that the table has; those that are used by their types, others as text."""
+    def schema(self, path: str) -> pa.Schema:
+        """The columns of the table; those that are not used count as text."""
         return pa.schema([(name, self.types.get(name, pa.string())) for name in load_metadata(path)])
 
-    def row_groups(self, path):
+    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
         """(rows of each group, None)"""
         return schema.row_groups(len(next(iter(load_metadata(path).values()), []))), None
 
-    def stream(self, path, columns, groups=None):
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole table, or some groups of it, a group at a time."""
         return self.read(path, range(len(self.row_groups(path)[0])) if groups is None else groups, columns)
 
-    def read(self, path, groups, columns, offsets=None):
+    def read(
+        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
+    ) -> Iterator[pa.Table]:
         """One table for each group."""
         rows = load_metadata(path)
         for group in groups:
@@ -169,9 +177,9 @@ READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFol
 
 @contextlib.contextmanager
 def open_tar(path):
-    """A `TarFile` on any storage; ValueError naming one that cannot be read to its end."""
+    """A `TarFile` on any storage. Raises ValueError naming one that cannot be read to its end."""
     filesystem, inner = storage.open_filesystem(path)
-    # Seeking from header to header is cheap on a disk; on an object store each would be a request of its own.
+    # Seeking from header to header is cheap on a disk; on an object store each would be one request.
     local = storage.is_local(path)
     try:
         with (
@@ -194,7 +202,7 @@ def parts(tar):
         if not member.isfile() or not stem or not dot:
             continue
         key, extension = folder + slash + stem, extension.lower()
-        is_first = key != current or extension in seen  # the same part again: another sample of that name
+        is_first = key != current or extension in seen  # an extension again: another sample of that name
         if is_first:
             current, seen = key, set()
         seen.add(extension)
@@ -220,7 +228,7 @@ def samples(tar):
 
 
 def member_bytes(tar, member):
-    """The bytes of a tar's member; none of one that is too large, or sparse: a few bytes that claim to be terabytes."""
+    """The bytes of a tar's member; none if it is too large, or sparse (a few bytes may claim to be terabytes)."""
     return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
 
 
@@ -249,7 +257,7 @@ def _load_metadata(path, version):
 
 def load_metadata(path):
     """{column: values} of a `metadata.csv` (all text) or `metadata.jsonl`; a line that is no JSON is a row of nulls."""
-    return _load_metadata(path, storage.version(path))  # kept: an epoch's chunks ask for the same few tables
+    return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
 def parse_json(text):
@@ -262,7 +270,7 @@ def parse_json(text):
 
 
 def convert(values, kind):
-    """Values as JSON, CSV or a tar give them as an Arrow array of a type; what is nothing of the kind is null."""
+    """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null."""
     if pa.types.is_floating(kind):
         return pa.array([as_number(value) for value in values], kind)
     if pa.types.is_string(kind):
@@ -290,24 +298,24 @@ def as_text(value):
     return json.dumps(value)
 
 
-def is_url(text):
+def is_url(text: str | None) -> bool:
     return str(text).lower().startswith(("http://", "https://"))
 
 
-def read_pictures(names, folders, base):
-    """The bytes behind paths, or a `BadImage` that says why not.
+def read_pictures(names: list[str | None], folders: list[str], base: str) -> list[bytes | BadImage]:
+    """The bytes behind paths, or a `BadImage` that says why there are none.
 
     Args:
-        names: a path each, None for a row without one; relative ones start in the row's folder.
-        folders: of each row, a path or URI.
+        names: a path per row, None for a row without one; relative ones start in the row's folder.
+        folders: a path or URI per row.
         base: the folder that no path may lead out of.
     """
-    # Object stores answer late: many at a time. On a disk one after the other is as fast.
+    # Object stores are slow to answer: many requests at a time. On a disk one after the other is as fast.
     with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
         return list(pool.map(functools.partial(read_picture, base=base), names, folders))
 
 
-def read_picture(name, folder, base):
+def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
     """The bytes behind one path, or a `BadImage`."""
     if not name:
         return BadImage("no image path")

@@ -39,7 +39,10 @@ def random_batch(
     manifest = schema.Manifest(
         encoder={"model": "random", "revision": "0", "precision": "fp16"},
         resolutions=[resolution],
-        shapes={schema.latents_column(resolution): list(shape), schema.EMBEDDINGS: [num_tokens, width]},
+        columns=[
+            schema.ColumnSpec(schema.latents_column(resolution), shape),
+            schema.ColumnSpec(schema.EMBEDDINGS, (num_tokens, width)),
+        ],
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros((num_tokens, width))),
@@ -95,10 +98,8 @@ def measure_step(
     seconds = statistics.median(time_steps(train_step, units, steps, warm_up))
     with profiling.profiled(device) as events:
         train_step.step(warm_up + steps, units)
-    shapes = manifest.shapes
-    flops = profiling.training_flops(
-        config.unet_config, shapes[schema.latents_column(config.largest_resolution)][1:], shapes[schema.EMBEDDINGS]
-    )
+    latents_shape = manifest.latents(config.largest_resolution).shape[1:]
+    flops = profiling.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
     rate, peak = config.global_batch_size / seconds, profiling.peak_flops(device, config.precision)
     result = {
         "images/s": rate,

@@ -76,8 +76,8 @@ class PlannedImages(torch.utils.data.Dataset):
             pa.concat_tables(units[step * plan.units_per_step + place] for place in places).combine_chunks()
         )
         resolution = self.resolution_at(step)
-        pixels, fits = schema.from_binary(rows[f"pixels_{resolution}"], (resolution, resolution, 3), np.uint8)
-        ids, _ = schema.from_binary(rows["caption_ids"], (-1,), np.int32)
+        pixels, fits = schema.from_binary(rows[schema.pixels_column(resolution)], (resolution, resolution, 3), np.uint8)
+        ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
         keep = rows[ingest.KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
         positions = np.concatenate([place * plan.unit_rows + np.arange(plan.unit_rows) for place in places])
         tensors = (torch.from_numpy(np.array(values)) for values in (pixels, ids, keep, positions))
@@ -114,13 +114,14 @@ class DeviceEncoder:
     def __init__(self, raw: OnlineConfig, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), num_threads=torch.get_num_threads())
+        self.num_moments = encoder.MOMENTS[raw.latents]
         self.batch_size = raw.encoder_batch_size
 
     def __call__(self, item) -> Unit:
         pixels, ids, keep, positions, account = item
         pixels, ids = (values.to(self.device, non_blocking=True) for values in (pixels, ids))
         moments = torch.cat([self.latent_encoder.moments(part) for part in pixels.split(self.batch_size)])
-        moments = moments[:, : self.latent_encoder.num_moments]
+        moments = moments[:, : self.num_moments]
         text = torch.cat([self.latent_encoder.embeddings(part) for part in ids.split(self.batch_size)])
         return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist())
 

@@ -196,9 +196,8 @@ class Meter:
 
     @functools.cache  # noqa: B019 (a worker has one meter)
     def flops(self, resolution: int) -> float:
-        shapes = self.manifest.shapes
         return training_flops(
-            self.config.unet_config, shapes[schema.latents_column(resolution)][1:], shapes[schema.EMBEDDINGS]
+            self.config.unet_config, self.manifest.latents(resolution).shape[1:], self.manifest.embeddings.shape
         )
 
     def line(

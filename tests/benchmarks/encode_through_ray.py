@@ -14,7 +14,6 @@ import tempfile
 import time
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from helpers import encoder, preprocess
@@ -30,7 +29,7 @@ def bare(config, rows):
     """Images a second of `LatentEncoder` alone."""
     paths = inputs.list_inputs(config.raw_uri)
     table = pq.read_table(paths[0]).slice(0, 1024)
-    prepared = preprocess.transform(table.append_column("path", pa.array([paths[0]] * len(table))), config=config)
+    prepared = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, paths[0]), config), config=config)
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
     size = config.encoder_batch_size
     batches = [prepared.slice(start, size) for start in range(0, len(prepared), size)]

@@ -36,7 +36,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file):
     manifest = schema.Manifest(
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
-        shapes={column: list(shape) for column, shape in shapes.items()},
+        columns=[schema.ColumnSpec(column, shape) for column, shape in shapes.items()],
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),

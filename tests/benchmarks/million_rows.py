@@ -37,9 +37,8 @@ from tests.pipelines import build_pipeline
 class StandInEncoder(encoder.LatentEncoder):
     """Latents and embeddings of the right shapes, by arithmetic that costs next to nothing. No model."""
 
-    def __init__(self, model, resolutions, *arguments, **options):
-        self.resolutions, self.batch_size, self.name = resolutions, None, f"{os.getpid()}"
-        self.num_moments, self.text_precision = 2, "fp16"
+    def __init__(self, model, columns, *arguments, **options):
+        self.columns, self.batch_size, self.name = columns, None, f"{os.getpid()}"
         self.table = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float16)
 
     def encode_images(self, pixels_BHWC):

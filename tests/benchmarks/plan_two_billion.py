@@ -24,7 +24,10 @@ def write_manifest(folder, num_files, rows_per_file):
         "schema_version": schema.SCHEMA_VERSION,
         "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
         "resolutions": [256],
-        "shapes": {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]},
+        "columns": [
+            {"name": schema.latents_column(256), "shape": [2, 4, 32, 32]},
+            {"name": schema.EMBEDDINGS, "shape": [77, 1024]},
+        ],
         "scaling_factor": 0.18215,
         "id_type": "int64",
         "empty_caption_embedding": "",

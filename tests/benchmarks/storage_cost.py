@@ -52,22 +52,28 @@ def bytes_on_disk(columns, rows=128):
         return preprocess.write_parquet(table, storage.join(folder, "a.parquet")) / rows
 
 
+def latents_spec(resolution, latents="moments"):
+    """As Stable Diffusion 2's VAE makes them."""
+    shape = (encoder.MOMENTS[latents], 4, resolution // 8, resolution // 8)
+    return schema.ColumnSpec(schema.latents_column(resolution), shape)
+
+
 def print_bytes():
     print("bytes a row            256 px    512 px   (of the fp32 columns)")
     for resolution in (256, 512):
-        latents = int(np.prod(schema.latents_shape(resolution)[1:]))
+        latents = int(np.prod(latents_spec(resolution).shape[1:]))
         print(
             f"  parts at {resolution}: mean {latents * 2:,}, std {latents * 2:,}, text fp16 {np.prod(TEXT) * 2:,}, "
-            f"text fp8 {schema.column_bytes(schema.EMBEDDINGS, TEXT, 'fp8'):,}"
+            f"text fp8 {schema.ColumnSpec(schema.EMBEDDINGS, TEXT, 'fp8').row_bytes:,}"
         )
-    before = {r: 4 * int(np.prod(schema.latents_shape(r)[1:])) + 4 * int(np.prod(TEXT)) for r in (256, 512)}
+    before = {r: 4 * int(np.prod(latents_spec(r).shape[1:])) + 4 * int(np.prod(TEXT)) for r in (256, 512)}
     print(f"  fp32 columns         {before[256]:9,} {before[512]:9,}")
     for name, options in OPTIONS.items():
         found = []
         for resolution in (256, 512):
-            shape = schema.latents_shape(resolution, moments=encoder.MOMENTS[options.get("latents", "moments")])
-            text = schema.column_bytes(schema.EMBEDDINGS, TEXT, options.get("text_precision", "fp16"))
-            found.append(bytes_on_disk({"latents": schema.column_bytes("latents", shape), "text": text}))
+            latents = latents_spec(resolution, options.get("latents", "moments"))
+            text = schema.ColumnSpec(schema.EMBEDDINGS, TEXT, options.get("text_precision", "fp16"))
+            found.append(bytes_on_disk({spec.name: spec.row_bytes for spec in (latents, text)}))
         shares = [size / before[resolution] for size, resolution in zip(found, (256, 512), strict=True)]
         print(f"  {name:20} {found[0]:9,.0f} {found[1]:9,.0f}   ({shares[0]:.1%}, {shares[1]:.1%})")
     captions = [captioned_shapes.sample(index)[1] for index in range(2000)]
@@ -84,12 +90,13 @@ def encode(config, raw):
     found = []
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=2, batch_size=64)
     for start in range(0, len(raw), 1000):
-        found.append(latent_encoder(preprocess.transform(raw[start : start + 1000].combine_chunks(), config=config)))
-    description = encoder.describe(*encoder.arguments(config))
+        rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
+        found.append(latent_encoder(preprocess.transform(rows, config=config)))
+    description = preprocess.describe(config)
     manifest = schema.Manifest(
         **description, resolutions=list(config.resolutions), id_type="int64", job={}, segments=[]
     )
-    layout = schema.latents_schema(pa.int64(), manifest.shapes, manifest.text_precision)
+    layout = schema.latents_schema(pa.int64(), manifest.columns)
     return pa.concat_tables(found).select(layout.names).cast(layout).combine_chunks(), manifest
 
 
@@ -122,7 +129,7 @@ def main():
         captioned_shapes.write_parquet(folder, arguments.rows)
         paths = inputs.list_inputs(folder)
         raw = pa.concat_tables([pq.read_table(path) for path in paths])
-        raw = raw.append_column("path", pa.repeat(paths[0], len(raw)))
+        raw = inputs.with_path(raw, paths[0])
     full, full_manifest = encode(config, raw)
     held_out = schema.held_out(full["id"].to_pylist(), 0.05)
     prompts = captioned_shapes.held_out_prompts(arguments.prompts)

@@ -176,8 +176,8 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
     assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
     rows = inputs.read_rows(last, config_of(input_folders, name, tmp_path)).take_all()
     keys = [key for key, *_ in drawn_rows()]
-    assert [row["key"] for row in rows] == (keys[:70] if name == "imagefolder" else keys[100:120])
-    assert {row["path"] for row in rows} == set(last.paths)
+    assert [row["id"] for row in rows] == (keys[:70] if name == "imagefolder" else keys[100:120])
+    assert {row["source"] for row in rows} == {inputs.below(path, str(input_folders[name])) for path in last.paths}
 
 
 # ---- on the way to the trainers
@@ -204,7 +204,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
         done = preprocess.transform(table, config=config)
         for row_id, text, keep, reason in zip(
             done["id"].to_pylist(),
-            table[config.caption_column].to_pylist(),
+            table["caption"].to_pylist(),
             table["keep"].to_pylist(),
             done["reason"].to_pylist(),
             strict=True,
@@ -249,8 +249,8 @@ def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
         storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet", resolutions=[32]
     )
     job = preprocess.check(config)
-    assert sorted(job["listing"]) == ["0.parquet", "1.parquet"]
-    assert job["listing"] == {name: (input_folders["parquet"] / name).stat().st_size for name in job["listing"]}
+    assert sorted(job.listing) == ["0.parquet", "1.parquet"]
+    assert job.listing == {name: (input_folders["parquet"] / name).stat().st_size for name in job.listing}
 
 
 # ---- tars

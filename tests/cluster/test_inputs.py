@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers import preprocess, resumable_job, storage
 from helpers.config import PreprocessingConfig
-from helpers.data_io import filters, inputs, readers
+from helpers.data_io import checks, filters, inputs, readers
 from helpers.lesson import looks
 
 
@@ -85,9 +85,9 @@ def test_a_missing_column_is_named_with_those_that_there_are(tmp_path):
     path = write(tmp_path / "a.parquet", url=["u"], text=["t"])
     found = readers.Parquet().schema(path)
     with pytest.raises(ValueError) as error:
-        inputs.check_columns(path, {"caption_column": "text", "image_column": "jpg"}, found)
+        checks.check_columns(path, {"caption_column": "text", "image_column": "jpg"}, found)
     assert str(error.value) == f"image_column='jpg' is not a column of {path}: it has url, text."
-    inputs.check_columns(path, {"caption_column": "text"}, found)
+    checks.check_columns(path, {"caption_column": "text"}, found)
 
 
 def test_rows_are_counted_and_looked_at_without_ray(tmp_path):
@@ -372,7 +372,7 @@ def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
     assert "Filter" not in plans[0] and "Limit" not in plans[0]
     assert "Filter" in plans[1] and "limit=10" in plans[1]
     expected = pq.read_table(paths[0]).filter(filters.parse_filter(config.row_filter).to_pyarrow())
-    assert [row["hash"] for row in inputs.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
+    assert [row["id"] for row in inputs.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
 
 
 def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
@@ -400,6 +400,6 @@ def test_ray_reads_the_columns_that_are_used(tmp_path, cluster):
     first = pa.concat_tables([pq.read_table(path) for path in paths])[:25]
     expected = first.filter(filters.parse_filter(text).to_pyarrow())
     assert segment.rows == 25 and 0 < len(expected) < 25
-    assert sorted(row["hash"] for row in rows) == expected["hash"].to_pylist()
-    assert {row["path"] for row in rows} == set(paths)
+    assert sorted(row["id"] for row in rows) == expected["hash"].to_pylist()
+    assert {row["source"] for row in rows} == {storage.name(path) for path in paths}
     assert set(rows[0]) == {"hash", "caption", "jpg", "path", "width"}  # and not `unused`

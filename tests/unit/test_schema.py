@@ -5,12 +5,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from helpers import encoder, schema, storage
+from helpers import schema, storage
 
 
 def bits(array):
@@ -69,15 +68,22 @@ def test_wider_floats_are_rounded_to_fp16():
     assert found[0, 0] == np.float16(1 / 3)
 
 
-def test_latents_are_mean_and_std_at_an_eighth_of_the_resolution():
-    assert schema.latents_shape(256) == (2, 4, 32, 32)
-    assert schema.latents_shape(64, latent_channels=16, downsampling=16) == (2, 16, 4, 4)
-    assert schema.latents_column(256) == "image_latents_256"
+def test_a_column_knows_its_bytes_type_and_resolution():
+    latents = schema.ColumnSpec(schema.latents_column(256), [2, 4, 32, 32])
+    text = schema.ColumnSpec("caption_embeddings", (77, 1024), "fp8")
+    assert (latents.name, latents.shape, latents.resolution) == ("image_latents_256", (2, 4, 32, 32), 256)
+    assert latents.row_bytes == 16_384 and latents.arrow_type == pa.binary(16_384)
+    assert text.row_bytes == 77 * 1024 + 4 and text.resolution is None
+
+
+def test_an_unknown_codec_is_refused():
+    with pytest.raises(ValueError, match="Column 'x' is stored as 'int4'; this code reads 'fp16' and 'fp8'"):
+        schema.ColumnSpec("x", (1,), "int4")
 
 
 def test_the_schemas_of_both_kinds_of_file():
-    shapes = {"image_latents_64": [2, 4, 8, 8], "caption_embeddings": [77, 1024]}
-    assert schema.latents_schema(pa.int64(), shapes) == pa.schema(
+    columns = [schema.ColumnSpec("image_latents_64", (2, 4, 8, 8)), schema.ColumnSpec("caption_embeddings", (77, 1024))]
+    assert schema.latents_schema(pa.int64(), columns) == pa.schema(
         [
             ("id", pa.int64()),
             ("caption", pa.string()),
@@ -87,6 +93,11 @@ def test_the_schemas_of_both_kinds_of_file():
     )
     names = [(field.name, field.type) for field in schema.rejects_schema(pa.string())]
     assert names == [("id", pa.string()), ("reason", pa.string()), ("source", pa.string())]
+
+
+def test_a_report_of_a_call_stands_in_its_first_row_alone():
+    assert schema.once_per_call(0.5, 3, pa.float64()).to_pylist() == [0.5, None, None]
+    assert schema.once_per_call(0.5, 0, pa.float64()).to_pylist() == []
 
 
 # ---- the manifest
@@ -140,15 +151,50 @@ def test_a_manifest_lists_the_row_groups_that_planning_needs(build_manifest):
 def test_the_empty_caption_keeps_its_bits_and_shape(build_manifest):
     values = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float16)
     manifest = build_manifest(empty_caption_embedding=schema.encode_embedding(values))
-    assert manifest.empty_caption.shape == (6, 128) and manifest.text_width == 128
+    assert manifest.empty_caption.shape == (6, 128) == manifest.embeddings.shape
     assert np.array_equal(bits(manifest.empty_caption), bits(values))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_another_schema_version_is_refused_with_what_to_do(build_manifest, version):
     values = {**build_manifest().to_dict(), "schema_version": version}
-    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 1: encode the data again"):
+    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 1 and 2: encode the data again"):
         schema.Manifest.from_dict(values)
+
+
+@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
+def test_a_manifest_of_schema_version_1_is_still_read(text_precision):
+    manifest = schema.Manifest.from_dict(
+        {
+            "encoder": {"model": "tiny-sd", "revision": "0123456789abcdef", "precision": "fp32"},
+            "resolutions": [32, 64],
+            "shapes": {
+                "image_latents_32": [2, 4, 4, 4],
+                "image_latents_64": [2, 4, 8, 8],
+                "caption_embeddings": [24, 128],
+            },
+            "scaling_factor": 0.6,
+            "id_type": "int64",
+            "empty_caption_embedding": schema.encode_embedding(np.ones((24, 128))),
+            "job": {"resolutions": [32, 64], "text_precision": text_precision, "input_crc32": 1},
+            "segments": segments(),
+            "report": {"seconds": 1.5},
+            "text_precision": text_precision,
+            "schema_version": 1,
+            "read": 150,
+            "written": 136,
+            "filtered": 7,
+            "rejected": {"not an image": 5, "no caption": 2},
+        }
+    )
+    assert manifest.columns == [
+        schema.ColumnSpec("image_latents_32", (2, 4, 4, 4)),
+        schema.ColumnSpec("image_latents_64", (2, 4, 8, 8)),
+        schema.ColumnSpec("caption_embeddings", (24, 128), text_precision),
+    ]
+    assert manifest.total("written") == 136 and manifest.empty_caption.shape == (24, 128)
+    again = schema.Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())))
+    assert again == manifest and again.schema_version == 2
 
 
 def test_fields_that_a_later_version_adds_do_not_matter(build_manifest):
@@ -201,21 +247,30 @@ def test_numbers_are_held_out_as_their_text_is():
 # --- captions in 8-bit floats -------------------------------------------------------------------------
 
 
-def test_8_bit_floats_are_those_of_pytorch():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    np.testing.assert_array_equal(schema.float8_values(), codes)
-
-
-def test_embeddings_in_8_bit_floats_come_back_within_a_sixteenth(build_manifest):
+def test_embeddings_in_8_bit_floats_come_back_within_a_sixteenth():
     text = np.random.default_rng(1).normal(size=(5, 6, 128)).astype(np.float16)
     text[0, 0, 0], text[3] = 900, 0  # an outlier, and a row of zeros
-    stored = encoder.to_float8(torch.from_numpy(text)).numpy()
-    column = schema.to_binary(stored, np.array([True, True, False, True, True]), np.uint8)
-    assert column.type.byte_width == 6 * 128 + 4 == schema.column_bytes("caption_embeddings", (6, 128), "fp8")
-    found, valid = schema.read_embeddings(column, build_manifest(text_precision="fp8"))
-    assert found.dtype == np.float16 and found.shape == text.shape and valid.tolist() == [True, True, False, True, True]
+    there = np.array([True, True, False, True, True])
+    spec = schema.ColumnSpec("caption_embeddings", (6, 128), "fp8")
+    column = spec.encode(text, there)
+    assert column.type == spec.arrow_type == pa.binary(6 * 128 + 4)
+    found, valid = spec.decode(pa.chunked_array([column.slice(0, 2), column.slice(2)]))
+    assert found.dtype == np.float16 and found.shape == text.shape and valid.tolist() == there.tolist()
     for row in (1, 4):
         np.testing.assert_allclose(found[row], text[row], rtol=1 / 15, atol=1e-3)
     assert (found[3] == 0).all() and found[0, 0, 0] == 900
-    found, _ = schema.read_embeddings(schema.to_binary(text), build_manifest())
-    np.testing.assert_array_equal(found, text)
+
+
+def test_8_bit_floats_are_a_scale_and_e4m3_floats():
+    """As files that were written before hold them."""
+    stored = np.concatenate([np.array([2.0], np.float32).view(np.uint8), np.array([0x38, 0xB8, 0x7E, 0x01], np.uint8)])
+    found, _ = schema.ColumnSpec("caption_embeddings", (2, 2), "fp8").decode(
+        schema.to_binary(stored[None], dtype=np.uint8)
+    )
+    assert found.tolist() == [[[2.0, -2.0], [896.0, np.float16(2.0**-8)]]]
+
+
+def test_half_floats_are_stored_bit_by_bit():
+    text = np.random.default_rng(1).normal(size=(5, 6, 128)).astype(np.float16)
+    spec = schema.ColumnSpec("caption_embeddings", (6, 128))
+    np.testing.assert_array_equal(spec.decode(spec.encode(text))[0], text)

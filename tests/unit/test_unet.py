@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 
-from helpers import run_setup
+from helpers import run_setup, schema
 from helpers import unet as unet_module
 from helpers.config import TrainingConfig
 from helpers.unet import (
@@ -161,8 +161,8 @@ def test_latents_of_another_number_of_channels_are_refused(build_manifest):
 
 def test_latents_that_the_unet_cannot_halve_are_refused(build_manifest):
     manifest = build_manifest()
-    shapes = {**manifest.shapes, "image_latents_72": [2, 4, 9, 9]}
-    manifest = dataclasses.replace(manifest, shapes=shapes, resolutions=[72])
+    columns = [*manifest.columns, schema.ColumnSpec("image_latents_72", (2, 4, 9, 9))]
+    manifest = dataclasses.replace(manifest, columns=columns, resolutions=[72])
     assert message(manifest, resolution=72) == (
         "resolution=72 makes latents of 9 x 9, which unet_config='tiny' cannot halve 1 times: use a multiple of 16."
     )
