@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image, PngImagePlugin
 
-from helpers import preprocess, schema, storage
+from helpers import preprocess, storage
 from helpers.config import PreprocessingConfig
 from tests.pipelines import encode
 
@@ -274,10 +274,10 @@ def test_a_job_over_all_odd_rows_completes(cluster, tmp_path):
     assert manifest.total("read") == len(rows) and manifest.rejected == collections.Counter(
         reason for reason in reasons if reason
     )
-    latents, valid = schema.from_binary(written["image_latents_32"], manifest.shapes["image_latents_32"])
+    latents, valid = manifest.latents(32).decode(written["image_latents_32"])
     # A picture below a resolution has no latents there.
     small = written.filter(pc.equal(written["id"], "just large enough"))
     assert len(small) == 1 and small["image_latents_64"].null_count == 1
     assert written["image_latents_64"].null_count < len(written)
-    text, _ = schema.from_binary(written["caption_embeddings"], manifest.shapes["caption_embeddings"])
+    text, _ = manifest.embeddings.decode(written["caption_embeddings"])
     assert valid.all() and np.isfinite(latents.astype(np.float32)).all() and np.isfinite(text.astype(np.float32)).all()

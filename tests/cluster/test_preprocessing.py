@@ -110,13 +110,9 @@ def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
 
 def test_the_timeline_says_when_an_encoder_computed():
     calls = [(100.0, 100.5, 10), (101.25, 102.5, 20), (102.5, 103.0, 5), (104.0, 104.25, 5)]  # start, end, rows
-    rows = pa.table(
-        {
-            "encoded_at": [end for _, end, count in calls for _ in range(count)],
-            "encode_seconds": [(end - start) / count for start, end, count in calls for _ in range(count)],
-        }
+    busy = resumable_job.busy_seconds(
+        [{"encoder": "a", "started": start, "ended": end, "rows": rows} for start, end, rows in calls]
     )
-    busy = preprocess.busy_seconds(preprocess.encoder_calls(rows))
     assert {second: (pytest.approx(used), finished) for second, (used, finished) in busy.items()} == {
         100: (0.5, 10),
         101: (0.75, 0),
@@ -173,12 +169,12 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
         assert table["caption"][row].as_py() == caption
         square = images.center_square(images.decode(data))
         for resolution in (32, 64):
-            column = schema.latents_column(resolution)
+            spec = manifest.latents(resolution)
             expected = latent_encoder.encode_images(images.to_pixels(images.resize(square, resolution))[None])
-            stored, valid = schema.from_binary(table[column].slice(row, 1), manifest.shapes[column])
+            stored, valid = spec.decode(table[spec.name].slice(row, 1))
             assert valid.all()
             np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
-        text, _ = schema.from_binary(table["caption_embeddings"].slice(row, 1), manifest.shapes["caption_embeddings"])
+        text, _ = manifest.embeddings.decode(table["caption_embeddings"].slice(row, 1))
         expected = latent_encoder.encode_captions(images.tokenize([caption], tokenizer))
         np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
@@ -318,7 +314,8 @@ def test_foreign_files_are_kept_and_a_changed_input_refused(cluster, tmp_path):
     (tmp_path / "latents/data").mkdir(parents=True)
     (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
     with pytest.raises(
-        ValueError, match=r"latents_uri='.*' holds files that are of no job to go on with \(.*train-00000.parquet\)"
+        ValueError,
+        match=r"latents_uri='.*' holds files that do not belong to an unfinished job \(.*train-00000.parquet\)",
     ):
         preprocess.prepare(config)
     (tmp_path / "latents/data/train-00000.parquet").unlink()
@@ -334,7 +331,7 @@ def test_foreign_files_are_kept_and_a_changed_input_refused(cluster, tmp_path):
 def test_a_row_that_overflows_half_precision_is_rejected(finished):
     config, _ = finished
     table = pq.read_table(inputs.list_inputs(config.raw_uri)[0])[:8]
-    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    rows = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, "a"), config), config=config)
     good = pc.equal(rows["reason"], "").to_numpy()
 
     class Overflowing(encoder.LatentEncoder):
@@ -362,7 +359,7 @@ def test_a_row_that_overflows_half_precision_is_rejected(finished):
 def test_a_caption_that_overflows_is_rejected_too(finished, text_precision):
     config, _ = finished
     table = pq.read_table(inputs.list_inputs(config.raw_uri)[0])[:8]
-    rows = preprocess.transform(table.append_column("path", pa.repeat("a", 8)), config=config)
+    rows = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, "a"), config), config=config)
     actor = encoder.LatentEncoder(*encoder.arguments(dataclasses.replace(config, text_precision=text_precision)))
     with torch.no_grad():
         next(module for name, module in actor.text_encoder.named_modules() if name.endswith("final_layer_norm")).bias[
@@ -398,7 +395,7 @@ def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
         storage=config.storage, latents_uri=str(tmp_path), latents="mean", text_precision="fp8", limit=200
     )
     found = encode(small)
-    assert found.shapes["image_latents_64"][0] == 1 and found.text_precision == "fp8"
+    assert found.latents(64).shape[0] == 1 and found.embeddings.codec == "fp8"
     few, full = (read_latents(uri).sort_by("id") for uri in (small.latents_uri, config.latents_uri))
     few = few.filter(few["image_latents_64"].is_valid())
     full = full.filter(pc.is_in(full["id"], few["id"].combine_chunks()))
@@ -406,9 +403,7 @@ def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
     mine, theirs = (Unit.from_arrow(rows, m, 64, 0) for rows, m in ((few, found), (full, manifest)))
     assert torch.equal(mine.moments[:, 0], theirs.moments[:, 0])
     torch.testing.assert_close(mine.text, theirs.text, rtol=1 / 15, atol=0.01)
-    sizes = [
-        sum(schema.column_bytes(c, m.shapes[c], m.text_precision) for c in found.shapes) for m in (found, manifest)
-    ]
+    sizes = [m.latents(64).row_bytes + m.embeddings.row_bytes for m in (found, manifest)]
     assert sizes[0] < 0.51 * sizes[1]
     noise = torch.zeros(len(few), *mine.moments.shape[2:])
     torch.testing.assert_close(
