@@ -50,6 +50,7 @@ VAE_CONFIG = dict(
 UNET_CONFIG = dict(
     sample_size=8,
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    mid_block_type="UNetMidBlock2D",  # with attention: slower steps and worse pictures
     up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     block_out_channels=(32, 64),
     layers_per_block=1,
