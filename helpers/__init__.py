@@ -1,6 +1,7 @@
 """Pre-training a text-to-image diffusion model: what goes inside the Ray Data and Ray Train calls of the notebooks.
 
-Six modules hold the system, marked with *: read them first. In reading order; imports only point up in this list.
+Six modules hold the system, marked with *: read them first. The list is in reading order: a module imports only what
+stands above it, and data_io/ and runtime/.
 
 Core
     storage         files on a disk or an object store, by one path or URI
@@ -8,19 +9,32 @@ Core
     schema          the layout of latents on disk: columns, their shapes and codecs, the manifest
     images          encoded bytes to square RGB pictures; captions to token ids
   * encoder         the actor that turns pictures and captions into latents and embeddings
-  * preprocess      what the preprocessing pipeline maps over rows: transform, write
     resumable_job   the commit protocol of a preprocessing job
+  * preprocess      what the preprocessing pipeline maps over rows: transform, write
   * ingest          the epoch plan: which rows make which step, on any number of workers
     online          the epoch plan over raw pictures, which are encoded on the way to the trainers
     diffusion       the objective: noise, v-prediction, min-SNR weights, EMA
-  * unet            the U-Net, sharded and compiled
     distributed     rank, world size, gathering
+  * unet            the U-Net, sharded and compiled
     train_step      one training step in plain PyTorch
     checkpoint      saving, loading and finding complete checkpoints
   * train           the training function of a Ray Train worker
     run_setup       checks before a run starts
   * evaluate        pictures from prompts, validation, the exported diffusers pipeline
-data_io/            readers of Parquet, WebDataset tars and image folders; `row_filter`
-runtime/            connecting to Ray, metrics, profiling, progress, faults
-lesson/             figures, published numbers, the drawn data set, the builder of tiny-sd
+data_io/            raw data
+    readers         Parquet, WebDataset tars, image folders
+    inputs          the files and rows of a job; every format gives the same four columns
+    filters         `row_filter` as a Ray Data expression
+    checks          checks of the raw data before a job starts
+runtime/            support at run time
+    session         connecting to Ray, shared storage, GPUs
+    monitoring      progress of a run in a notebook and in a terminal
+    metrics_log     `metrics.jsonl`, throughput
+    profiling       FLOPs, MFU, the profile of a step
+    fault_tolerance hung workers, spot notices, records of failures
+lesson/             what only the notebooks need
+    captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
+    figures, looks                     plots; rows, rejects and held-out prompts to look at
+    baseline, ablations, fault_injection    what the lesson compares with, and breaks
+    published_results, estimates, full_run  published numbers, arithmetic on clusters, the full run's parameters
 """

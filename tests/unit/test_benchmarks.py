@@ -41,6 +41,11 @@ def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     [
         ("plan_two_billion", ["--files", "200", "--rows-per-file", "1000"]),
         ("read_layout", ["--rows", "128", "--rounds", "1"]),
+        pytest.param(
+            "picture_quality",
+            ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],
+            marks=pytest.mark.variants,
+        ),
         pytest.param("storage_cost", ["--rows", "150", "--steps", "2", "--prompts", "2"], marks=pytest.mark.variants),
     ],
 )
