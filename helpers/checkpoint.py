@@ -104,11 +104,16 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
             usable.append(name)
         else:
             sentences.append(f"{name} cannot be used: {problem}.")
-    for name, uri in folders.items():
-        if name not in usable and uri != resume_from:
-            storage.delete(uri)
     if sentences:
         storage.delete(snapshot_uri)
+    for name, uri in folders.items():
+        if name not in usable and uri != resume_from:
+            if name not in listed and (
+                problem := find_corruption(uri)
+            ):  # its upload was interrupted, or it was damaged
+                sentences.append(f"{name} cannot be used: {problem}.")
+            storage.delete(uri)
+    if sentences:
         resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
         sentences.append(resumes)
     return sentences

@@ -105,10 +105,10 @@ class Progress:
             self.handle.update(bundle, raw=True)
 
     def message(self, text: str) -> None:
-        """Print a message that stays, in the notebook and on the terminal."""
+        """Print a message that stays: in the notebook, and on the terminal of a batch run."""
+        print(text)
         if get_ipython() is not None:
-            print(text)
-        self.write(text)
+            self.write(text)
 
     def write(self, line: str) -> None:
         """Write a line to the terminal of a batch run."""

@@ -402,4 +402,4 @@ def test_ray_reads_the_columns_that_are_used(tmp_path, cluster):
     assert segment.rows == 25 and 0 < len(expected) < 25
     assert sorted(row["id"] for row in rows) == expected["hash"].to_pylist()
     assert {row["source"] for row in rows} == {storage.name(path) for path in paths}
-    assert set(rows[0]) == {"hash", "caption", "jpg", "path", "width"}  # and not `unused`
+    assert set(rows[0]) == {"id", "caption", "image", "error", "source"}

@@ -200,8 +200,8 @@ def counting(counted, seconds=0.0):
 
 def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypatch):
     """Encoders make some steps ahead, stop, and go on when the trainer does: never the whole run at once."""
-    monkeypatch.setattr(ingest, "AHEAD_STEPS", 8)
-    monkeypatch.setattr(ingest, "AHEAD_BYTES", 2**20)
+    monkeypatch.setattr(ingest, "BACKPRESSURE_STEPS", 8)
+    monkeypatch.setattr(ingest, "BACKPRESSURE_BYTES", 2**20)
     config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
     manifest = online.prepare(raw, config)
     plan = ingest.plan_run({config.latents_uri: manifest}, config)

@@ -401,11 +401,14 @@ def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
     full = full.filter(pc.is_in(full["id"], few["id"].combine_chunks()))
     assert few["id"].equals(full["id"])
     mine, theirs = (Unit.from_arrow(rows, m, 64, 0) for rows, m in ((few, found), (full, manifest)))
-    assert torch.equal(mine.moments[:, 0], theirs.moments[:, 0])
+    torch.testing.assert_close(mine.moments[:, 0], theirs.moments[:, 0], rtol=2e-3, atol=2e-3)  # other batches
     torch.testing.assert_close(mine.text, theirs.text, rtol=1 / 15, atol=0.01)
     sizes = [m.latents(64).row_bytes + m.embeddings.row_bytes for m in (found, manifest)]
     assert sizes[0] < 0.51 * sizes[1]
     noise = torch.zeros(len(few), *mine.moments.shape[2:])
     torch.testing.assert_close(
-        diffusion.sample_latents(mine.moments, noise, 1.0), diffusion.sample_latents(theirs.moments, noise, 1.0)
+        diffusion.sample_latents(mine.moments, noise, 1.0),
+        diffusion.sample_latents(theirs.moments, noise, 1.0),
+        rtol=2e-3,
+        atol=2e-3,
     )

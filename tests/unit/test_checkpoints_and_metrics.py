@@ -100,7 +100,10 @@ def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
 def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
     old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
     (torn := write_checkpoint(run_uri, 30) / "a").unlink()
-    assert checkpoint.reconcile_checkpoints(run_uri) == []
+    assert checkpoint.reconcile_checkpoints(run_uri) == [
+        f"{torn.parent.name} cannot be used: its file a is missing.",
+        f"The run resumes from {newest.name}.",
+    ]
     assert not old.exists() and newest.exists() and not torn.parent.exists()
 
 
