@@ -132,7 +132,7 @@ def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
 def free_disk(storage_uri: str) -> int:
     """Delete all that the notebooks keep under `storage`: raw samples, latents, runs. Returns the bytes freed."""
     freed = 0
-    for folder in ("raw", "latents", "online", "runs"):
+    for folder in ("raw", "scratch", "latents", "online", "runs"):
         uri = storage.join(storage_uri, folder)
         freed += sum(storage.sizes(uri).values())
         storage.delete(uri)
