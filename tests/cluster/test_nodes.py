@@ -148,6 +148,7 @@ def drain(node, seconds):
     assert accepted, why_not
 
 
+@variants
 def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
     """Two workers; a node is announced to go, and goes; one comes; it is lost: the same run all the time.
 
@@ -241,6 +242,7 @@ def placed_encoder(folder):
     return PlacedEncoder
 
 
+@variants
 def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     """Encoders on A10Gs, a trainer on an A100; a node of either kind is lost, and another of its kind comes."""
     raw = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)

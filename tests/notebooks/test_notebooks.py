@@ -254,8 +254,7 @@ def workspace(tmp_path_factory):
     ("name", "times"),
     [
         ("Preprocessing.ipynb", 2),
-        ("Training.ipynb", 2),
-        ("Online_Preprocessing_and_Training.ipynb", 1),
+        pytest.param("Training.ipynb", 2, marks=pytest.mark.variants),
         pytest.param("Online_Preprocessing_and_Training.ipynb", 2, marks=pytest.mark.variants),
     ],
 )
