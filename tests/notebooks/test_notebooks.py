@@ -223,7 +223,8 @@ def test_every_picture_has_alternative_text(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_most_code_cells_show_something(name):
-    cells = code_cells(name)[1:]
+    """Of the main lesson; sections may be left out."""
+    cells = [cell for cell in code_cells(name)[1:] if "in sections" not in cell.source]
     shown = [cell for cell in cells if cell.outputs]
     assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
 
