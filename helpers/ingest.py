@@ -484,10 +484,11 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
         return None
     tables = []
     for uri, manifest in read_manifests(config).items():
+        wanted = max(1, round(num_rows * config.proportions[uri]))
         if manifest.online:
             uri = storage.join(uri, VALIDATION)
             manifest = schema.Manifest.read(uri)
-        tables += _held_out_rows(manifest, uri, config, max(1, round(num_rows * config.proportions[uri])))
+        tables += _held_out_rows(manifest, uri, config, wanted)
     return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
 
 
