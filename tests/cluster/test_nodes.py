@@ -38,12 +38,13 @@ def nodes(encoded):
     ray.shutdown()
     # Nodes come while a run goes on, from threads, in which Python cannot register handlers for the exit.
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3}, shutdown_at_exit=False)
+    # Ray Train would ask this cluster for its state long after it is gone.
+    address_file = pathlib.Path(made.head_node.get_temp_dir_path(), "ray_current_cluster")
     session.connect(made.address)
     yield made
     ray.shutdown()
     made.shutdown()
-    # Ray Train would ask this cluster for its state long after it is gone.
-    pathlib.Path(made.head_node.get_temp_dir_path(), "ray_current_cluster").unlink(missing_ok=True)
+    address_file.unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
 
 from helpers import run_setup, schema
 from helpers import unet as unet_module
@@ -352,5 +353,6 @@ def test_attention_is_fused(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
     )
-    build_unet("tiny")(*inputs())
-    assert len(calls) >= 8
+    unet = build_unet("tiny")
+    unet(*inputs())
+    assert len(calls) == sum(isinstance(module, Attention) for module in unet.modules()) > 0
