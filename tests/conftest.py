@@ -18,6 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray Train checks its workers every half second in place of every two: short runs end sooner.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+# Threads of PyTorch that wait for each other leave the cores to other processes, of which there are many.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 

@@ -187,7 +187,7 @@ def test_cells_are_short_plain_python_with_prose_before_them(name):
         assert max(map(len, lines)) <= 100, max(lines, key=len)
 
 
-@pytest.mark.parametrize("name", [*NOTEBOOKS[:2], pytest.param(NOTEBOOKS[2], marks=pytest.mark.variants)])
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_are_committed_executed_without_errors(name):
     for number, cell in enumerate(code_cells(name), start=1):
         assert cell.execution_count == number, "not executed from top to bottom in one go"
@@ -221,7 +221,7 @@ def test_every_picture_has_alternative_text(name):
                 assert found and len(found) > 5, f"{name}: no alternative text below {cell.source[:80]}"
 
 
-@pytest.mark.parametrize("name", [*NOTEBOOKS[:2], pytest.param(NOTEBOOKS[2], marks=pytest.mark.variants)])
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_most_code_cells_show_something(name):
     """Of the main lesson; sections may be left out."""
     cells = [cell for cell in code_cells(name)[1:] if "in sections" not in cell.source]
@@ -254,13 +254,16 @@ def workspace(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        ("Preprocessing.ipynb", 2),
+        ("Preprocessing.ipynb", 1),
+        ("Training.ipynb", 1),
+        ("Online_Preprocessing_and_Training.ipynb", 1),
+        pytest.param("Preprocessing.ipynb", 2, marks=pytest.mark.variants),
         pytest.param("Training.ipynb", 2, marks=pytest.mark.variants),
         pytest.param("Online_Preprocessing_and_Training.ipynb", 2, marks=pytest.mark.variants),
     ],
 )
-def test_nbval_runs_a_notebook_every_cell_twice(name, times, workspace):
-    """Shrunk, from another folder, with renamed helpers; the online one once by default, which takes as long."""
+def test_nbval_runs_a_notebook(name, times, workspace):
+    """Shrunk, from another folder, with renamed helpers; every cell once, or twice as a user would by hand."""
     # Training.ipynb reads what Preprocessing.ipynb left: the order of NOTEBOOKS.
     prepared = workspace / name
     papermill.execute_notebook(
