@@ -110,8 +110,8 @@ DRIVER = """
     import os, signal, threading
     from helpers import preprocess, storage, train
     from helpers.config import PreprocessingConfig, TrainingConfig
-    from helpers.runtime import metrics_log, session
-    from tests.faults import loop_with, wait_for_ever
+    from helpers.runtime import session
+    from tests.faults import loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
     def die_when(reached):

@@ -198,6 +198,7 @@ def counting(counted, seconds=0.0):
     return CountingEncoder
 
 
+@variants
 def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypatch):
     """Encoders make some steps ahead, stop, and go on when the trainer does: never the whole run at once."""
     monkeypatch.setattr(ingest, "BACKPRESSURE_STEPS", 8)

@@ -122,6 +122,7 @@ def test_a_server_that_fails_now_and_then_loses_no_row(finished):
     )
 
 
+@pytest.mark.variants
 def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
     """And the same job again completes it."""
     config, manifest = finished
