@@ -432,10 +432,12 @@ def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -
         num_steps=num_steps,
         read=read,
     )
-    num_tasks = max(1, -(-len(chunks) // CHUNKS_PER_TASK))
+    plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // CHUNKS_PER_TASK))
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
         numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
+        for _ in range(2):  # processes that read start now, beside the trainer: to import what they need takes seconds
+            ray.remote(Plan.chunk_of).remote(plan_ref, 0)
     if num_tasks > LISTED_TASKS:  # one task makes the others' numbers, a few ahead of them
         numbers = numbers.repartition(target_num_rows_per_block=CHUNKS_PER_TASK)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
@@ -499,8 +501,8 @@ _seconds = collections.deque([1.0], maxlen=64)  # that recent reads of this proc
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
     """`read()`, which is called once more beside the first call if that takes much longer than others, or fails.
 
-    Of an object store's many requests, some are answered after seconds, in part or not at all. Raises OSError when
-    `storage.max_attempts()` calls have failed.
+    Of an object store's many requests, some are answered after seconds, in part or not at all. Raises what the third
+    failure raised.
     """
 
     def timed():
@@ -519,7 +521,7 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
             if future.exception() is None:
                 return future.result()
             failed += 1
-            if not isinstance(future.exception(), OSError) or failed == storage.max_attempts():
+            if failed == 3 or not isinstance(future.exception(), (OSError, pa.ArrowException)):
                 raise future.exception()
 
 

@@ -37,6 +37,8 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
             of each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
     """
     config = TrainingConfig.from_dict(config)
+    if steps is None:
+        ray.train.get_dataset_shard("train")  # Ray Data's processes start while the model is built
     manifest = next(iter(ingest.read_manifests(config, heads=True).values()))
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))

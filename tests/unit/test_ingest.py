@@ -551,9 +551,8 @@ def test_a_read_that_hangs_is_made_again(quickly_late, plan):
 @pytest.mark.parametrize(
     ("failures", "error", "raised"), [(2, OSError, None), (9, OSError, OSError), (1, KeyError, KeyError)]
 )
-def test_a_read_that_fails_is_repeated_some_times(monkeypatch, failures, error, raised):
+def test_a_read_that_fails_is_repeated_some_times(failures, error, raised):
     """If a store may be the cause."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
     answers = iter([error("partly")] * failures + ["rows"] * 9)
 
     def read():
