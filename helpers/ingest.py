@@ -465,7 +465,7 @@ class SchedulerThrottle:
 def read_chunks(
     batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, num_steps: int, read: ReadRows
 ) -> Iterator[pa.Table]:
-    """For `map_batches`: one Arrow table for each chunk of `batch["id"]`, counted from `first_chunk`.
+    """For `map_batches`: one Arrow table for each block of the chunks of `batch["id"]`, counted from `first_chunk`.
 
     While one chunk is put together, threads read the next ones.
     """
@@ -475,7 +475,7 @@ def read_chunks(
         for ahead in chunks[place : place + 1 + CHUNKS_AHEAD]:
             if ahead not in reading:
                 reading[ahead] = start_reading(plan, ahead, read)
-        yield read_chunk(plan, chunk, first_step, num_steps, read, reading.pop(chunk))
+        yield from read_blocks(plan, chunk, first_step, num_steps, reading.pop(chunk))
 
 
 def start_reading(plan: Plan, chunk: int, read: ReadRows) -> list[Future]:
@@ -525,28 +525,42 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
                 raise future.exception()
 
 
-def read_chunk(
-    plan: Plan,
-    chunk: int,
-    first_step: int,
-    num_steps: int,
-    read: ReadRows,
-    reading: list[Future] | None = None,
-) -> pa.Table:
-    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`.
+def read_chunk(plan: Plan, chunk: int, first_step: int, num_steps: int, read: ReadRows) -> pa.Table:
+    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`."""
+    return pa.concat_tables(read_blocks(plan, chunk, first_step, num_steps, start_reading(plan, chunk, read)))
 
-    Rows of unit -1 only fill up a block. `reading`: what `start_reading` returned.
+
+def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading: list[Future]) -> Iterator[pa.Table]:
+    """The blocks of a chunk that the steps need, with a column `unit`; rows of unit -1 only fill up a block.
+
+    `reading`: what `start_reading` returned.
     """
     _, permutation = plan.chunk_rows(chunk)
-    rows = pa.concat_tables(future.result() for future in reading or start_reading(plan, chunk, read))
+    rows = pa.concat_tables(future.result() for future in reading)
     units = plan.block_order(plan.unit_range(chunk, first_step, num_steps))
     if chunk == plan.chunk_range(first_step, num_steps)[-1]:
         units = np.append(units, np.full(plan.padding_blocks(first_step, num_steps) * plan.block_steps, -1))
     place_in_chunk = np.maximum(units - plan.unit_range(chunk).start, 0)
-    positions = place_in_chunk[:, None] * plan.unit_rows + np.arange(plan.unit_rows)
-    # Not `combine_chunks` before it: that would copy all rows once more.
-    rows = rows.take(permutation[positions.reshape(-1)])
-    return rows.append_column(UNIT, pa.array(np.repeat(units, plan.unit_rows)))
+    for block in range(0, len(units), plan.block_steps):
+        places = place_in_chunk[block : block + plan.block_steps, None] * plan.unit_rows + np.arange(plan.unit_rows)
+        mine = permutation[places.reshape(-1)]
+        columns = {name: take(rows[name], mine) for name in rows.column_names}
+        yield pa.table({**columns, UNIT: np.repeat(units[block : block + plan.block_steps], plan.unit_rows)})
+
+
+def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
+    """`column.take(rows)`, which would copy the whole column first: of tensors, this copies these rows alone."""
+    if not pa.types.is_fixed_size_binary(column.type):
+        return column.take(rows)
+    width, ends = column.type.byte_width, np.cumsum([len(chunk) for chunk in column.chunks])
+    arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
+    # Arrow's memory pool keeps memory that the last block had; new memory would be zeroed page by page.
+    values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
+    chunks = np.searchsorted(ends, rows, side="right")
+    for value, chunk, row in zip(values, chunks.tolist(), (rows - ends[chunks]).tolist(), strict=True):
+        value[:] = arrays[chunk][row]  # rows count from the chunk's end
+    valid = column.is_valid().to_numpy()[rows] if column.null_count else None
+    return schema.to_binary(values, valid, np.uint8)
 
 
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:

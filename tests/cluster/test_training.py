@@ -157,6 +157,17 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
 
 
 @variants
+def test_three_workers_that_share_four_units_reproduce_a_bare_loop(data):
+    """Small units travel together; in each step another worker has two."""
+    config = small(data, "three", num_training_workers=3, units_per_step=4, max_steps=12, validate_every=0)
+    fit(config)
+    losses, samples = zip(*bare(config, 12), strict=True)
+    found = metrics_log.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == list(samples)
+    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
+
+
+@variants
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-full", "hsdp"])
 def test_every_strategy_reproduces_a_bare_loop(data, strategy):
     config = small(data, f"two-{strategy}", num_training_workers=2, strategy=strategy, max_steps=50, validate_every=0)
