@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.plan_two_billion [--files 200000] [--rows-per-file 10000]
 
-What a training run does before its first batch: read the manifest, plan, order the epoch, cut one chunk. And what its
-processes hold: a training worker plans from the manifest's head; of the plan and the epoch's order, which travel in
-Ray's object store, a node holds one copy, and each process that reads only what is no array.
+What a training run does before its first batch: read the manifest, describe it in config.json, plan, order the epoch,
+cut one chunk. And what its processes hold: a training worker plans from the manifest's head; of the plan and the
+epoch's order, which travel in Ray's object store, a node holds one copy, and each process that reads only what is no
+array.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import resource
 import tempfile
 import time
 
-from helpers import ingest, schema
+from helpers import ingest, run_setup, schema
 from helpers.config import TrainingConfig
 from tests.benchmarks import record
 
@@ -59,6 +60,8 @@ def main():
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
         manifests = ingest.read_manifests(config)
         seconds = {"read the manifest": time.perf_counter() - started}
+        run_setup.describe_data(manifests, config)
+        seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
         plan = ingest.plan_run(manifests, config)
         del manifests
         seconds["plan"] = time.perf_counter() - started - sum(seconds.values())

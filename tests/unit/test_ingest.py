@@ -4,6 +4,7 @@ import json
 import pickle
 import threading
 import types
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import ray
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers import ingest, schema, storage
+from helpers import ingest, run_setup, schema, storage
 from helpers.config import TrainingConfig
 
 
@@ -327,6 +328,13 @@ def test_a_worker_plans_from_the_head_of_the_manifest(latents_uri):
     for rank in range(3):
         units = [[list(plan.units_of_worker(step, 3, rank, 3)) for step in range(3, 20)] for plan in (whole, head)]
         assert units[0] == units[1]
+
+
+def test_the_files_of_a_run_are_compared_by_the_sum_of_earlier_versions(build_manifest):
+    manifest = build_manifest((64, 64, 3))
+    for files in (manifest.files, [], [("a", [1]), ("ü", []), ("b", [64, 2])]):
+        expected = zlib.crc32(json.dumps(files).encode())
+        assert run_setup.files_crc32(types.SimpleNamespace(files=files)) == expected
 
 
 def test_the_order_of_a_large_epoch_is_made_once(monkeypatch):
