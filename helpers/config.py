@@ -7,7 +7,6 @@ the parameter, its value and what to change.
 import dataclasses
 import itertools
 import json
-import math
 import os
 import typing
 from collections.abc import Sequence
@@ -248,15 +247,6 @@ class TrainingConfig(Parameters):
     def __post_init__(self) -> None:
         given = self.units_per_step
         self.derive(latents_uri=self.resolve_latents(), units_per_step=given or self.default_units_per_step())
-        counts = range(self.fewest_workers, self.most_workers + 1)
-        for workers in counts:
-            if self.units_per_step % workers:
-                among = "" if len(counts) == 1 else f", which may come down to {workers}"
-                raise ValueError(
-                    f"units_per_step={self.units_per_step} does not divide among num_training_workers="
-                    f"{self.num_training_workers}{among}: make it a multiple of every count of workers, such as "
-                    f"{math.lcm(*counts)}."
-                )
         if self.global_batch_size % self.units_per_step:
             default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
             raise ValueError(

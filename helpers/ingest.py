@@ -8,18 +8,19 @@ The plan is a pure function of the data sets' row groups, their proportions, the
     chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
     units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
     steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
-    workers      | w0 | w1 | w0 | w1 | w0 | w1 | w0 | w1 |        and to worker u % num_workers (here 2)
-    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units sent to a worker together (here block_steps=2)
+    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units that travel together (here block_steps=2)
+    workers      | w0      | w1      | w0      | w1      |        block b goes to worker b % num_workers (here 2)
     micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
 
-Every number of workers that divides `units_per_step` trains on the same global batches, and a run can start at any step
-by starting at that step's first unit. Rows at the end of an epoch that do not fill a whole step are left out of that
+Every number of workers trains on the same global batches, and a run can start at any step by starting at that step's
+first unit. If the workers do not divide `units_per_step`, some get a unit more than others in a step; these compute
+masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole step are left out of that
 epoch; so are the remaining rows of the larger data sets once the first data set of a mixture runs out.
 
-One task reads a chunk, and Ray Data hands its blocks out in order (`preserve_order`, `streaming_split(equal=True)`). A
-block costs some milliseconds whatever its size, so small units travel together: one block holds the units with the same
-place in `block_steps` consecutive steps. Ray does not promise this order in its documentation, so each row carries its
-unit's number and `worker_units` checks it.
+One task reads some chunks, and Ray Data hands their blocks out in order (`preserve_order`,
+`streaming_split(equal=True)`). A block costs some milliseconds whatever its size, so small units travel together: one
+block holds the units with the same place in `block_steps` consecutive steps. Ray does not promise this order in its
+documentation, so each row carries its unit's number and `worker_units` checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Unwanted
 rows are masked out of the loss instead.
@@ -27,13 +28,16 @@ rows are masked out of the loss instead.
 
 from __future__ import annotations
 
-import concurrent.futures
+import collections
 import dataclasses
 import functools
 import itertools
+import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +52,12 @@ from .config import TrainingConfig
 UNIT, KEEP = "unit", "keep"
 VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
 CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
+# Of a read task. A task costs some ten milliseconds whatever it reads; and only tasks that are small against
+# BACKPRESSURE_BYTES read beside each other, since their blocks are used in order.
+CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
+LISTED_TASKS = 2_000  # Ray Data lists tasks before the first one starts, at about a millisecond each
+OWN_ORDER = 2**20  # row groups whose order each reading process computes and holds for itself, 12 bytes each
+READ_THREADS, LATE_SECONDS = 32, 0.25  # requests of a process to the store; what is never called late
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
 BLOCK_BYTES = 4 * 2**20  # smaller units travel together
 # How much data is made ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB for each running task,
@@ -74,14 +84,15 @@ class Source:
 
     Args:
         uri: its folder, as `latents_uri`.
-        file_names: Parquet files, relative to its `data/` folder.
+        file_names: Parquet files, relative to its `data/` folder; like arrays of numbers, processes of a node share
+            them in Ray's object store.
         group_rows: (row groups of all files,) rows of each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
         proportion: its share of every batch; those of a mixture add up to 1.
     """
 
     uri: str
-    file_names: list[str]
+    file_names: pa.StringArray
     group_rows: np.ndarray
     first_group: np.ndarray
     proportion: float = 1.0
@@ -91,7 +102,7 @@ class Source:
         """`files`: [(name, rows of each of its row groups)], as in a manifest."""
         return cls(
             uri,
-            [name for name, _ in files],
+            pa.array([name for name, _ in files], pa.string()),
             np.fromiter((rows for _, groups in files for rows in groups), dtype=np.int64),
             np.cumsum([0, *(len(groups) for _, groups in files)]),
             proportion,
@@ -104,7 +115,9 @@ class Source:
     def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
         """Rows of row group number `group` of the data set, by file."""
         file = np.searchsorted(self.first_group, group, side="right") - 1
-        return RowRange(self.file_names[file], int(group - self.first_group[file]), int(first_row), int(num_rows))
+        return RowRange(
+            self.file_names[file].as_py(), int(group - self.first_group[file]), int(first_row), int(num_rows)
+        )
 
     def row_ranges(self, order: np.ndarray, ends: np.ndarray, start: int, stop: int) -> list[RowRange]:
         """Rows `start` to `stop` of the row groups concatenated in `order`; `ends`: the row at which each one ends."""
@@ -131,6 +144,8 @@ class Plan:
         seed: of the shuffle.
         block_steps: steps whose units travel in one block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
+        worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
+        orders: {epoch: what `row_group_order` returns}, in Ray's object store, if it is too large for every process.
     """
 
     sources: list[Source]
@@ -139,6 +154,8 @@ class Plan:
     chunk_units: int
     seed: int
     block_steps: int = 1
+    worker_counts: range = range(1, 2)
+    orders: dict[int, ray.ObjectRef] = dataclasses.field(default_factory=dict)
 
     @property
     def batch_rows(self) -> int:
@@ -249,14 +266,43 @@ class Plan:
         padded[: len(numbers)] = numbers
         return padded.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
 
+    def block_of(self, unit: int) -> int:
+        """The block that a unit travels in, counted through the run."""
+        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
+        step, place = divmod(unit_in_epoch, self.units_per_step)
+        groups_per_epoch = -(-self.steps_per_epoch // self.block_steps)  # of blocks with the same steps
+        return (epoch * groups_per_epoch + step // self.block_steps) * self.units_per_step + place
+
+    def units_of_worker(self, step: int, first_step: int, rank: int, world_size: int) -> range:
+        """The units of a step that a worker gets of a dataset that starts at `first_step`."""
+        first_unit = step * self.units_per_step
+        blocks_before = self.block_of(first_unit) - self.block_of(first_step * self.units_per_step)
+        return range(first_unit + (rank - blocks_before) % world_size, first_unit + self.units_per_step, world_size)
+
+    def padding_blocks(self, first_step: int, num_steps: int) -> int:
+        """Blocks to add to those of some steps: `streaming_split` drops what it cannot deal out equally."""
+        first_unit, last_unit = first_step * self.units_per_step, num_steps * self.units_per_step - 1
+        num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
+        return max(-num_blocks % count for count in self.worker_counts)
+
     def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each source `(order, ends)`: its row groups as shuffled in this epoch, and the row at which each ends."""
+        if epoch in self.orders:
+            return ray.get(self.orders[epoch])
         orders = []
         for number, source in enumerate(self.sources):
             key = [self.seed, epoch, number] if number else [self.seed, epoch]
             order = np.random.default_rng(key).permutation(len(source.group_rows))
-            orders.append((order, np.cumsum(source.group_rows[order])))
+            orders.append((order.astype(np.int32), np.cumsum(source.group_rows[order])))
         return orders
+
+    def shared(self, chunks: range) -> ray.ObjectRef:
+        """This plan for the tasks that read these chunks, with the orders of large epochs once a node."""
+        plan = ray.put(self)
+        if not chunks or sum(len(source.group_rows) for source in self.sources) <= OWN_ORDER:
+            return plan
+        order, epochs = ray.remote(Plan.row_group_order), {chunk // self.chunks_per_epoch for chunk in chunks}
+        return ray.put(dataclasses.replace(self, orders={epoch: order.remote(plan, epoch) for epoch in epochs}))
 
     def chunk_rows(self, chunk: int) -> tuple[list[list[RowRange]], np.ndarray]:
         """The rows of a chunk: `(row ranges of each source, permutation)`.
@@ -289,9 +335,23 @@ def _fetch(plan: ray.ObjectRef) -> Plan:
     return ray.get(plan)
 
 
-def read_manifests(config: TrainingConfig) -> dict[str, schema.Manifest]:
-    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none."""
-    return {uri: schema.Manifest.read(uri) for uri in config.proportions}
+def read_manifests(config: TrainingConfig, heads: bool = False) -> dict[str, schema.Manifest]:
+    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none.
+
+    `heads`: without their files (`read_head`).
+    """
+    return {uri: read_head(uri) if heads else schema.Manifest.read(uri) for uri in config.proportions}
+
+
+def read_head(latents_uri: str) -> schema.Manifest:
+    """A manifest without its files, their counts as one segment; of a large manifest, only the start is read."""
+    segments, uri = '"segments": [', storage.join(latents_uri, schema.MANIFEST)
+    text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("{}", "", "")
+    values = json.loads(text + segments + "]}" if found else text)
+    if "written" not in values:  # of an earlier version, with the counts at the end
+        values = schema.Manifest.read(latents_uri).to_dict()
+    counts = {count: values[count] for count in (*schema.COUNTS, "rejected")}
+    return schema.Manifest.from_dict({**values, "segments": [{"files": [], **counts}]})
 
 
 def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
@@ -311,17 +371,29 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
 def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> Plan:
     """The plan of a training run over the latents of its manifests (URI -> manifest).
 
-    Raises ValueError if they do not fill one step.
+    From heads of manifests, it says which worker gets which units, but not the files of their rows. Raises ValueError
+    if the latents do not fill one step.
     """
     row_bytes = next(iter(manifests.values())).row_bytes
-    sources = [Source.of(uri, manifest.files, config.proportions[uri]) for uri, manifest in manifests.items()]
+    sources = [
+        Source.of(uri, manifest.files or [("", [manifest.total("written")])], config.proportions[uri])
+        for uri, manifest in manifests.items()
+    ]
     num_rows = sum(source.num_rows for source in sources)
     chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows) // config.unit_rows)
     chunk_steps = max(1, chunk_units // config.units_per_step)
     block_steps = min(max(1, BLOCK_BYTES // (row_bytes * config.unit_rows)), chunk_steps, 8)
     if block_steps > 1:  # chunks of whole blocks
         chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
-    plan = Plan(sources, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps)
+    plan = Plan(
+        sources,
+        config.unit_rows,
+        config.units_per_step,
+        chunk_units,
+        config.seed,
+        block_steps,
+        range(config.fewest_workers, config.most_workers + 1),
+    )
     if plan.steps_per_epoch < 1:
         raise ValueError(
             f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of "
@@ -353,12 +425,22 @@ def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -
     """
     chunks = plan.chunk_range(first_step, num_steps)
     read_planned = functools.partial(
-        read_chunks, plan=ray.put(plan), first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
+        read_chunks,
+        plan=plan.shared(chunks),
+        first_chunk=chunks.start,
+        first_step=first_step,
+        num_steps=num_steps,
+        read=read,
     )
-    numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks(len(chunks)))
+    plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // CHUNKS_PER_TASK))
+    numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
         numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
-    return numbers.map_batches(read_planned, batch_size=1).repartition(target_num_rows_per_block=plan.block_rows)
+        for _ in range(2):  # processes that read start now, beside the trainer: to import what they need takes seconds
+            ray.remote(Plan.chunk_of).remote(plan_ref, 0)
+    if num_tasks > LISTED_TASKS:  # one task makes the others' numbers, a few ahead of them
+        numbers = numbers.repartition(target_num_rows_per_block=CHUNKS_PER_TASK)
+    return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
 
 
 class SchedulerThrottle:
@@ -380,36 +462,113 @@ class SchedulerThrottle:
         pass
 
 
-def num_tasks(num_chunks: int) -> int:
-    """How many tasks read so many chunks.
-
-    Eight chunks a task, because a task costs some ten milliseconds whatever it reads; and at most 20,000 tasks, because
-    Ray Data lists them all before the first one starts, at about a millisecond each.
-    """
-    return max(1, min(num_chunks, max(64, num_chunks // 8), 20_000))
-
-
 def read_chunks(
     batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, num_steps: int, read: ReadRows
 ) -> Iterator[pa.Table]:
-    """For `map_batches`: one Arrow table for each chunk of `batch["id"]`, counted from `first_chunk`."""
+    """For `map_batches`: one Arrow table for each block of the chunks of `batch["id"]`, counted from `first_chunk`.
+
+    While one chunk is put together, threads read the next ones.
+    """
     plan = _fetch(plan) if isinstance(plan, ray.ObjectRef) else plan
-    for number in batch["id"]:
-        yield read_chunk(plan, first_chunk + int(number), first_step, num_steps, read)
+    chunks, reading = [first_chunk + int(number) for number in batch["id"]], {}
+    for place, chunk in enumerate(chunks):
+        for ahead in chunks[place : place + 1 + CHUNKS_AHEAD]:
+            if ahead not in reading:
+                reading[ahead] = start_reading(plan, ahead, read)
+        yield from read_blocks(plan, chunk, first_step, num_steps, reading.pop(chunk))
+
+
+def start_reading(plan: Plan, chunk: int, read: ReadRows) -> list[Future]:
+    """Read the row ranges of a chunk in threads: a future of their rows for each file and data set."""
+    ranges, _ = plan.chunk_rows(chunk)
+    futures = []
+    for mine, source in zip(ranges, plan.sources, strict=True):
+        for _, of_file in itertools.groupby(mine, key=lambda rows: rows.file_name):
+            futures.append(_threads("reads").submit(read_repeatedly, functools.partial(read, list(of_file), source)))
+    return futures
+
+
+@functools.cache
+def _threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
+    # Arrow's threads do the requests, and an S3 client that is opened later allows as many connections.
+    pa.set_io_thread_count(max(pa.io_thread_count(), count))
+    return ThreadPoolExecutor(count, name)
+
+
+_seconds = collections.deque([1.0], maxlen=64)  # that recent reads of this process took
+
+
+def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
+    """`read()`, which is called once more beside the first call if that takes much longer than others, or fails.
+
+    Of an object store's many requests, some are answered after seconds, in part or not at all. Raises what the third
+    failure raised.
+    """
+
+    def timed():
+        started = time.perf_counter()
+        rows = read()
+        _seconds.append(time.perf_counter() - started)
+        return rows
+
+    running, failed = set(), 0
+    while True:
+        if len(running) < 3:
+            running.add(_threads("tries", 3 * READ_THREADS).submit(timed))
+        late = max(LATE_SECONDS, 4 * statistics.median(_seconds))
+        done, running = wait(running, late, FIRST_COMPLETED)
+        for future in done:
+            if future.exception() is None:
+                return future.result()
+            failed += 1
+            if failed == 3 or not isinstance(future.exception(), (OSError, pa.ArrowException)):
+                raise future.exception()
 
 
 def read_chunk(plan: Plan, chunk: int, first_step: int, num_steps: int, read: ReadRows) -> pa.Table:
-    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`.
+    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`."""
+    return pa.concat_tables(read_blocks(plan, chunk, first_step, num_steps, start_reading(plan, chunk, read)))
 
-    Rows of unit -1 only fill up a block.
+
+def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading: list[Future]) -> Iterator[pa.Table]:
+    """The blocks of a chunk that the steps need, with a column `unit`; rows of unit -1 only fill up a block.
+
+    `reading`: what `start_reading` returned.
     """
-    ranges, permutation = plan.chunk_rows(chunk)
-    rows = pa.concat_tables(read(mine, source) for mine, source in zip(ranges, plan.sources, strict=True) if mine)
+    _, permutation = plan.chunk_rows(chunk)
+    rows = pa.concat_tables(future.result() for future in reading)
     units = plan.block_order(plan.unit_range(chunk, first_step, num_steps))
+    if chunk == plan.chunk_range(first_step, num_steps)[-1]:
+        units = np.append(units, np.full(plan.padding_blocks(first_step, num_steps) * plan.block_steps, -1))
     place_in_chunk = np.maximum(units - plan.unit_range(chunk).start, 0)
-    positions = place_in_chunk[:, None] * plan.unit_rows + np.arange(plan.unit_rows)
-    rows = rows.combine_chunks().take(permutation[positions.reshape(-1)])
-    return rows.append_column(UNIT, pa.array(np.repeat(units, plan.unit_rows)))
+    for block in range(0, len(units), plan.block_steps):
+        places = place_in_chunk[block : block + plan.block_steps, None] * plan.unit_rows + np.arange(plan.unit_rows)
+        mine = permutation[places.reshape(-1)]
+        columns = {name: take(rows[name], mine) for name in rows.column_names}
+        yield pa.table({**columns, UNIT: np.repeat(units[block : block + plan.block_steps], plan.unit_rows)})
+
+
+def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
+    """`column.take(rows)`, which would copy the whole column first: of tensors, this copies these rows alone."""
+    if not pa.types.is_fixed_size_binary(column.type):
+        return column.take(rows)
+    width, ends = column.type.byte_width, np.cumsum([len(chunk) for chunk in column.chunks])
+    arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
+    # Arrow's memory pool keeps memory that the last block had; new memory would be zeroed page by page.
+    values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
+    chunks = np.searchsorted(ends, rows, side="right")
+    for value, chunk, row in zip(values, chunks.tolist(), (rows - ends[chunks]).tolist(), strict=True):
+        value[:] = arrays[chunk][row]  # rows count from the chunk's end
+    valid = column.is_valid().to_numpy()[rows] if column.null_count else None
+    return schema.to_binary(values, valid, np.uint8)
+
+
+def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
+    """The plan's blocks, joined again if they are so large that Ray Data splits the output of a stage."""
+    largest = rows.context.target_max_block_size
+    if largest is None or plan.block_rows * row_bytes <= largest:
+        return rows
+    return rows.repartition(target_num_rows_per_block=plan.block_rows, strict=True)
 
 
 def split_units(block: pa.Table, unit_rows: int) -> dict[int, pa.Table]:
@@ -427,25 +586,24 @@ def split_units(block: pa.Table, unit_rows: int) -> dict[int, pa.Table]:
 
 
 def worker_units(
-    blocks: Iterable[pa.Table], config: TrainingConfig, first_step: int, rank: int, world_size: int
+    blocks: Iterable[pa.Table], plan: Plan, steps: range, rank: int, world_size: int
 ) -> Iterator[dict[int, pa.Table]]:
-    """For each step from `first_step` to `max_steps`, a worker's units: {unit number: its rows}.
+    """For each of consecutive steps, a worker's units: {unit number: its rows}; {} if others have them all.
 
     Raises RuntimeError if the blocks do not arrive in the plan's order.
     """
     blocks, received = iter(blocks), {}
-    for step in range(first_step, config.max_steps):
-        first_unit = step * config.units_per_step
-        expected = range(first_unit + rank, first_unit + config.units_per_step, world_size)
+    for step in steps:
+        expected = plan.units_of_worker(step, steps.start, rank, world_size)
         while any(unit not in received for unit in expected):
             block = next(blocks, None)
-            units = {} if block is None else split_units(block, config.unit_rows)
+            units = {} if block is None else split_units(block, plan.unit_rows)
             if not units.keys() & set(expected):
                 raise RuntimeError(
                     f"Worker {rank} expected units {list(expected)} for step {step} and received {sorted(units)}: the "
                     "data starts at another step than the checkpoint, or Ray Data did not keep the order of its blocks."
                 )
-            received.update((unit, rows) for unit, rows in units.items() if unit >= first_unit)
+            received.update((unit, rows) for unit, rows in units.items() if unit >= expected.start)
         yield {unit: received.pop(unit) for unit in expected}
 
 
@@ -467,12 +625,13 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
     filesystem, folder = storage.open_filesystem(folder_uri)
     tables = [None] * len(row_ranges)
     for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
-        with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem) as file:
+        # A row group's columns lie side by side: one request to an object store reads them all (`pre_buffer`).
+        with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem, pre_buffer=True) as file:
             for position, rows in enumerate(row_ranges):
                 if rows.file_name == file_name:
-                    group = file.read_row_group(rows.row_group, columns=columns)
+                    group = file.read_row_group(rows.row_group, columns=columns, use_threads=False)
                     tables[position] = group.slice(rows.first_row, rows.num_rows)
-    return pa.concat_tables(tables).combine_chunks()
+    return pa.concat_tables(tables)
 
 
 def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
@@ -504,7 +663,7 @@ def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, 
         masks = np.split(schema.held_out(ids, config.validation_share), np.cumsum(row_groups)[:-1])
         return [(row_range, mask) for row_range, mask in zip(ranges, masks, strict=True) if mask.any()]
 
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # few rows are held out: read the ids of many files at once
+    with ThreadPoolExecutor(16) as pool:  # few rows are held out: read the ids of many files at once
         for start in range(0, len(manifest.files), 64):
             files = pool.map(find_held_out, manifest.files[start : start + 64])
             for row_range, mask in itertools.chain.from_iterable(files):
@@ -522,7 +681,7 @@ def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
     Without the bound, trainers that are slower than the data pipeline would let half of the object store fill up before
     Ray Data holds back.
     """
-    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config).values())
+    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config, heads=True).values())
     ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)
     limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
     return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)

@@ -114,13 +114,19 @@ def sizes(uri: str | os.PathLike) -> dict[str, int]:
     return {below: item.size for below, item in found.items() if item.is_file}
 
 
-def read_text(uri: str | os.PathLike) -> str:
-    """The text of a file; `FileNotFoundError` if it does not exist."""
+def read_text(uri: str | os.PathLike, until: str | None = None) -> str:
+    """The text of a file, or of its first mebibytes up to those that hold `until`.
+
+    Raises FileNotFoundError if it does not exist.
+    """
     filesystem, path = open_filesystem(uri)
     for attempt in range(1, max_attempts() + 1):
         try:
             with filesystem.open_input_stream(path) as stream:
-                return stream.read().decode()
+                data = stream.read(None if until is None else 2**20)
+                while until and until.encode() not in data and (more := stream.read(2**20)):
+                    data += more
+                return data.decode(errors="ignore" if until else "strict")  # a character may be cut in two
         except OSError as error:
             if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
                 raise

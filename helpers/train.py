@@ -37,7 +37,9 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
             of each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
     """
     config = TrainingConfig.from_dict(config)
-    manifest = next(iter(ingest.read_manifests(config).values()))
+    if steps is None:
+        ray.train.get_dataset_shard("train")  # Ray Data's processes start while the model is built
+    manifest = next(iter(ingest.read_manifests(config, heads=True).values()))
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
@@ -82,15 +84,16 @@ def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.
 
     `make_dataset`: `ingest.latents_dataset`, or a function with its signature that encodes raw rows on the way.
     """
-    resume = choose_resume_point(config)
-    plan = ingest.plan_run(ingest.read_manifests(config), config)
-    return make_dataset(
+    resume, manifests = choose_resume_point(config), ingest.read_manifests(config)
+    plan = ingest.plan_run(manifests, config)
+    rows = make_dataset(
         plan,
         resume["step"],
         config.max_steps,
         resolution=config.resolution,
         validation_share=config.validation_share,
     )
+    return ingest.join_blocks(rows, plan, max(manifest.row_bytes for manifest in manifests.values()))
 
 
 def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects: Rejects) -> Steps:
@@ -98,10 +101,11 @@ def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: i
 
     Raises RuntimeError if the dataset does not start at `first_step` or is out of order.
     """
-    shard = ray.train.get_dataset_shard("train")
+    shard, steps = ray.train.get_dataset_shard("train"), range(first_step, config.max_steps)
     blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-    tables = ingest.worker_units(blocks, config, first_step, distributed.rank(), distributed.world_size())
-    for step in range(first_step, config.max_steps):
+    plan = ingest.plan_run(ingest.read_manifests(config, heads=True), config)
+    tables = ingest.worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
+    for step in steps:
         started, units = time.perf_counter(), []
         for number, rows in next(tables).items():
             rejects.add(rows)

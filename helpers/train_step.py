@@ -43,9 +43,17 @@ class Unit:
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
 
+    @classmethod
+    def masked(cls, manifest: schema.Manifest, resolution: int, num_rows: int) -> Unit:
+        """Masked rows without ids: what a worker computes while others have more rows of the step."""
+        specs, none = [manifest.latents(resolution), manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
+        table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
+        return dataclasses.replace(cls.from_arrow(table, manifest, resolution, 0), ids=[])
+
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
-        for start in range(0, len(self.ids), rows):
+        for start in range(0, len(self.keep_U), rows):
             part = slice(start, start + rows)
             yield Unit(self.moments[part], self.text[part], self.keep_U[part], self.positions_U[part], self.ids[part])
 
@@ -76,6 +84,7 @@ class TrainStep:
         fused: bool | None = True,
     ):
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
+        self.manifest = manifest
         self.scaling_factor = manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
@@ -123,7 +132,13 @@ class TrainStep:
         config = self.config
         num_kept = torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)), device=self.device)
         num_kept = sum_over_ranks(num_kept).clamp(min=1)
-        micro_batches = [part for unit in units for part in unit.split(config.micro_batch_size or config.unit_rows)]
+        rows = config.micro_batch_size or config.unit_rows
+        micro_batches = [part for unit in units for part in unit.split(rows)]
+        # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
+        most = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
+        if len(micro_batches) < most:
+            masked = Unit.masked(self.manifest, config.resolution_at(step), rows)
+            micro_batches += [masked] * (most - len(micro_batches))
         loss = torch.zeros((), device=self.device)
         for micro_batch in micro_batches:
             last = micro_batch is micro_batches[-1]

@@ -1,22 +1,31 @@
 """Samples a second, from Parquet on the local disk into a worker's tensors: in the plan's order, and without any.
 
-    python -m tests.benchmarks.read_speed [--rows 8192] [--rounds 3]
+    python -m tests.benchmarks.read_speed [--rows 8192] [--rounds 3] [--peer-python peer/bin/python]
 
 Rows have the size of Stable Diffusion 2's at 256 pixels: 8 x 32 x 32 fp16 moments and 77 x 1024 fp16 text, 174 kB.
 The same files are read by the epoch plan in units of 128 rows, by Ray's `read_parquet` with `iter_torch_batches` in
-no order, and by pyarrow in one thread, a row group at a time. Rates count from the first batch on, whose time
-stands apart. The readers take turns; medians are printed. All read from the page cache, where the files are after
-they were written.
+no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: the plan reads cold,
+then once more with its processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows, shuffled,
+in batches of 128, with 0 and 1 workers (`streaming_peer.py` says how to set it up). Rates count from the first batch
+on, whose time, from a worker's first `next()`, stands apart. The readers take turns; medians are printed. All
+read from the page cache, where the files are after they were written.
+
+Goals: warm at least 3 times the peer and 0.4 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s.
 """
 
 import argparse
+import json
+import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 
 import pyarrow.parquet as pq
 import ray
 import torch
+from ray import cloudpickle
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from helpers import ingest, schema, storage
@@ -26,19 +35,36 @@ from helpers.train_step import Unit
 from tests.benchmarks import made_up, record
 
 UNIT, FILE = 128, 1024
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def by_plan(uri, num_rows):
-    """Units in order."""
+def planned(uri, num_rows):
+    """`(dataset of the plan's blocks, manifest)` of an epoch."""
     config = TrainingConfig(
         latents_uri=uri, resolution=256, global_batch_size=UNIT, validation_share=0, max_steps=num_rows // UNIT
     )
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
     data = ingest.latents_dataset(plan, 0, config.max_steps, resolution=256, validation_share=0)
-    shard = data.streaming_split(1, equal=True)[0]  # what a worker of Ray Train gets
-    for table in shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4):
-        yield Unit.from_arrow(table, manifests[uri], 256, 0).text
+    data.context.execution_options = ingest.execution_options(config)  # as Ray Train sets them
+    return data, manifests[uri]
+
+
+class Worker:
+    """What a worker of Ray Train does with its shard."""
+
+    def measure(self, shard, manifest):
+        blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
+        return timed(Unit.from_arrow(block, manifest, 256, 0).text for block in blocks)
+
+
+def by_plan(uri, num_rows):
+    """Units in order."""
+    data, manifest = planned(uri, num_rows)
+    shard = data.streaming_split(1, equal=True)[0]
+    worker = ray.remote(Worker).options(num_cpus=1).remote()
+    return ray.get(worker.measure.remote(shard, manifest))
 
 
 class ToTensors(ArrowBatchCollateFn):
@@ -53,23 +79,35 @@ def unordered(uri, num_rows):
     """Ray's own reader."""
     data = ray.data.read_parquet(f"{uri}/data")
     data.context.execution_options.preserve_order = False
-    for batch in data.iter_torch_batches(batch_size=UNIT, collate_fn=ToTensors(), prefetch_batches=4):
-        yield batch["caption_embeddings"]
+    batches = data.iter_torch_batches(batch_size=UNIT, collate_fn=ToTensors(), prefetch_batches=4)
+    return timed(batch["caption_embeddings"] for batch in batches)
 
 
 def by_pyarrow(uri, num_rows):
     """What the disk and the format give."""
-    for path in storage.list_files(f"{uri}/data"):
-        with pq.ParquetFile(path) as file:
-            for group in range(0, file.metadata.num_row_groups, UNIT // schema.ROWS_PER_ROW_GROUP):
-                table = file.read_row_groups([group, group + 1], use_threads=False)
-                yield ToTensors()(table)["caption_embeddings"]
+
+    def batches():
+        for path in storage.list_files(f"{uri}/data"):
+            with pq.ParquetFile(path) as file:
+                for group in range(0, file.metadata.num_row_groups, UNIT // schema.ROWS_PER_ROW_GROUP):
+                    table = file.read_row_groups([group, group + 1], use_threads=False)
+                    yield ToTensors()(table)["caption_embeddings"]
+
+    return timed(batches())
 
 
-def measure(reader, uri, num_rows):
+def by_peer(python, folder, num_rows, workers):
+    """MosaicML's StreamingDataset."""
+    script = pathlib.Path(__file__).with_name("streaming_peer.py")
+    command = [python, str(script), folder, f"--rows={num_rows}", f"--workers={workers}"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    return found["rate"], found["first"]
+
+
+def timed(tensors):
     """(samples a second after the first batch, seconds to the first batch)"""
     started, first, count = time.perf_counter(), None, 0
-    for tensor in reader(uri, num_rows):
+    for tensor in tensors:
         if first is None:
             first = time.perf_counter()
         else:
@@ -81,32 +119,52 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-python", help="the Python of an environment with mosaicml-streaming")
+    parser.add_argument("--ours-only", action="store_true", help="leave out read_parquet")
     arguments = parser.parse_args()
-    session.connect()
-    readers = {"in the plan's order": by_plan, "read_parquet, no order": unordered, "pyarrow, one thread": by_pyarrow}
-    found = {name: [] for name in readers}
-    with tempfile.TemporaryDirectory() as uri:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        uri = f"{folder}/latents"
         made_up.write_latents(uri, arguments.rows, made_up.SD2_256, FILE)
+        readers = {"in the plan's order, cold": by_plan, "in the plan's order, warm": by_plan}
+        if not arguments.ours_only:
+            readers["read_parquet, no order"] = unordered
+        readers["pyarrow, one thread"] = by_pyarrow
+        for workers in (0, 1) if arguments.peer_python else ():
+            options = (arguments.peer_python, f"{folder}/peer", arguments.rows, workers)
+            readers[f"StreamingDataset, {workers} workers"] = lambda *_, options=options: by_peer(*options)
         for _ in range(arguments.rounds):
+            ray.shutdown()
+            session.connect()
             for name, reader in readers.items():
-                found[name].append(measure(reader, uri, arguments.rows))
-    print(f"{'':24}{'samples/s':>12}{'first batch, s':>16}")
-    medians = {}
+                found.setdefault(name, []).append(reader(uri, arguments.rows))
+                print(
+                    f"  {name}: {found[name][-1][0]:,.0f} samples/s, first after {found[name][-1][1]:.2f} s", flush=True
+                )
+    print(f"{'':28}{'samples/s':>12}{'first batch, s':>16}")
+    medians, firsts = {}, {}
     for name, results in found.items():
-        medians[name], first = (statistics.median(values) for values in zip(*results, strict=True))
-        print(f"{name:24}{medians[name]:12,.0f}{first:16.2f}")
-    ratio = medians["in the plan's order"] / medians["read_parquet, no order"]
-    print(f"in order against no order: {ratio:.2f}")
+        medians[name], firsts[name] = (statistics.median(values) for values in zip(*results, strict=True))
+        print(f"{name:28}{medians[name]:12,.0f}{firsts[name]:16.2f}")
+    peers = [rate for name, results in found.items() if name.startswith("Streaming") for rate, _ in results]
+    others = {name: rate for name, rate in medians.items() if "order, " not in name}
+    others |= {"StreamingDataset, all runs": statistics.median(peers)} if peers else {}
+    ratios = {}
+    for name, rate in others.items():
+        cold, warm = (medians[f"in the plan's order, {state}"] / rate for state in ("cold", "warm"))
+        ratios[name] = {"cold": cold, "warm": warm}
+        print(f"in the plan's order against {name}: {cold:.2f} cold, {warm:.2f} warm")
     record.write(
         "read_speed",
         {
-            "reading SD2's latents in the plan's order; Ray's read_parquet in no order; pyarrow, one thread": ", ".join(
-                f"{medians[name]:,.0f}" for name in readers
+            "reading SD2's latents: " + "; ".join(medians): ", ".join(
+                f"{medians[name]:,.0f} ({firsts[name]:.1f} s)" for name in medians
             )
-            + " samples/s"
+            + " samples/s (first batch after)"
         },
         samples_per_second=medians,
-        ratio=ratio,
+        first_batch_seconds=firsts,
+        ratios=ratios,
     )
 
 

@@ -24,7 +24,7 @@ def results(tmp_path, monkeypatch):
         ("ablation", "--steps 2 --batch 4 --resolution 32"),
         ("encode_through_ray", "--rows 120 --rounds 1"),
         ("online_throughput", "--encoders 1 2 --seconds 2"),
-        ("read_speed", "--rows 256 --rounds 1"),
+        ("read_object_store", "--rows 256 --rounds 1"),
         ("resume_cost", "--rows 3000 --rounds 1"),
         ("scaling", "--workers 1 2 --strategy ddp --rounds 1 --steps 4 --batch 4 --resolution 32"),
         ("train_through_ray", "--steps 12 --rounds 1"),
@@ -41,10 +41,11 @@ def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, mo
     [
         ("memory", "--job preprocessing --rows 60 120"),
         ("million_rows", "--rows 4000 --rows-per-segment 2000 --stand-in"),
+        ("read_speed", "--rows 256 --rounds 1"),
     ],
 )
-def test_a_benchmark_of_memory_leaves_its_results(name, arguments, results):
-    """In a session of its own, by which its processes are told from others."""
+def test_a_benchmark_with_its_own_ray_leaves_its_results(name, arguments, results):
+    """Those of memory tell their processes from others by their session."""
     command = [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments.split()]
     subprocess.run(command, cwd=ROOT, check=True)
     assert json.loads((results / f"{name}.json").read_text())["summary"]

@@ -1,5 +1,6 @@
 """Raw pictures encoded on the way to the trainers: exact, resumable, and the same as a bare loop computes."""
 
+import concurrent.futures
 import functools
 import os
 import sys
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 from ray import cloudpickle
 
-from helpers import encoder, ingest, online, run_setup, storage, train, train_step
+from helpers import encoder, ingest, online, run_setup, schema, storage, train, train_step
 from helpers.config import OnlineConfig
 from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
 from helpers.runtime import metrics_log, monitoring
@@ -196,6 +197,41 @@ def counting(counted, seconds=0.0):
             return super().__call__(rows)
 
     return CountingEncoder
+
+
+def test_units_of_300_mib_arrive_whole(cluster):
+    """On each of three workers, though a stage's output is split at 48 MiB."""
+    row_bytes, unit_rows = 2**20, 300
+    source = ingest.Source.of("/none", [("a", [64] * 20)])
+    plan = ingest.Plan([source], unit_rows, 4, chunk_units=2, seed=0, worker_counts=range(3, 4))
+
+    def read(row_ranges, source):
+        ids = [rows.row_group * 64 + rows.first_row + i for rows in row_ranges for i in range(rows.num_rows)]
+        return pa.table({"id": ids, "keep": [True] * len(ids)})
+
+    def encode(rows):
+        latents = np.zeros((len(rows), row_bytes), dtype=np.uint8)
+        latents[:, 0] = rows["id"].to_numpy() % 251
+        return rows.append_column("latents", schema.to_binary(latents, dtype=np.uint8))
+
+    stream = ingest.build_dataset(plan, 0, 1, read).map_batches(
+        encode, batch_size=plan.block_rows, batch_format="pyarrow"
+    )
+    assert stream.context.target_max_block_size < 0.2 * unit_rows * row_bytes
+    shards, found = ingest.join_blocks(stream, plan, row_bytes).streaming_split(3, equal=True), {}
+
+    def take(rank):
+        blocks = shards[rank].iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        for units in ingest.worker_units(blocks, plan, range(1), rank, 3):
+            for number, rows in units.items():
+                latents, _ = schema.from_binary(rows["latents"], (row_bytes,), np.uint8)
+                assert (latents[:, 0] == rows["id"].to_numpy() % 251).all()
+                found[number] = rows["id"].to_pylist()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(take, range(3)))
+    assert sorted(found) == [0, 1, 2, 3] and {len(ids) for ids in found.values()} == {unit_rows}
+    assert len(set(sum(found.values(), []))) == 4 * unit_rows
 
 
 @variants

@@ -11,7 +11,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
-from helpers import checkpoint, evaluate, online, run_setup, storage, train
+from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, train
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.lesson import captioned_shapes, looks
 from helpers.runtime import metrics_log, session
@@ -105,6 +105,21 @@ def test_two_workers_reproduce_a_bare_loop(run):
     np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
 
 
+def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
+    """Their numbers are then made one after another, while the first ones read."""
+    config, _ = run
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+
+    def ids():
+        rows = ingest.latents_dataset(plan, 3, 3 * plan.steps_per_epoch, resolution=32, validation_share=0)
+        return [tuple(block["id"].to_pylist()) for block in rows.iter_batches(batch_size=None, batch_format="pyarrow")]
+
+    expected = ids()
+    monkeypatch.setattr(ingest, "CHUNKS_PER_TASK", 1)
+    monkeypatch.setattr(ingest, "LISTED_TASKS", 1)
+    assert ids() == expected and len(plan.chunk_range(3, 3 * plan.steps_per_epoch)) == 3
+
+
 def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
     """Another run's weights, two resolutions, sharded on two workers: as a bare loop computes; its weights export."""
     first, result = run
@@ -139,6 +154,17 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
         uri = evaluate.export_checkpoint(config.to_dict(), last, which)
         exported[which] = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")["conv_in.weight"]
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
+
+
+@variants
+def test_three_workers_that_share_four_units_reproduce_a_bare_loop(data):
+    """Small units travel together; in each step another worker has two."""
+    config = small(data, "three", num_training_workers=3, units_per_step=4, max_steps=12, validate_every=0)
+    fit(config)
+    losses, samples = zip(*bare(config, 12), strict=True)
+    found = metrics_log.read_metrics(config.run_uri)
+    assert found["samples_crc32"].tolist() == list(samples)
+    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
 
 
 @variants

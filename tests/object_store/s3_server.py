@@ -2,7 +2,7 @@
 
 What pyarrow's S3 client needs: buckets, list (V2, delimiter, pages), head, get with ranges, put, multipart uploads,
 copy, delete of one and of many. Signatures are not checked. `python -m tests.object_store.s3_server` serves until it
-is interrupted.
+is interrupted; `configure` changes its delays from other processes.
 
     with S3Server() as server, server.environment():
         storage.write_text("s3://bucket/a.txt", "hello")
@@ -13,11 +13,13 @@ is interrupted.
 import contextlib
 import hashlib
 import http.server
+import json
 import os
 import re
 import threading
 import time
 import urllib.parse
+import urllib.request
 import uuid
 from email.utils import formatdate
 from xml.sax.saxutils import escape
@@ -33,12 +35,15 @@ class S3Server:
         fail_every: every so many requests one fails; 0: none.
         requests: [(method, path with its query)] of all that came.
         failures: how many were answered by 500 or 503 on purpose.
+        delay: seconds that every request waits; late_every, late_delay: every so many requests one waits longer.
+        cut_every: every so many answers to a GET of an object one breaks off in its middle; 0: none.
     """
 
     def __init__(self, bucket="bucket"):
         self.lock = threading.RLock()
         self.buckets, self.objects, self.uploads, self.completed = {bucket}, {}, {}, {}
         self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
+        self.delay, self.late_every, self.late_delay, self.cut_every, self.gets = 0, 0, 2, 0, 0
         self.httpd = None
 
     def __enter__(self):
@@ -119,6 +124,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         body = self.read_body()
         state = self.state
+        if self.command == "POST" and self.bucket == "configure":
+            vars(state).update(json.loads(body))
+            return self.answer(200)
         if state.gone:  # an open connection of a server that is gone
             self.close_connection = True
             return
@@ -127,11 +135,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             number = len(state.requests)
             fails = state.fail_every and number % state.fail_every == 0
             state.failures += bool(fails)
+        time.sleep(state.late_delay if state.late_every and number % state.late_every == 0 else state.delay)
         if fails:
             code, name = ((500, "InternalError"), (503, "SlowDown"))[number // state.fail_every % 2]
             return self.error(code, name)
         if self.bucket not in state.buckets and self.command != "PUT":
             return self.error(404, "NoSuchBucket")
+        if self.command in ("GET", "HEAD") and self.key:
+            return self.get()  # outside of the lock: many are sent at once
         with state.lock:
             getattr(self, f"on_{self.command.lower()}")(body)
 
@@ -167,8 +178,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if "Content_Length" not in headers:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        if self.cuts(body):
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+            return self.wfile.flush()
+        self.wfile.write(body)
+
+    def cuts(self, body):
+        state = self.state
+        if not (state.cut_every and self.command == "GET" and self.key and body):
+            return False
+        with state.lock:
+            state.gets += 1
+            return state.gets % state.cut_every == 0
 
     def error(self, code, name):
         text = (
@@ -247,14 +271,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(204)
 
     def on_head(self, body):
-        if not self.key:
-            return self.answer(200, x_amz_bucket_region="us-east-1")
-        self.get()
+        self.answer(200, x_amz_bucket_region="us-east-1")
 
     def on_get(self, body):
-        if not self.key:
-            return self.xml("LocationConstraint", "us-east-1") if "location" in self.query else self.list()
-        self.get()
+        return self.xml("LocationConstraint", "us-east-1") if "location" in self.query else self.list()
 
     def get(self):
         found = self.state.objects.get((self.bucket, self.key))
@@ -273,7 +293,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         first, last = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
         if first >= len(data):
             return self.error(416, "InvalidRange")
-        part = data[first : last + 1]
+        part = memoryview(data)[first : last + 1]
         self.answer(
             206, part, Content_Length=str(len(part)), Content_Range=f"bytes {first}-{last}/{len(data)}", **headers
         )
@@ -314,7 +334,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def etag(data):
-    return f'"{hashlib.md5(data).hexdigest()}"'
+    """Of an object's size and ends: to hash all of a large one at every request would take longer than to send it."""
+    return f'"{hashlib.md5(b"%d" % len(data) + data[:4096] + data[-4096:]).hexdigest()}"'
 
 
 def iso(seconds):
@@ -326,6 +347,11 @@ def unescape(text):
         text = text.decode() if isinstance(text, bytes) else text
         text = text.replace(code, character)
     return text
+
+
+def configure(url, **values):
+    """Set attributes of a server that runs in another process, for example its `delay`."""
+    urllib.request.urlopen(f"{url}/configure", json.dumps(values).encode()).close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
+import functools
 import pathlib
 
 import numpy as np
@@ -7,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import checkpoint, schema, storage, train
-from helpers.config import PreprocessingConfig
+from helpers import checkpoint, ingest, schema, storage, train
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log
+from tests.benchmarks import made_up
 from tests.pipelines import bare, encode, fit, short_run
 
 ROWS, STEPS = 300, 12
@@ -83,6 +85,31 @@ def test_a_text_shorter_than_an_error_is_asked_for_again(server):
     server.fail_every, failures = 4, server.failures  # every second time that it is read
     assert {storage.read_text("s3://bucket/short.txt") for _ in range(20)} == {"short"}
     assert server.failures > failures
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [{"cut_every": 5}, {"late_every": 7, "late_delay": 1.0}, {"late_every": 9, "late_delay": 8.0}],
+    ids=["answers that break off", "late answers", "no answers"],
+)
+def test_rows_are_read_from_a_store_in_trouble(server, trouble):
+    """A client of S3 gives up a request that is not answered within three seconds."""
+    uri, shapes = "s3://bucket/trouble", {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
+    made_up.write_latents(uri, 512, shapes, rows_per_file=64)
+    config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64, validation_share=0)
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    read = functools.partial(ingest.read_latents, resolution=32, validation_share=0)
+
+    def rows():
+        options = {"first_chunk": 0, "first_step": 0, "num_steps": 16, "read": read}
+        return pa.concat_tables(ingest.read_chunks({"id": range(2)}, plan=plan, **options))
+
+    expected = rows()
+    vars(server).update(trouble)
+    try:
+        assert rows().equals(expected)
+    finally:
+        vars(server).update(cut_every=0, late_every=0, late_delay=2)
 
 
 # ---- a job

@@ -165,9 +165,9 @@ def whole(tensor):
 
 
 @contextlib.contextmanager
-def group(folder, name, rank, world, here=2):
-    """A gloo group of `world` ranks, two on each node, or `here` on this rank's."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(here)
+def group(folder, name, rank, world):
+    """A gloo group of `world` ranks, two on each node but for the last of an odd number."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == world - 1 and world % 2 else "2"
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=world)
     yield
     dist.barrier()
@@ -201,17 +201,17 @@ def continue_from(folder, names, rank, world, manifest, rows):
     return losses
 
 
-UNEVEN = dict(global_batch_size=12, units_per_step=6)
-
-
 def train_unevenly(folder, rank, manifest, rows):
-    """`(shape of the mesh, losses)` of two steps under "hsdp" on two nodes, of two ranks and of one."""
-    with group(folder, "uneven", rank, 3, here=(2, 2, 1)[rank]):
-        state = TrainStep(
-            recipe(unet_config=f"{folder}/unet.json", strategy="hsdp", num_training_workers=3, **UNEVEN), manifest
-        )
-        found = train(state, manifest, rows, 0, 2, rank, 3)
-        return list(state.unet.conv_in.weight.device_mesh.shape), [line["loss"] for line in found]
+    """`(losses of two steps under each strategy, shape of the last one's mesh)` of three ranks on two nodes.
+
+    They share four units, so in each step two of them have fewer than the third.
+    """
+    found = {}
+    with group(folder, "uneven", rank, 3):
+        for strategy in STRATEGIES:
+            state = TrainStep(small_recipe(folder, strategy, 3), manifest)
+            found[strategy] = [line["loss"] for line in train(state, manifest, rows, 0, 2, rank, 3)]
+        return found, list(state.unet.conv_in.weight.device_mesh.shape)
 
 
 def sharded_worker(rank, folder, manifest, rows, worlds):
@@ -223,13 +223,13 @@ def sharded_worker(rank, folder, manifest, rows, worlds):
             with group(folder, f"straight-{world}", rank, world):
                 result["straight"].update(train_and_save(folder, rank, world, manifest, rows))
     resumed = {2: ["alone", "ddp-2", "hsdp-2", "fsdp-2"]}
-    if worlds == [2, 4]:
+    if 4 in worlds:
         resumed = {2: ["fsdp-full-4", "hsdp-4", "ddp-4", "fsdp-4"], 4: resumed[2]}
     for world, names in resumed.items():
         if rank < world:
             with group(folder, f"continued-{world}", rank, world):
                 result["continued"].update(continue_from(folder, names, rank, world, manifest, rows))
-    if rank < 3 <= max(worlds):
+    if rank < 3:
         result["uneven"] = train_unevenly(folder, rank, manifest, rows)
     if rank == 0:
         pathlib.Path(folder, "result.json").write_text(json.dumps(result))
@@ -252,7 +252,7 @@ def alone(folder, manifest, build_latents):
 def strategies(folder, alone, manifest, size):
     """What `sharded_worker` found."""
     arguments = (str(folder), manifest.to_dict(), alone[1], size[1])
-    torch.multiprocessing.spawn(sharded_worker, arguments, nprocs=max(size[1]))
+    torch.multiprocessing.spawn(sharded_worker, arguments, nprocs=max(3, *size[1]))
     return json.loads((folder / "result.json").read_text())
 
 
@@ -295,13 +295,16 @@ def test_every_strategy_has_the_weights_and_ema_of_one_process(folder, strategie
                 assert (found[name] - value).norm() <= 1e-4 * value.norm(), (strategy, which, name)
 
 
-def test_nodes_with_unequal_numbers_of_workers_train_together(folder, strategies, alone, manifest):
-    if "uneven" not in strategies:
-        pytest.skip("needs three ranks: runs with the marker variants")
-    mesh, found = strategies["uneven"]
-    assert mesh == [3, 1]
-    state = TrainStep(recipe(unet_config=f"{folder}/unet.json", **UNEVEN), manifest)
-    np.testing.assert_allclose(found, losses(train(state, manifest, alone[1], 0, 2)), rtol=1e-5)
+def test_three_workers_share_four_units_under_every_strategy(strategies, alone):
+    found, _ = strategies["uneven"]
+    assert sorted(found) == sorted(STRATEGIES)
+    for strategy in found:
+        np.testing.assert_allclose(found[strategy], alone[0][:2], rtol=1e-5, err_msg=strategy)
+
+
+def test_nodes_with_unequal_numbers_of_workers_shard_alike(strategies):
+    """Two workers and one, under "hsdp"."""
+    assert strategies["uneven"][1] == [3, 1]
 
 
 def gradients_of(state):

@@ -1,0 +1,88 @@
+"""Ordered reading from an object store that answers late: samples a second against the same store without a delay.
+
+    python -m tests.benchmarks.read_object_store [--rows 4096] [--rounds 3]
+
+Rows of Stable Diffusion 2's size at 256 pixels are read by the epoch plan, in units of 128 rows, from an S3 server on
+this machine (`tests/object_store/s3_server.py`): as it is, with 30 ms added to every request, and with one request in
+fifty taking 2 s besides. The three take turns; medians are printed. Rates count from the first batch on, whose time
+stands apart. Goals: both delays at least 0.8 of the rate without; first batch within 2 s, with late answers 5 s.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+
+from helpers import storage
+from helpers.runtime import session
+from tests.benchmarks import made_up, read_speed, record
+from tests.object_store import s3_server
+
+STORES = {
+    "no delay": {"delay": 0, "late_every": 0},
+    "30 ms a request": {"delay": 0.03, "late_every": 0},
+    "30 ms, one in fifty 2 s": {"delay": 0.03, "late_every": 50},
+}
+
+
+@contextlib.contextmanager
+def server():
+    """The URL of an S3 server: the one that `AWS_ENDPOINT_URL` names, or one in a process of its own."""
+    if url := os.environ.get("AWS_ENDPOINT_URL"):
+        yield url
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.object_store.s3_server"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        url = process.stdout.readline().strip()
+        names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+        os.environ.update({**names, "AWS_ENDPOINT_URL": url, "AWS_EC2_METADATA_DISABLED": "true"})
+        yield url
+    finally:
+        process.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    found = {name: [] for name in STORES}
+    uri = "s3://bucket/read-object-store"
+    with server() as url:
+        session.connect()
+        made_up.write_latents(uri, arguments.rows, made_up.SD2_256, read_speed.FILE)
+        read_speed.by_plan(uri, min(arguments.rows, 512))  # starts Ray's processes
+        try:
+            for _ in range(arguments.rounds):
+                for name, values in STORES.items():
+                    s3_server.configure(url, **values)
+                    found[name].append(read_speed.by_plan(uri, arguments.rows))
+                    rate, first = found[name][-1]
+                    print(f"  {name}: {rate:,.0f} samples/s, first batch after {first:.2f} s", flush=True)
+        finally:
+            s3_server.configure(url, **STORES["no delay"])
+            storage.delete(uri)
+    rates, firsts = ({name: statistics.median(run[i] for run in runs) for name, runs in found.items()} for i in (0, 1))
+    ratios = {name: rate / rates["no delay"] for name, rate in rates.items()}
+    for name in STORES:
+        print(f"{name:28}{rates[name]:10,.0f} samples/s{ratios[name]:8.2f}{firsts[name]:8.2f} s to the first batch")
+    record.write(
+        "read_object_store",
+        {
+            "reading SD2's latents in order from a loopback S3 server: " + "; ".join(STORES): ", ".join(
+                f"{rates[name]:,.0f} ({ratios[name]:.2f}, first batch {firsts[name]:.1f} s)" for name in STORES
+            )
+            + " samples/s"
+        },
+        samples_per_second=rates,
+        ratios=ratios,
+        first_batch_seconds=firsts,
+    )
+
+
+if __name__ == "__main__":
+    main()
