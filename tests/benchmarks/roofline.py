@@ -1,15 +1,17 @@
 """The least time that a GPU needs for a training step or for encoding, from counted FLOPs and bytes.
 
-    python -m tests.benchmarks.roofline [--tflops 790] [--bandwidth 4.3]      # of one H200, as measured
+    python -m tests.benchmarks.roofline [--tflops 790 600 450] [--bandwidth 4.3]
 
 Operations are counted on the "meta" device, in bf16 or fp16. Each convolution, matrix product and attention takes the
-longer of its FLOPs over the rate of a large matrix product and its bytes (inputs once, outputs once) over the bandwidth
-of a large copy; each normalisation, concatenation and up-sampling its bytes. Elementwise operations count as fused into
-these, for nothing, so no version is faster. Both ceilings are measured on the GPU at hand (`ceilings`).
+longer of its FLOPs over the rate that its kind reaches on this GPU and its bytes (inputs once, outputs once) over the
+bandwidth of a large copy (`ceilings`); each normalisation, concatenation and up-sampling its bytes. Two bounds: with
+elementwise operations fused into these for nothing, the roofline that no version passes, and with each of them moving
+its bytes, as without a compiler. The defaults are one H200's: products and bandwidth measured, the other two assumed.
 """
 
 import argparse
 import contextlib
+import functools
 import statistics
 import time
 from unittest import mock
@@ -17,6 +19,7 @@ from unittest import mock
 import pandas as pd
 import torch
 from diffusers import UNet2DConditionModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -29,7 +32,7 @@ MOVES = ("native_group_norm", "native_layer_norm", "cat", "upsample_nearest2d", 
 
 
 class Work(TorchDispatchMode):
-    """Collects (kind, FLOPs, bytes) of each operation that is not elementwise."""
+    """Collects (kind, FLOPs, bytes) of each operation that is no view."""
 
     def __init__(self):
         super().__init__()
@@ -44,6 +47,8 @@ class Work(TorchDispatchMode):
             self.rows.append((kind, flops, size(args, made)))
         elif name.removesuffix("_backward") in MOVES:
             self.rows.append((name.removesuffix("_backward"), 0, size(args, made)))
+        elif not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            self.rows.append(("elementwise", 0, size(args, made)))
         return made
 
 
@@ -109,22 +114,50 @@ def encoder_work(resolutions, batch):
     return pd.DataFrame(rows, columns=["kind", "flops", "bytes"])
 
 
-def least_seconds(work, flops_per_second, bytes_per_second):
-    """Seconds of a frame of work, by kind: each operation is bound by its FLOPs or by its bytes."""
-    seconds = (work["flops"] / flops_per_second).combine(work["bytes"] / bytes_per_second, max)
+def least_seconds(work, rates, fused=True):
+    """Seconds of a frame of work, by kind: each operation is bound by its FLOPs or by its bytes.
+
+    `rates`: as `ceilings` returns them. `fused`: elementwise operations cost nothing; else each moves its bytes.
+    """
+    work = work[work["kind"] != "elementwise"] if fused else work
+    flops_per_second = work["kind"].map(lambda kind: rates.get(kind, rates["matrix product"]))
+    seconds = (work["flops"] / flops_per_second).combine(work["bytes"] / rates["bytes"], max)
     return seconds.groupby(work["kind"]).sum().sort_values(ascending=False)
 
 
-def ceilings(device, seconds=1.0):
-    """(FLOP/s of a large bf16 matrix product, bytes/s of a large copy) of a device; random data, the median."""
+def ceilings(device, seconds=0.5):
+    """What libraries reach on a device: FLOP/s in bf16 by kind, and bytes/s under "bytes"; random data, medians.
+
+    Of a product of two matrices of 8,192 rows; of a 3 x 3 convolution of 640 channels in channels last, forward and
+    backward; of attention over 4,096 places, forward and backward, by the fastest backend; of a copy of 2 GiB.
+    """
     on_gpu = torch.device(device).type == "cuda"
-    side, numel = (8192, 2**30) if on_gpu else (512, 2**20)
-    left, right = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
-    source = torch.randn(numel, device=device).to(torch.bfloat16)
-    target = torch.empty_like(source)
-    product = typical_seconds(lambda: left @ right, device, seconds)
-    copy = typical_seconds(lambda: target.copy_(source), device, seconds)
-    return 2 * side**3 / product, 2 * source.nbytes / copy
+    torch.backends.cudnn.benchmark = True
+    side, numel, rows, channels, places = (8192, 2**30, 64, 640, 4096) if on_gpu else (256, 2**20, 2, 16, 64)
+
+    def random(*shape):
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def both_ways(call, *inputs):
+        return typical_seconds(lambda: torch.autograd.grad(call(*inputs).sum(), inputs), device, seconds)
+
+    left, right = random(side, side).detach(), random(side, side).detach()
+    found = {"matrix product": 2 * side**3 / typical_seconds(lambda: left @ right, device, seconds)}
+    source, target = random(numel).detach(), random(numel).detach()
+    found["bytes"] = 2 * source.nbytes / typical_seconds(lambda: target.copy_(source), device, seconds)
+    pictures, weight = (
+        tensor.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        for tensor in (random(rows, channels, 32, 32), random(channels, channels, 3, 3))
+    )
+    flops = 3 * 2 * 9 * channels**2 * 32 * 32 * rows
+    convolve = functools.partial(torch.nn.functional.conv2d, padding=1)
+    found["convolution"] = flops / both_ways(convolve, pictures, weight)
+    heads = [random(rows // 2, 10, places, 64) for _ in range(3)]
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[: 2 if on_gpu else 3]:
+        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+            rate = products(heads[0], heads[1], 7) / both_ways(torch.nn.functional.scaled_dot_product_attention, *heads)
+            found["attention"] = max(rate, found.get("attention", 0))
+    return found
 
 
 def typical_seconds(call, device, at_least):
@@ -143,15 +176,22 @@ def typical_seconds(call, device, at_least):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tflops", type=float, default=790)
+    parser.add_argument(
+        "--tflops", type=float, nargs=3, default=[790, 600, 450], help="products, convolution, attention"
+    )
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, bytes read and written")
     given = parser.parse_args()
-    parts = {f"a training step of sd2-base at {r}": (step_work("sd2-base", r, b), b) for r, b in ((512, 64), (256, 256))}
+    rates = {"bytes": 1e12 * given.bandwidth}
+    for kind, tflops in zip(("matrix product", "convolution", "attention"), given.tflops, strict=True):
+        rates[kind] = 1e12 * tflops
+    parts = {
+        f"a training step of sd2-base at {r}": (step_work("sd2-base", r, b), b) for r, b in ((512, 64), (256, 256))
+    }
     parts |= {f"encoding at {' and '.join(map(str, r))}": (encoder_work(r, 32), 32) for r in ([256], [512], [256, 512])}
     for what, (work, batch) in parts.items():
-        seconds = least_seconds(work, 1e12 * given.tflops, 1e12 * given.bandwidth)
+        seconds, apart = least_seconds(work, rates), least_seconds(work, rates, fused=False)
         per_kind = ", ".join(f"{kind} {value / seconds.sum():.0%}" for kind, value in seconds.items() if value)
-        print(f"{what}: {batch / seconds.sum():.0f} images/s ({per_kind})")
+        print(f"{what}: {batch / apart.sum():.0f} to {batch / seconds.sum():.0f} images/s ({per_kind})")
 
 
 if __name__ == "__main__":
