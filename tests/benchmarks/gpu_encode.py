@@ -4,8 +4,8 @@
     python -m tests.benchmarks.gpu_encode --model tiny-sd --resolutions 32 --batch 2 --seconds 0.1     # on a CPU
 
 Random weights, drawn on the GPU, in fp16; random pixels and token ids, copied to the GPU each time. What is timed is
-`LatentEncoder`'s: pixels to moments, ids to embeddings. The setting that should be fastest comes first; each result is
-written when it is there; after --minutes no new one is begun.
+`LatentEncoder`'s: pixels to moments, ids to embeddings, each size by itself; sizes in one pass add up. The setting that
+should be fastest comes first; each result is written when it is there; after --minutes no new one is begun.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 
 from helpers import encoder
 from helpers.lesson import estimates
-from helpers.runtime.profiling import peak_flops
+from helpers.runtime.profiling import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
 
 # name -> (channels last, compiled)
@@ -46,24 +46,18 @@ def build(model, device, channels_last, compiled):
     return made
 
 
-def measure(given, device, setting, resolutions, batch):
-    """Rows a second; pixels come from the CPU and latents go back, as in `LatentEncoder.__call__`."""
+def measure(given, device, setting, sizes, batch):
+    """({"text" or a size: seconds of a batch}, peak bytes); pixels and ids come from the CPU, latents go back to it."""
     made = build(given.model, device, *SETTINGS[setting])
-    random = np.random.default_rng(0)
-    pixels = [random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8) for size in resolutions]
-    config = made.text_encoder.config
+    random, config = np.random.default_rng(0), made.text_encoder.config
     ids = random.integers(1, config.vocab_size - 1, (batch, config.max_position_embeddings), dtype=np.int32)
-
-    def encode():
-        made.encode_captions(ids)
-        for some in pixels:
-            made.encode_images(some)
-
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = roofline.typical_seconds(encode, device, given.seconds)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
-    return {"rows/s": batch / seconds, "ms a call": 1e3 * seconds, "peak memory, GiB": memory}
+    found = {"text": roofline.typical_seconds(lambda: made.encode_captions(ids), device, given.seconds)}
+    for size in sizes:
+        pixels = random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
+        found[size] = roofline.typical_seconds(lambda pixels=pixels: made.encode_images(pixels), device, given.seconds)
+    return found, peak_memory(device)
 
 
 def main():
@@ -78,41 +72,43 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rates, peak = roofline.ceilings(device), peak_flops(device, "bf16")
     rows, summary = [], {}
-    combinations = [(setting, given.batch[0]) for setting in SETTINGS]
-    combinations[1:1] = [(next(iter(SETTINGS)), batch) for batch in given.batch[1:]]
-    for setting, batch in combinations:
-        for sizes in given.resolutions:
-            if time.monotonic() > until:
-                print(f"  no time left for: {setting}, {sizes}, batch {batch}", flush=True)
-                continue
-            resolutions = [int(size) for size in sizes.split(",")]
-            began = time.monotonic()
-            try:
-                found = measure(given, device, setting, resolutions, batch)
-            except Exception as error:  # out of memory, or what a compiler does not like; the next one is tried
-                found = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            torch.compiler.reset()
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            if isinstance(found, str):
-                print(f"  failed: {setting}, {sizes}, batch {batch}: {found}", flush=True)
-                continue
-            flops = estimates.encoder_flops(*resolutions)
-            least = roofline.least_seconds(roofline.encoder_work(resolutions, batch), rates).sum()
-            share = {"of peak": found["rows/s"] * flops / peak if peak else float("nan")}
-            share["of roofline"] = found["rows/s"] * least / batch
-            rows.append({"setting": setting, "pixels": sizes, "batch": batch, **found, **share})
-            rows[-1]["seconds to measure"] = time.monotonic() - began
-            print(f"  {setting}, {sizes} pixels, batch {batch}: {found['rows/s']:.1f} rows/s, ", end="")
-            print(f"{share['of peak']:.1%} of the peak, {share['of roofline']:.1%} of the roofline", flush=True)
-            for pixels in given.resolutions:
-                best = max((r for r in rows if r["pixels"] == pixels), key=lambda row: row["rows/s"], default=None)
-                if best:
-                    summary[f"encoding at {pixels} pixels with {given.model}'s models, the fastest setting"] = (
-                        f"{best['rows/s']:.1f} rows/s ({best['setting']}, batch {best['batch']})"
-                    )
-            record.write("gpu_encode", summary, settings=rows, ceilings=rates)
+    passes = {text: [int(size) for size in text.split(",")] for text in given.resolutions}
+    first, *other_batches = given.batch
+    fastest, *other_settings = SETTINGS
+    combinations = [(fastest, first), *((fastest, batch) for batch in other_batches)]
+    for setting, batch in [*combinations, *((setting, first) for setting in other_settings)]:
+        if time.monotonic() > until:
+            print(f"  no time left for: {setting}, batch {batch}", flush=True)
+            continue
+        try:
+            found = measure(given, device, setting, sorted(set().union(*passes.values())), batch)
+        except Exception as error:  # out of memory, or what a compiler does not like; the next one is tried
+            found = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        torch.compiler.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if isinstance(found, str):
+            print(f"  failed: {setting}, batch {batch}: {found}", flush=True)
+            continue
+        times, memory = found
+        for text, sizes in passes.items():
+            rate = batch / (times["text"] + sum(times[size] for size in sizes))
+            least = roofline.least_seconds(roofline.encoder_work(sizes, batch), rates).sum()
+            row = {"setting": setting, "pixels": text, "batch": batch, "rows/s": rate}
+            row["of peak"] = rate * estimates.encoder_flops(*sizes) / peak if peak else float("nan")
+            row |= {"of roofline": rate * least / batch, "peak memory, GiB": memory / 2**30}
+            rows.append(row)
+            print(
+                f"  {setting}, {text} pixels, batch {batch}: {rate:.1f} rows/s, {row['of peak']:.1%} of the peak, ",
+                end="",
+            )
+            print(f"{row['of roofline']:.1%} of the roofline", flush=True)
+            best = max((other for other in rows if other["pixels"] == text), key=lambda other: other["rows/s"])
+            summary[f"encoding at {text} pixels with {given.model}'s models, the fastest setting"] = (
+                f"{best['rows/s']:.1f} rows/s ({best['setting']}, batch {best['batch']})"
+            )
+        record.write("gpu_encode", summary, settings=rows, ceilings=rates)
     print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
 
 
