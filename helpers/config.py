@@ -128,7 +128,8 @@ class PreprocessingConfig(Parameters):
     ] = None
     max_pixels: Count = 89_478_485  # Pillow's own limit against decompression bombs
     # the encoder
-    encoder_model: Model = "tiny-sd"
+    encoder_model: Model = "tiny-sd"  # becomes "hub/id@revision" where a revision is given
+    encoder_revision: OptionalText = None  # of a hub id: a commit, a tag or a branch
     encoder_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     encoder_batch_size: Count = 32
     # the output
@@ -144,6 +145,14 @@ class PreprocessingConfig(Parameters):
 
     def __post_init__(self) -> None:
         self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
+        if self.encoder_revision:
+            if self.encoder_model == "tiny-sd" or os.path.exists(self.encoder_model):
+                raise ValueError(
+                    f"encoder_revision={self.encoder_revision!r} is that of a hub id, and encoder_model="
+                    f"{self.encoder_model!r} is a folder: leave it None."
+                )
+            ending = f"@{self.encoder_revision}"
+            self.derive(encoder_model=self.encoder_model.removesuffix(ending) + ending)
 
     @property
     def raw_uri(self) -> str:

@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from . import images, schema
-from .images import load_tokenizer, model_path
+from .images import load_tokenizer, model_source
 
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,13 +28,13 @@ CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended",
 
 def load_vae(model: str, dtype: torch.dtype = torch.float32) -> AutoencoderKL:
     options = {"subfolder": "vae", "torch_dtype": dtype, "use_safetensors": True}
-    return AutoencoderKL.from_pretrained(model_path(model), **options).eval().requires_grad_(False)
+    return AutoencoderKL.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
 
 
 def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTextModel:
     transformers.logging.disable_progress_bar()
     options = {"subfolder": "text_encoder", "dtype": dtype, "use_safetensors": True}
-    return CLIPTextModel.from_pretrained(model_path(model), **options).eval().requires_grad_(False)
+    return CLIPTextModel.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
 
 
 def stored_columns(
@@ -45,8 +45,8 @@ def stored_columns(
     `latents`: "moments" for the VAE posterior's mean and standard deviation, "mean" for the mean alone.
     `text_precision`: the codec of the embeddings.
     """
-    vae = AutoencoderKL.load_config(model_path(model), subfolder="vae")
-    width = CLIPTextConfig.from_pretrained(model_path(model), subfolder="text_encoder").hidden_size
+    vae = AutoencoderKL.load_config(**model_source(model), subfolder="vae")
+    width = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder").hidden_size
     downsampling, channels = 2 ** (len(vae["block_out_channels"]) - 1), vae["latent_channels"]
     shapes = {r: (MOMENTS[latents], channels, r // downsampling, r // downsampling) for r in resolutions}
     text = schema.ColumnSpec(schema.EMBEDDINGS, (load_tokenizer(model).model_max_length, width), text_precision)

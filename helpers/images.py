@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import pathlib
 import struct
 import warnings
@@ -15,15 +16,17 @@ from transformers import CLIPTokenizer
 TINY_SD = "tiny-sd"
 
 
-def model_path(model: str) -> str:
-    """The folder or hub id behind an `encoder_model` parameter; "tiny-sd" is the model in this package."""
-    return str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
+def model_source(model: str) -> dict[str, str]:
+    """`from_pretrained`'s arguments for "tiny-sd" (in this package), a folder, a hub id, or "hub/id@revision"."""
+    path = str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
+    name, _, revision = (path, "", "") if os.path.exists(path) else path.partition("@")
+    return {"pretrained_model_name_or_path": name, "revision": revision or "main"}
 
 
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(model: str) -> CLIPTokenizer:
     """The tokenizer, loaded once per process; no code from the model's folder is ever run."""
-    return CLIPTokenizer.from_pretrained(model_path(model), subfolder="tokenizer")
+    return CLIPTokenizer.from_pretrained(**model_source(model), subfolder="tokenizer")
 
 
 def tokenize(captions: Sequence[str], tokenizer: CLIPTokenizer) -> np.ndarray:

@@ -224,7 +224,7 @@ def describe(config: PreprocessingConfig) -> dict:
     """
     model = config.encoder_model
     try:
-        vae_config = AutoencoderKL.load_config(images.model_path(model), subfolder="vae")
+        vae_config = AutoencoderKL.load_config(**images.model_source(model), subfolder="vae")
         tokenizer, text_encoder = images.load_tokenizer(model), encoder.load_text_encoder(model)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -255,10 +255,11 @@ def check_resolutions(resolutions: Iterable[int], halvings: int = 3) -> None:
 
 def revision(model: str, vae_config: dict) -> str:
     """The hub's commit, or for a folder a hash of the files of the VAE, the text encoder and the tokenizer."""
-    folder = pathlib.Path(images.model_path(model))
+    source = images.model_source(model)
+    folder = pathlib.Path(source["pretrained_model_name_or_path"])
     if not folder.is_dir():
         commit = vae_config.get("_commit_hash")
-        return commit or AutoencoderKL.load_config(model, subfolder="vae", return_commit_hash=True)[1]
+        return commit or AutoencoderKL.load_config(**source, subfolder="vae", return_commit_hash=True)[1]
     digest = hashlib.sha256()
     for path in sorted(path for part in ("vae", "text_encoder", "tokenizer") for path in folder.glob(f"{part}/*")):
         if path.is_file():

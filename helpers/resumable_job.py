@@ -24,7 +24,7 @@ import ray
 from . import schema, storage
 from .data_io import inputs
 
-ROWS_PER_SEGMENT = 200_000  # for each encoder: some twenty minutes of an A10G at 256 pixels
+ROWS_PER_SEGMENT = 200_000  # for each encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points of a segment in the report
 SEGMENTS, JOB, PLAN = "segments", "job.json", "plan.json"  # the folder of an unfinished job's entries, and files in it
 FILE_NAME = re.compile(r"\d{6}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed

@@ -1,13 +1,35 @@
 """Arithmetic on a cluster before it is rented: hours, dollars, encoders, memory a rank, scaling over GPUs."""
 
+import functools
 import math
+from collections.abc import Iterable
 
 import pandas as pd
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel
 
+from ..runtime.profiling import find_accelerator
 from ..unet import load_unet_config
 from . import published_results
+
+# The frozen networks of Stable Diffusion 2, as their published configs say.
+SD2_VAE = dict(
+    block_out_channels=[128, 256, 512, 512],
+    layers_per_block=2,
+    down_block_types=["DownEncoderBlock2D"] * 4,
+    up_block_types=["UpDecoderBlock2D"] * 4,
+    sample_size=768,
+)
+SD2_TEXT = dict(
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=23,
+    num_attention_heads=16,
+    hidden_act="gelu",
+    projection_dim=512,
+)
 
 
 def _positive(name, value):
@@ -54,6 +76,38 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not cost one encoder more
 
 
+def sd2_encoders(device: torch.device | str = "meta") -> tuple[AutoencoderKL, CLIPTextModel]:
+    """Stable Diffusion 2's VAE and text encoder with random weights, which are drawn on `device`."""
+    with torch.device(device):
+        return AutoencoderKL.from_config(SD2_VAE).eval(), CLIPTextModel(CLIPTextConfig(**SD2_TEXT)).eval()
+
+
+@functools.cache
+def encoder_flops(*resolutions: int) -> int:
+    """FLOPs of encoding one row with Stable Diffusion 2's models: the caption once, the picture at each resolution."""
+    vae, text_encoder = sd2_encoders()
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        text_encoder(torch.zeros(1, text_encoder.config.max_position_embeddings, dtype=torch.long))
+        for resolution in resolutions:
+            vae.encode(torch.zeros(1, 3, resolution, resolution))
+    return counter.get_total_flops()
+
+
+def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G", utilization: float | None = None) -> float:
+    """Estimated rows/s that one GPU encodes at `resolutions` in one pass, by counted FLOPs; not measured.
+
+    `utilization`: share of the peak; None: that of the published A10Gs online, 101.9 images/s at 256 pixels or 46 %.
+    ValueError for an accelerator that is not in `profiling.ACCELERATORS`.
+    """
+    found = find_accelerator(accelerator)
+    if found is None:
+        raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.profiling.ACCELERATORS.")
+    if utilization is None:
+        seen = published_results.FACTS["one A10G, online, at least"].value
+        utilization = seen * encoder_flops(256) / (1e12 * find_accelerator("A10G").bf16_tflops)
+    return 1e12 * found.bf16_tflops * _positive("utilization", utilization) / encoder_flops(*resolutions)
+
+
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:
     """images/s when encoders stream into trainers: min(num_encoders x encoder_rate, trainer_rate).
 
@@ -63,31 +117,51 @@ def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: floa
     return min(supply, _positive("trainer_rate", trainer_rate))
 
 
+# Bytes for each parameter that a ring carries in a step: fp32 gradients once by reduce-scatter or twice by all-reduce,
+# and bf16 weights once or twice by all-gather.
+_RING_BYTES = {"ddp": 8, "fsdp": 6, "fsdp-full": 8, "hsdp": 8}
+
+
 def predict_scaling(
     parameters: float,
     step_seconds: float,
-    gigabytes_per_second: float,
+    gigabytes_per_second: float = published_results.FACTS["network of a node, EFA"].value,
     workers=(8, 16, 32, 64, 128),
     *,
     strategy: str = "fsdp",
     backward_share: float = 2 / 3,
+    ranks_per_node: int = 8,
+    within_node: float = published_results.FACTS["NVLink of an A100"].value,
 ) -> pd.DataFrame:
     """What the network allows when each of n workers computes `step_seconds` a step: a row for each n.
 
-    A worker sends and receives (n - 1) / n of: gradients in fp32, twice under "ddp" (ring all-reduce), once under
-    "fsdp" (reduce-scatter), which also gathers bf16 weights once. `gigabytes_per_second`: of a worker's link. Columns:
-    communication seconds; efficiency if none of it overlaps with compute, and if it overlaps with the backward pass
-    (`backward_share` of the step). Latency is not counted. ValueError for numbers not above 0 and other strategies.
+    A ring over all ranks enters and leaves each node once, whatever the number of its ranks, so a collective of S bytes
+    takes (n - 1) / n * S over the bandwidth of the slowest link: `gigabytes_per_second`, of a node's network, as soon
+    as there are two nodes, or `within_node`. A ring carries fp32 gradients, twice under "ddp" (all-reduce), once else
+    (reduce-scatter), and bf16 weights once under "fsdp", twice under "fsdp-full". "hsdp" does that within each node,
+    whose ranks then all-reduce their shards across nodes together. Columns: communication seconds; efficiency if none
+    of it overlaps with compute, and if it overlaps with the backward pass (`backward_share` of the step). Latency is
+    not counted. ValueError for numbers not above 0 and other strategies.
+
+    On AWS the default, `FACTS["network of a node, EFA"]`, needs EFA; without it NCCL takes TCP, at a seventeenth
+    (`FACTS["network of a node, TCP"]`). How EFA is switched on, and seen to be on: README.md, "Scale".
     """
-    bytes_each = {"ddp": 8, "fsdp": 6}
-    if strategy not in bytes_each:
-        raise ValueError(f"strategy={strategy!r} is not predicted: choose 'ddp' or 'fsdp'.")
+    if strategy not in _RING_BYTES:
+        raise ValueError(f"strategy={strategy!r} is not predicted: choose one of {', '.join(map(repr, _RING_BYTES))}.")
     _positive("step_seconds", step_seconds)
-    rate = 1e9 * _positive("gigabytes_per_second", gigabytes_per_second)
+    across, within = 1e9 * _positive("gigabytes_per_second", gigabytes_per_second), 1e9 * within_node
+
+    def seconds(ranks, bytes_each, rate):
+        return (ranks - 1) / ranks * bytes_each * _positive("parameters", parameters) / rate
+
     rows = []
     for count in workers:
         count = _count("workers", count)
-        talk = (count - 1) / count * bytes_each[strategy] * _positive("parameters", parameters) / rate
+        here = min(count, ranks_per_node)
+        if strategy == "hsdp":
+            talk = seconds(here, _RING_BYTES["fsdp"], within) + seconds(count / here, _RING_BYTES["hsdp"], across)
+        else:
+            talk = seconds(count, _RING_BYTES[strategy], min(within, across) if count > here else within)
         exposed = max(0.0, talk - backward_share * step_seconds)
         rows.append((count, talk, step_seconds / (step_seconds + talk), step_seconds / (step_seconds + exposed)))
     names = ["workers", "communication, s", "efficiency, nothing hidden", "efficiency, hidden behind backward"]

@@ -14,7 +14,10 @@ SOURCES = {
     "slides": 'Anyscale, "Efficient Stable Diffusion Pre-Training on Billions of Images with Ray"',
     "quickstart": 'Anyscale, "Quickstart: Stable diffusion pre-training"',
     "MosaicML": 'MosaicML, "Training Stable Diffusion from Scratch for <$50k with MosaicML (Part 2)"',
+    "mosaicml/diffusion": "MosaicML, README of the repository mosaicml/diffusion",
     "NVIDIA": "NVIDIA's results in MLPerf Training v4.0, Stable Diffusion v2",
+    "NVIDIA A100": "NVIDIA, A100 Tensor Core GPU, data sheet",
+    "AWS": "Amazon EC2, P4 instances",
 }
 
 
@@ -85,6 +88,13 @@ ABLATION = (
     Throughput("+ EFA", 512, "32 x A100-80G", 1029, 2.64, _B, note="the offline rate of Table 1"),
     Throughput("+ FSDP", 512, "32 x A100-80G", 1168, 3.00, _B),
     Throughput("+ torch.compile", 512, "32 x A100-80G", 1349, 3.46, _B),
+)
+# The U-Net alone on stored latents, at a growing number of GPUs.
+_C = "mosaicml/diffusion, How many GPUs do I need?"
+SCALING = tuple(
+    Throughput("latents stored", resolution, f"{gpus} x A100", rate, None, _C)
+    for resolution, rates in ((256, (1100, 2180, 4080, 8530, 11_600)), (512, (290, 585, 1195, 2340, 4590)))
+    for gpus, rate in zip((8, 16, 32, 64, 128), rates, strict=True)
 )
 
 
@@ -254,14 +264,15 @@ FACTS = {
         "images/s at 256 px",
         "blog, Table 2",
         derived="1,126,400,000 images for $2,183 at $1.212 an hour",
-        note="assumes that the $2,183 are g5.2xlarge hours only; 24 of them would then feed 4,068 images/s",
+        note="assumes that the $2,183 are g5.2xlarge hours only; 24 of them would then feed 4,068 images/s, each at "
+        "79 % of its GPU's peak",
     ),
     "one A10G, online, at least": Fact(
         101.9,
         "images/s at 256 px",
         "slides, Ray Data vs Torch DataLoader",
         derived="4,075 images/s / 40 encoders",
-        note="the trainers were the bottleneck, so the encoders may be faster",
+        note="the trainers were the bottleneck, so the encoders may be faster; 46 % of the GPU's peak",
     ),
     "one H200, MLPerf at 512 px": Fact(129, "images/s", "NVIDIA", note="a U-Net of the same size"),
     "A100 hours": Fact(
@@ -287,6 +298,15 @@ FACTS = {
     ),
     "MosaicML, dollars": Fact(47_700, "$", "MosaicML", note="23,835 hours at $2, rounded"),
     "MosaicML, EMA from": Fact(800_000, "of 850,000 iterations", "MosaicML"),
+    "network of a node, EFA": Fact(50, "GB/s", "AWS", derived="p4d and p4de: 400 Gbit/s"),
+    "network of a node, TCP": Fact(
+        2.9,
+        "GB/s",
+        "slides, Table 4.b",
+        derived="the bus bandwidth that explains DDP's 1,573 images/s without and 4,068 with EFA (389 and 1,029 at 512 "
+        "pixels), if two thirds of a step hide communication",
+    ),
+    "NVLink of an A100": Fact(300, "GB/s", "NVIDIA A100", derived="600 GB/s are both directions together"),
     "Stability AI": Fact(
         200_000,
         "A100-40G hours",

@@ -123,7 +123,7 @@ def main():
         )
 
 
-def estimate(manifest, config, rows, request_seconds=0.03, encoders=40):
+def estimate(manifest, config, rows, request_seconds=0.03, encoders=58):
     """Costs of a file, a row and a commit, and 2 billion rows of them on an object store."""
     paths = inputs.list_inputs(config.input_uri)
     started = time.perf_counter()

@@ -7,23 +7,26 @@
 --batch is a worker's, so the global batch grows with the workers (weak scaling), and efficiency is images/s a worker
 over that of the fewest workers; numbers of workers take turns, medians are printed. On a CPU each worker has the same
 threads however many there are: the cores over the most workers, at least one; workers beyond the cores share them and
-cannot scale. The prediction holds for sd2-base (865.9 M parameters) at the step time given, and stands beside
-MosaicML's "near-perfect strong scaling up to 128 GPUs".
+cannot scale. Bus bandwidth is that of an all-reduce, 2 (n - 1) / n of its bytes a second, as nccl-tests counts it: it
+tells whether EFA is on. The prediction holds for sd2-base (865.9 M parameters) at the step time given.
 """
 
 import argparse
 import itertools
 import statistics
 import tempfile
+import time
 
 import pandas as pd
 import ray.train
+import torch
+import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
 from helpers import distributed, storage
 from helpers.config import TrainingConfig
-from helpers.lesson import ablations, estimates
+from helpers.lesson import ablations, estimates, published_results
 from helpers.runtime import profiling, session
 from tests.benchmarks import record
 
@@ -33,9 +36,24 @@ def measure_per_worker(values):
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
     distributed.use_cores(values["most_workers"])
     found = ablations.measure_step(config, get_device(), steps=values["steps"])
+    bandwidth = bus_bandwidth(get_device()) if distributed.world_size() > 1 else float("nan")
     if context.get_world_rank() == 0:
         found["hardware"] = profiling.hardware(get_device())
+        found["bus bandwidth, GB/s"] = bandwidth
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
+
+
+def bus_bandwidth(device, rounds=5):
+    """GB/s that an all-reduce moves over each link of a ring, the median of several; call it on every rank."""
+    tensor = torch.ones(2**28 if device.type == "cuda" else 2**20, device=device)
+    seconds = []
+    for _ in range(1 + rounds):
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        tensor[0].item()  # waits for the GPU
+        seconds.append(time.perf_counter() - started)
+    ranks = dist.get_world_size()
+    return 2e-9 * (ranks - 1) / ranks * tensor.nbytes / statistics.median(seconds[1:])
 
 
 def measure(config, **values):
@@ -53,6 +71,7 @@ def measure(config, **values):
 
 
 def main():
+    networks = [published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unet", default="tiny")
     parser.add_argument("--resolution", type=int, default=64)
@@ -71,7 +90,7 @@ def main():
         "--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s"
     )
     parser.add_argument(
-        "--bandwidth", type=float, nargs="+", default=[6, 50], help="GB/s a GPU; 6: 400 Gbit/s a node of 8 GPUs"
+        "--bandwidth", type=float, nargs="+", default=networks, help="GB/s of a node's network; with EFA, without"
     )
     given = parser.parse_args()
     session.connect(given.address, max(given.workers) + 1)
@@ -97,7 +116,10 @@ def main():
                 found[count].append(measure(config, steps=given.steps, most_workers=max(given.workers)))
             rows = []
             for count, runs in found.items():
-                rate, talk = (statistics.median(run[what] for run in runs) for what in ("images/s", "communication"))
+                rate, talk, bandwidth = (
+                    statistics.median(run[what] for run in runs)
+                    for what in ("images/s", "communication", "bus bandwidth, GB/s")
+                )
                 rows.append(
                     {
                         "workers": count,
@@ -105,6 +127,7 @@ def main():
                         "a worker": rate / count,
                         "efficiency": rate / count / (rows[0]["a worker"] if rows else rate / count),
                         "communication": talk,
+                        "bus bandwidth, GB/s": bandwidth,
                     }
                 )
             what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
@@ -113,7 +136,9 @@ def main():
             tables[strategy] = {"what": what, "on": runs[0]["hardware"], "rows": rows}
     for bandwidth in given.bandwidth:
         for strategy in ("ddp", "fsdp"):
-            print(f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a GPU")
+            print(
+                f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a node"
+            )
             table = estimates.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
             print(table.round(3).to_string(index=False))
     record.write(

@@ -94,6 +94,7 @@ NAMES = set(DEFAULTS) | {
     "latents",
     "text_precision",
     "dollars_per_hour",
+    "encoder_revision",
 }
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},

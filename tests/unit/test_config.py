@@ -7,6 +7,11 @@ from helpers import config, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections
 
 BAD_PREPROCESSING = [
+    (
+        {"encoder_revision": "v1"},
+        "encoder_revision='v1' is that of a hub id, and encoder_model='tiny-sd' is a folder: leave it None.",
+    ),
+    ({"encoder_revision": ""}, "encoder_revision='' must be a text, or None."),
     ({"encoder_precision": "int8"}, "encoder_precision='int8' is unknown: choose one of 'fp32', 'fp16' or 'bf16'."),
     ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet', 'webdataset' or 'imagefolder'."),
     ({"num_transform_workers": 0}, "num_transform_workers=0 must be a whole number of at least 1."),

@@ -1,5 +1,8 @@
+import functools
 import json
 import math
+import pathlib
+import re
 import shlex
 import subprocess
 
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.lesson import estimates, full_run, published_results
+from helpers.runtime import profiling
 
 PHASE_1 = 1_126_400_000
 P4DE = {"p4de.24xlarge": 4}
@@ -25,6 +29,7 @@ DOCUMENTED_PARAMETERS = set(
 RECORDS = [
     *published_results.DATA_PATHS,
     *published_results.ABLATION,
+    *published_results.SCALING,
     *published_results.INSTANCES,
     *published_results.PHASES,
     *published_results.EPOCH_COSTS,
@@ -46,6 +51,7 @@ def test_every_published_number_names_its_document():
     [
         published_results.DATA_PATHS,
         published_results.ABLATION,
+        published_results.SCALING,
         published_results.INSTANCES,
         published_results.PHASES,
         published_results.EPOCH_COSTS,
@@ -116,6 +122,108 @@ def test_the_ablation_starts_from_the_offline_rate_of_table_1():
             assert row.images_per_second == offline[row.resolution]
 
 
+# --- what the hardware can do -----------------------------------------------------------------------
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@functools.cache
+def flops(what, *resolutions):
+    """Of one picture, by "encoders" or by "trainers" (the U-Net, forward and backward)."""
+    if what == "encoders":
+        return estimates.encoder_flops(*resolutions)
+    size = min(resolutions) // 8
+    return profiling.training_flops("sd2-base", (4, size, size), (77, 1024))
+
+
+def peak(gpus):
+    """FLOP/s of "32 x A100-80G" or "1 x A10G", in half precision."""
+    count, _, name = gpus.partition(" x ")
+    return int(count) * 1e12 * profiling.find_accelerator(name).bf16_tflops
+
+
+def rates_in(text):
+    """(sentence, GPUs, images/s, FLOPs of one) of each rate in a sentence that names a GPU; A10Gs are encoders."""
+    numbers = r"(?:[\d,.]*\d(?:, | and ))*[\d,.]*\d"
+    for sentence in re.split(r"(?<=[.;])\s|\n", text):
+        sizes = sorted({int(size) for size in re.findall(r"\b(256|512)\b", sentence)}) or [256]
+        sizes = sizes if "one pass" in sentence else sizes[:1]
+        for rates in re.findall(rf"({numbers}) (?:images|rows|samples)/s", sentence):
+            for count, name in re.findall(r"(?:(\d+) )?\b(A10G|A100|H100|H200)s?\b", sentence):
+                count = "1" if " each" in sentence or not count else count
+                for rate in re.split(", | and ", rates):
+                    work = flops("encoders" if name == "A10G" else "trainers", *sizes)
+                    yield sentence, f"{count} x {name}", float(rate.replace(",", "")), work
+
+
+def test_flops_of_the_encoders_are_those_of_stable_diffusion_2():
+    """Checked by hand: the VAE's 268 GFLOP of convolutions at 256 pixels are four times as many at 512."""
+    assert [flops("encoders", *sizes) / 1e9 for sizes in ((), (256,), (512,), (256, 512))] == pytest.approx(
+        [45.127, 317.849, 1161.786, 1434.508], abs=1e-3
+    )
+    vae, text_encoder = estimates.sd2_encoders()
+    assert sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
+    assert sum(p.numel() for p in vae.parameters()) == 83_653_863
+
+
+def test_no_published_rate_exceeds_what_its_gpus_can_compute():
+    published = published_results
+    for row in (*published.ABLATION, *published.SCALING, *published.DATA_PATHS, *published.PHASES):
+        work = flops("trainers", row.resolution)
+        if getattr(row, "setup", "") == "DataLoader":  # encodes on the same GPUs
+            work += flops("encoders", row.resolution)
+        assert row.images_per_second * work < 0.5 * peak(row.gpus), row
+    facts = published.FACTS
+    for name in ("one A10G, offline", "one A10G, online, at least"):
+        assert facts[name].value * flops("encoders", 256) < peak("1 x A10G")
+    assert facts["one H200, MLPerf at 512 px"].value * flops("trainers", 512) < peak("1 x H200")
+    phases = [phase for phase in published.PHASES if phase.who == "MosaicML"]
+    encoded = sum(phase.unique_samples * flops("encoders", phase.resolution) for phase in phases)
+    assert encoded < 3600 * facts["MosaicML, latents"].value * peak("1 x A100")
+
+
+@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
+def test_the_full_runs_encoders_feed_its_trainers_online(resolution):
+    """At a rate that an A10G can reach; the published 40 would not, at either size."""
+    full = full_run.PARAMETERS[resolution]
+    rate = estimates.encoder_rate([resolution])
+    trainers = next(phase for phase in published_results.PHASES if phase.resolution == resolution)
+    assert rate * flops("encoders", resolution) < 0.5 * peak("1 x A10G")
+    assert full["num_encoders"] == pytest.approx(estimates.encoders_needed(trainers.images_per_second, rate), rel=0.08)
+    assert estimates.online_throughput(full["num_encoders"], rate, trainers.images_per_second) == (
+        trainers.images_per_second
+    )
+    assert estimates.online_throughput(40, rate, trainers.images_per_second) < trainers.images_per_second
+    assert full["num_transform_workers"] == 6 * full["num_encoders"]
+
+
+def test_both_sizes_in_one_pass_take_an_a10g_a_twentieth_of_a_second():
+    assert 20 < estimates.encoder_rate([256, 512]) < 23 < 100 < estimates.encoder_rate([256])
+    assert estimates.encoder_rate([256, 512], "H200", 0.5) == pytest.approx(0.5 * 989e12 / flops("encoders", 256, 512))
+
+
+def test_no_rate_in_the_texts_exceeds_what_its_gpus_can_compute():
+    texts = [(ROOT / name).read_text() for name in ("README.md", "tests/benchmarks/README.md")]
+    for path in ROOT.glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        texts += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    found = [claim for text in texts for claim in rates_in(text)]
+    assert len(found) >= 6
+    for sentence, gpus, rate, work in found:
+        assert rate * work < peak(gpus), sentence
+    wrong = "40 A10Gs encode 256 and 512 pixels in one pass at 102 images/s each."
+    assert [rate * work > peak(gpus) for _, gpus, rate, work in rates_in(wrong)] == [True]
+
+
+def test_hours_of_two_billion_rows_follow_from_the_counted_flops():
+    encoders = full_run.PARAMETERS[256]["num_encoders"]
+    hours = estimates.training_hours(2e9, encoders * estimates.encoder_rate([256, 512]))
+    for name in ("README.md", "tests/benchmarks/README.md"):
+        text = (ROOT / name).read_text()
+        assert f"{hours:.0f} hours" in text and f"{encoders} " in text
+    assert f"-p num_encoders {encoders} " in (ROOT / "README.md").read_text()
+
+
 # --- arithmetic -------------------------------------------------------------------------------------
 
 
@@ -165,6 +273,8 @@ def test_own_prices_override_and_add():
         (lambda: estimates.dollars(1, {"p5": 1}), "'p5'"),
         (lambda: estimates.dollars(1, {"p4de.24xlarge": 0}), "instances['p4de.24xlarge']=0"),
         (lambda: estimates.dollars(1, {"mine": 1}, {"mine": 0}), "prices['mine']=0"),
+        (lambda: estimates.encoder_rate([256], "RTX A1000"), "accelerator='RTX A1000'"),
+        (lambda: estimates.encoder_rate([256], utilization=0), "utilization=0"),
         (lambda: full_run.changes({}, 768), "resolution=768"),
         (lambda: full_run.papermill_command("a", {"x": object()}, "b"), "x=<object"),
         (lambda: full_run.papermill_command("a", {"x": [object()]}, "b"), "x=[<object"),
@@ -192,7 +302,7 @@ def test_the_full_run_is_the_published_one(resolution, phase):
     full = full_run.PARAMETERS[resolution]
     assert full["resolution"] == phase.resolution
     assert full["max_steps"] * full["global_batch_size"] == phase.num_samples
-    assert (full["num_training_workers"], full["num_encoders"]) == (32, 40)
+    assert full["num_training_workers"] == 32
 
 
 @pytest.mark.parametrize("full", full_run.PARAMETERS.values(), ids=full_run.PARAMETERS)
@@ -213,7 +323,7 @@ def test_the_comparison_shows_only_what_differs_in_groups():
         ("training", "global_batch_size"),
     ]
     assert table.loc[("data", "resolution")].tolist()[:3] == [64, 256, 512]
-    assert table.loc[("machines", "num_encoders")].tolist()[:3] == ["-", 40, 40]
+    assert table.loc[("machines", "num_encoders")].tolist()[:3] == ["-", 58, 52]
     assert full_run.compare({"seed": 7}).empty
 
 
@@ -358,19 +468,60 @@ def test_a_resolution_without_a_published_ablation_is_one_sentence():
         published_results.published_ablation(64)
 
 
+SD2 = 865_910_724
+
+
+def scaling(gigabytes, strategy="ddp", seconds=0.5, **options):
+    table = estimates.predict_scaling(SD2, seconds, gigabytes, strategy=strategy, **options).set_index("workers")
+    return table.set_axis(["seconds", "exposed", "hidden"], axis=1)
+
+
 def test_scaling_is_what_the_network_leaves():
-    table = estimates.predict_scaling(865.9e6, 0.5, 50, workers=(1, 8, 128), strategy="ddp").set_index("workers")
+    table = scaling(50, workers=(1, 8, 16, 128))
     assert table.loc[1].tolist() == [0, 1, 1]
-    assert table.loc[8, "communication, s"] == pytest.approx(7 / 8 * 8 * 865.9e6 / 50e9)
-    assert table.loc[128, "efficiency, nothing hidden"] == pytest.approx(0.5 / (0.5 + 127 / 128 * 8 * 865.9e6 / 50e9))
-    assert table["efficiency, hidden behind backward"].tolist() == [1, 1, 1]
-    slow = estimates.predict_scaling(865.9e6, 0.5, 5, strategy="ddp").set_index("workers")
-    assert (slow["efficiency, hidden behind backward"] < 0.7).all()
-    sharded = estimates.predict_scaling(865.9e6, 0.5, 5).set_index("workers")
-    assert (
-        sharded["communication, s"].tolist() == pytest.approx((0.75 * slow["communication, s"]).tolist())
-        and len(sharded) == 5
-    )
+    assert table.loc[8, "seconds"] == pytest.approx(7 / 8 * 8 * SD2 / 300e9)  # by NVLink
+    assert table.loc[16, "seconds"] == pytest.approx(15 / 16 * 8 * SD2 / 50e9)
+    assert table.loc[128, "exposed"] == pytest.approx(0.5 / (0.5 + 127 / 128 * 8 * SD2 / 50e9))
+    assert (table["hidden"] == 1).all()
+    assert (scaling(5).loc[16:, "hidden"] < 0.7).all()
+    assert scaling(5, "fsdp")["seconds"].tolist() == pytest.approx((0.75 * scaling(5)["seconds"]).tolist())
+    assert scaling(5, "fsdp-full").equals(scaling(5)) and len(scaling(5)) == 5
+
+
+def test_a_ring_crosses_a_nodes_network_once_for_all_its_ranks():
+    """So the ranks of a node do not share its bandwidth; only a network faster than NVLink is not the slowest link."""
+    for ranks_per_node in (1, 4, 8):
+        assert scaling(50, ranks_per_node=ranks_per_node, workers=(16,)).equals(scaling(50, workers=(16,)))
+    assert scaling(50, ranks_per_node=4).loc[8, "seconds"] == pytest.approx(7 / 8 * 8 * SD2 / 50e9)
+    assert scaling(1000).loc[16, "seconds"] == pytest.approx(15 / 16 * 8 * SD2 / 300e9)
+
+
+def test_hsdp_sends_shards_across_nodes_and_the_rest_within():
+    table, sharded = scaling(50, "hsdp"), scaling(50, "fsdp")
+    assert table.loc[8].equals(sharded.loc[8])
+    across = 3 / 4 * 8 * SD2 / 50e9
+    assert table.loc[32, "seconds"] == pytest.approx(sharded.loc[8, "seconds"] + across)
+
+
+@pytest.mark.parametrize(("resolution", "with_efa", "without"), [(256, 4068, 1573), (512, 1029, 389)])
+def test_efa_makes_the_difference_that_was_published(resolution, with_efa, without):
+    """DDP on 32 A100s: 128 or 32 images a GPU; with EFA nothing of the communication is exposed."""
+    rates = [row.images_per_second for row in published_results.ABLATION if row.gpus == "32 x A100-80G"]
+    assert with_efa in rates and without in rates
+    seconds = 32 * {256: 128, 512: 32}[resolution] / with_efa
+    for kind, expected in (("EFA", 1), ("TCP", without / with_efa)):
+        network = published_results.FACTS[f"network of a node, {kind}"].value
+        assert scaling(network, seconds=seconds).loc[32, "hidden"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("row", published_results.SCALING, ids=lambda row: f"{row.gpus} {row.resolution}")
+def test_the_prediction_agrees_with_mosaicmls_table(row):
+    """Their batch of 2,048 leaves 16 images for each of 128 GPUs; an eighth of 50 GB/s a GPU would predict 0.13."""
+    rows = {other.gpus: other for other in published_results.SCALING if other.resolution == row.resolution}
+    one = rows["8 x A100"].images_per_second / 8
+    count = int(row.gpus.split()[0])
+    table = scaling(50, seconds=2048 / count / one, workers=(count,))
+    assert table.loc[count, "hidden"] == pytest.approx(row.images_per_second / count / one, abs=0.08)
 
 
 @pytest.mark.parametrize(
