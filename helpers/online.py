@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import ray
+import torch
 from PIL import Image, ImageOps
 
 from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
@@ -196,7 +197,9 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))
     entry = resumable_job.new_entry(segment)
     if len(rows):
-        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)
+        # On a CPU with all of this process's threads: nothing else runs here yet.
+        options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
+        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), **options)
         encoded = latent_encoder(preprocess.transform(rows, config=config))
         id_type = pa.type_for_alias(manifest.id_type)
         report = preprocess.write_latents(
