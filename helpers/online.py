@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import filters, inputs
+from .runtime import lease
 
 NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest: the offsets of each tar's row groups
@@ -64,11 +65,12 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
         segments=[segment],
     )
     manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
-    if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
-        storage.delete(validation_uri)
-        storage.write_json(manifest_uri, manifest.to_dict())
-    if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
-        write_validation(manifest, config, training)
+    with lease.hold(uri, f"latents_uri={uri!r}"):
+        if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
+            storage.delete(validation_uri)
+            storage.write_json(manifest_uri, manifest.to_dict())
+        if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
+            write_validation(manifest, config, training)
     return manifest
 
 
