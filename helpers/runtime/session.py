@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
@@ -110,23 +109,25 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
 
 
 def warn_if_validation_waits(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
-    """Print a warning if trainers, and encoders with `encoder_gpus` in all, leave no GPU for validation."""
+    """Print a line if trainers, and encoders with `encoder_gpus` in all, leave no GPU for validation."""
     if not use_gpu or not config.validate_every:
         return
     has, needed = ray.cluster_resources().get("GPU", 0), config.most_workers + encoder_gpus + 1
     if has < needed:
         print(
             f"Training and its validation want {needed:g} GPUs, one of them for validation, and the cluster has "
-            f"{has:g}: validation would wait until training ends, and keep every checkpoint until then. Add GPUs, or "
-            "set validate_every=0."
+            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
         )
 
 
 def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
-    """Call a function in this process, or, with `use_gpu` on a machine without a GPU, on a GPU of the cluster."""
-    if not use_gpu or torch.cuda.is_available():
+    """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, whose memory is free when it ends.
+
+    In this process the GPU's memory would stay in use, where the trainers need it.
+    """
+    if not use_gpu:
         return function(*arguments)
-    return ray.get(ray.remote(num_gpus=1)(function).remote(*arguments))
+    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments))
 
 
 def free_disk(storage_uri: str) -> int:
