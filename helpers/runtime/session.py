@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -108,16 +109,40 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         storage.delete(token)
 
 
-def warn_if_validation_waits(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
-    """Print a line if trainers, and encoders with `encoder_gpus` in all, leave no GPU for validation."""
-    if not use_gpu or not config.validate_every:
+def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
+    """Check the cluster's GPUs for the trainers, which share them with encoders that want `encoder_gpus` in all.
+
+    Raises ValueError if the trainers may get GPUs of two kinds: all would go at the pace of the slower, and be out of
+    memory on the smaller. Prints a line if no GPU is left for validation.
+    """
+    if not use_gpu:
         return
-    has, needed = ray.cluster_resources().get("GPU", 0), config.most_workers + encoder_gpus + 1
-    if has < needed:
+    kinds = gpu_kinds()
+    if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
+        found = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
+        raise ValueError(
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({found}): trainers on two "
+            f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
+        )
+    has, needed = sum(kinds.values()), config.most_workers + encoder_gpus + 1
+    if config.validate_every and has < needed:
         print(
             f"Training and its validation want {needed:g} GPUs, one of them for validation, and the cluster has "
             f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
         )
+
+
+warn_if_validation_waits = check_gpus  # its name in notebooks until now
+
+
+def gpu_kinds() -> dict[str, float]:
+    """{accelerator type, as Ray calls it: number of GPUs} of the cluster's nodes."""
+    kinds = collections.Counter()
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get("GPU"):
+            names = [name.partition(":")[2] for name in node["Resources"] if name.startswith("accelerator_type:")]
+            kinds["/".join(sorted(names)) or "unknown"] += node["Resources"]["GPU"]
+    return kinds
 
 
 def run_on_gpu(function: Callable, use_gpu: bool, *arguments):

@@ -341,22 +341,3 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     wait_until(lambda: not psutil.pid_exists(pid))
     assert session.run_on_gpu(sample, False, 3)[0] == os.getpid()
     lose(nodes, node)
-
-
-def test_a_cluster_without_a_gpu_for_validation_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
-    data = "storage"
-    two = run_of(data, "two", num_training_workers=2, validate_every=10)
-    session.warn_if_validation_waits(two, use_gpu=True)
-    said = capsys.readouterr().out
-    assert "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop to validate." in said
-    session.warn_if_validation_waits(
-        run_of(data, "elastic", num_training_workers=(1, 2), validate_every=10), use_gpu=True
-    )
-    assert capsys.readouterr().out == said
-    session.warn_if_validation_waits(run_of(data, "one", validate_every=10), use_gpu=True)
-    session.warn_if_validation_waits(run_of(data, "never", num_training_workers=2), use_gpu=True)
-    session.warn_if_validation_waits(two, use_gpu=False)
-    assert capsys.readouterr().out == ""
-    session.warn_if_validation_waits(run_of(data, "online", validate_every=10), use_gpu=True, encoder_gpus=0.5)
-    assert "want 2.5 GPUs" in capsys.readouterr().out
