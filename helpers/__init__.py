@@ -28,6 +28,7 @@ data_io/            raw data
     checks          checks of the raw data before a job starts
 runtime/            support at run time
     session         connecting to Ray, shared storage, GPUs
+    lease           one driver at a time on a job or a run
     monitoring      progress of a run in a notebook and in a terminal
     metrics_log     `metrics.jsonl`, throughput
     profiling       FLOPs, MFU, the profile of a step

@@ -6,7 +6,9 @@ any number of workers and after every resume.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -170,6 +172,24 @@ class EMA:
     def copy(self) -> dict[str, torch.Tensor]:
         """name -> copy of the model's parameter in fp32."""
         return {name: parameter.clone() for name, parameter in self.parameters().items()}
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While the block runs, the model's fp32 parameters and their averages change places, one tensor at a time."""
+        try:
+            self.swap()
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        parameters = self.parameters()
+        for name, average in (self.shadow or {}).items():
+            parameter = parameters[name]
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """name -> fp32 tensor, not copied: the average, or before it starts the parameters."""

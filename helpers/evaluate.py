@@ -5,21 +5,19 @@ from __future__ import annotations
 import tempfile
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import ray.train
 import torch
 import transformers
 from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from . import checkpoint, diffusion, encoder, images, ingest, schema, storage
+from . import checkpoint, diffusion, encoder, images, schema, storage
 from .config import TrainingConfig
+from .train import read_validation, record_validation, validation_rows
 from .train_step import validation_loss
 from .unet import build_unet
 
-NUM_VALIDATION_ROWS = 512
+__all__ = ["read_validation", "validation_rows"]  # of a run, as the notebooks call them
 
 
 def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
@@ -138,6 +136,7 @@ def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "e
 def validate(saved: ray.train.Checkpoint, config: dict) -> dict[str, float]:
     """Ray Train's validation function: the held-out loss of a checkpoint's EMA weights, while training continues.
 
+    Where the trainers leave no GPU for it, they validate themselves instead (`train.CheckpointManager`).
     Also writes it to the run's `validation/{step}.json`, and copies the checkpoint to `best/` if no other has a lower
     loss. Returns {} if no rows are held out. `config`: the dict of a `TrainingConfig`.
     """
@@ -150,29 +149,8 @@ def validate(saved: ray.train.Checkpoint, config: dict) -> dict[str, float]:
     with saved.as_directory() as folder:
         step = checkpoint.step_of(folder)
         unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
-        loss, unweighted = validation_loss(unet, manifest, rows, config)
-        if not (read_validation(config.run_uri)["validation_loss"] < loss).any():
+        losses = validation_loss(unet, manifest, rows, config)
+        result, is_best = record_validation(config, step, losses, rows.num_rows)
+        if is_best:
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
-    result = {"step": step, "validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows}
-    storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
     return result
-
-
-def validation_rows(config: TrainingConfig) -> pa.Table | None:
-    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
-    uri = storage.join(config.run_uri, "validation", "rows.parquet")
-    if storage.exists(uri):
-        filesystem, path = storage.open_filesystem(uri)
-        return pq.read_table(path, filesystem=filesystem)
-    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
-    if rows is not None:
-        file = pa.BufferOutputStream()
-        pq.write_table(rows, file, compression="none")
-        storage.write_bytes(uri, file.getvalue())
-    return rows
-
-
-def read_validation(run_uri: str) -> pd.DataFrame:
-    """The validation losses of a run: a frame with columns step, validation_loss, unweighted, rows."""
-    results = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
-    return pd.DataFrame(results, columns=["step", "validation_loss", "unweighted", "rows"])

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import ray
+import torch
 from PIL import Image, ImageOps
 
 from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import filters, inputs
+from .runtime import lease
 
 NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest: the offsets of each tar's row groups
@@ -63,11 +65,12 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
         segments=[segment],
     )
     manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
-    if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
-        storage.delete(validation_uri)
-        storage.write_json(manifest_uri, manifest.to_dict())
-    if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
-        write_validation(manifest, config, training)
+    with lease.hold(uri, f"latents_uri={uri!r}"):
+        if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
+            storage.delete(validation_uri)
+            storage.write_json(manifest_uri, manifest.to_dict())
+        if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
+            write_validation(manifest, config, training)
     return manifest
 
 
@@ -196,7 +199,9 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))
     entry = resumable_job.new_entry(segment)
     if len(rows):
-        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), batch_size=config.encoder_batch_size)
+        # On a CPU with all of this process's threads: nothing else runs here yet.
+        options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
+        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), **options)
         encoded = latent_encoder(preprocess.transform(rows, config=config))
         id_type = pa.type_for_alias(manifest.id_type)
         report = preprocess.write_latents(

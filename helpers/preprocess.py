@@ -164,6 +164,7 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
         id_type=found.id_type,
         dollars_per_hour=config.dollars_per_hour,
         num_encoders=config.num_encoders,
+        max_failures=config.max_failures,
     )
 
 

@@ -11,6 +11,8 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import re
 import statistics
@@ -23,6 +25,7 @@ import ray
 
 from . import schema, storage
 from .data_io import inputs
+from .runtime import fault_tolerance, lease
 
 ROWS_PER_SEGMENT = 200_000  # for each encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points of a segment in the report
@@ -82,6 +85,7 @@ class Job:
         id_type: Arrow type of the stored ids.
         dollars_per_hour: price of the job's machines, for the report.
         num_encoders: how many there should be, for their utilization.
+        max_failures: how often a segment is begun again after a node, an actor or a worker was lost.
 
     Raises ValueError if `latents_uri` holds something else.
     """
@@ -96,9 +100,10 @@ class Job:
         id_type: pa.DataType,
         dollars_per_hour: float = 0.0,
         num_encoders: int = 1,
+        max_failures: int = 3,
     ):
         self.latents_uri, self.description, self.id_type = latents_uri, description, id_type
-        self.dollars_per_hour, self.num_encoders = dollars_per_hour, num_encoders
+        self.dollars_per_hour, self.num_encoders, self.max_failures = dollars_per_hour, num_encoders, max_failures
         input_crc32 = zlib.crc32(json.dumps(sorted(listing.items())).encode())
         parameters = {**parameters, "encoder": description["encoder"], "input_crc32": input_crc32}
         self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in what is compared with
@@ -173,25 +178,48 @@ class Job:
         """Do what is missing, a segment at a time, and return the manifest.
 
         `pipeline(segment)` returns the dataset of the write stage's reports; reading them runs it.
-        `progress(rows, of_rows)` is called as files are written. An interrupted segment's files are deleted.
+        `progress(rows, of_rows)` is called as files are written. An interrupted segment's files are deleted. Raises
+        RuntimeError if another driver does this job at the same time (`runtime.lease`).
         """
         if self.finished:
             manifest = schema.Manifest.read(self.latents_uri)
             print(f"Nothing to do: all {manifest.total('read'):,} rows are encoded at {self.latents_uri}")
             return manifest
-        storage.write_json(self.uri(SEGMENTS, JOB), self.parameters)
-        storage.write_json(self.uri(SEGMENTS, PLAN), [dataclasses.asdict(segment) for segment in self.segments])
-        self.delete_uncommitted()
-        total = sum(segment.rows for segment in self.segments)
-        done = sum(entry["read"] for entry in self.committed().values())
-        for segment in self.pending():
-            with self.cleaned_up():
-                entry = self.collect(
-                    pipeline(segment), segment, lambda rows, done=done: progress and progress(done + rows, total)
+        with lease.hold(self.latents_uri, f"latents_uri={self.latents_uri!r}") as self.lease:
+            self.check_same()  # another driver may have worked on it since this job was planned
+            self.segments = self.known_segments() or self.segments
+            storage.write_json(self.uri(SEGMENTS, JOB), self.parameters)
+            storage.write_json(self.uri(SEGMENTS, PLAN), [dataclasses.asdict(segment) for segment in self.segments])
+            self.delete_uncommitted()
+            total = sum(segment.rows for segment in self.segments)
+            done = sum(entry["read"] for entry in self.committed().values())
+            for segment in self.pending():
+                report = functools.partial(lambda done, rows: progress and progress(done + rows, total), done)
+                done += self.encode(pipeline, segment, report)["read"]
+            return self.finish()
+
+    def encode(
+        self, pipeline: Callable[[Segment], ray.data.Dataset], segment: Segment, progress: Callable[[int], None]
+    ) -> dict:
+        """Do a segment and commit it, `max_failures` times again where a node, an actor or a worker is lost.
+
+        Ray repeats the tasks and replaces the actors of the pipeline itself, but not its own actors that read Parquet
+        footers, or a block that cannot be made again. Returns the segment's entry.
+        """
+        for failures in itertools.count(1):
+            try:
+                with self.cleaned_up():
+                    entry = self.collect(pipeline(segment), segment, progress)
+                    self.lease.check()
+                    storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
+                return entry
+            except ray.exceptions.RayError as error:
+                if failures > self.max_failures or not fault_tolerance.was_lost(error):
+                    raise
+                what = fault_tolerance.summarize_error(str(error))
+                print(
+                    f"Segment {segment.index} is begun again ({failures} of max_failures={self.max_failures}): {what}"
                 )
-                storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
-            done += entry["read"]
-        return self.finish()
 
     @contextlib.contextmanager
     def cleaned_up(self):
@@ -241,6 +269,7 @@ class Job:
 
     def delete_uncommitted(self) -> int:
         """Delete this job's files of segments that were not committed; returns how many."""
+        self.lease.check()
         kept = set()
         for entry in self.committed().values():
             kept.update(file["name"] for file in entry["files"])

@@ -10,7 +10,7 @@ import zlib
 
 from . import checkpoint, ingest, schema, storage, train
 from .config import TrainingConfig
-from .runtime import fault_tolerance, metrics_log
+from .runtime import fault_tolerance, lease, metrics_log
 from .unet import load_unet_config
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
@@ -20,10 +20,13 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     """Check a run and get everything ready for `trainer.fit()`; returns the manifest of its latents.
 
     Deletes checkpoints that cannot be used, and says so; writes `config.json`; sets the time after which Ray Train
-    gives up a worker that does not answer. Raises what `check_run` raises, before anything is changed.
+    gives up a worker that does not answer. This process holds the run's lease until `monitoring.monitor_run` ends, or
+    it does. Raises what `check_run` raises, and RuntimeError if another driver holds the run, before anything is
+    changed.
     """
     manifests = ingest.read_manifests(config)
     check_run(config, manifests)
+    lease.hold(config.run_uri, f"run_name={config.run_name!r}")
     for sentence in checkpoint.reconcile_checkpoints(config.run_uri):
         print(sentence)
     storage.write_json(

@@ -172,7 +172,7 @@ class Manifest:
     row group}) and counts; planning an epoch reads nothing else. read = written + sum(rejected) + filtered.
     """
 
-    encoder: dict  # model, revision, precision
+    encoder: dict  # model, revision, precision (as asked for: a CPU computes in fp32 whatever it is)
     resolutions: list[int]
     columns: list[ColumnSpec]
     scaling_factor: float

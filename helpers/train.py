@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.train
 import ray.train.collective
 import ray.train.torch
+import torch
 
 from . import checkpoint, distributed, ingest, schema, storage
 from .config import TrainingConfig
@@ -24,6 +26,7 @@ from .runtime import fault_tolerance, profiling
 from .runtime.metrics_log import MetricsLog
 from .train_step import TrainStep, Unit
 
+NUM_VALIDATION_ROWS = 512
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
 Steps = Iterator[tuple[list[Unit], float]]
 
@@ -239,7 +242,11 @@ def first_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
 
 
 class CheckpointManager:
-    """Saves checkpoints while training goes on.
+    """Saves checkpoints while training goes on, and has them validated: beside it, or by the workers themselves.
+
+    A Ray task validates where there is a GPU that nobody uses (`evaluate.validate`); where there is none it would wait
+    until training ends, and keep every checkpoint until then. So the workers validate between two steps. The last
+    checkpoint is left to the task, which gets a GPU of the trainers.
 
     Training stops only while the state is copied to CPU memory. A thread of Ray Train then writes it, each worker its
     own part, and uploads it to the run's folder. A checkpoint counts once all of its files are there
@@ -262,6 +269,10 @@ class CheckpointManager:
         """Start to save; returns the seconds that training waited, the rest of the previous upload included."""
         started, config, state = time.perf_counter(), self.train_step.config, self.train_step
         self.uploaded.wait()
+        due = bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps)
+        is_best = False
+        if due and step < config.max_steps and not has_spare_gpu(state.device):
+            due, is_best = False, self.validate(step)
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
         finish = checkpoint.async_save(
             folder, model=state.model, optimizer=state.optimizer, ema=state.ema, step=step, group=self.group
@@ -275,19 +286,78 @@ class CheckpointManager:
             # Ray Train takes rank 0's name.
             checkpoint_dir_name=checkpoint.checkpoint_name(step, self.log.attempt) if self.log else None,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=functools.partial(self.upload, finish),
+            checkpoint_upload_fn=functools.partial(self.upload, finish, is_best),
             delete_local_checkpoint_after_upload=False,
-            validation=bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps),
+            validation=due,
         )
         return time.perf_counter() - started
 
-    def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+    def validate(self, step: int) -> bool:
+        """Validate the averaged weights on the training workers; whether no other checkpoint's loss is lower."""
+        config = self.train_step.config
+        if distributed.rank() == 0:
+            validation_rows(config)  # finds them once
+        ray.train.collective.barrier()
+        rows = validation_rows(config)
+        if rows is None:
+            return False
+        losses = self.train_step.validate(rows)
+        is_best = distributed.rank() == 0 and record_validation(config, step, losses, rows.num_rows)[1]
+        return ray.train.collective.broadcast_from_rank_zero(is_best)
+
+    def upload(
+        self, finish: Callable[[], None], is_best: bool, local: ray.train.Checkpoint, name: str
+    ) -> ray.train.Checkpoint:
         """In Ray Train's thread: wait until the files are written, then copy them to `name` in the run's folder."""
         try:
             finish()
-            uri = storage.join(self.train_step.config.run_uri, name)
+            run_uri = self.train_step.config.run_uri
+            uri = storage.join(run_uri, name)
             storage.copy_folder(local.path, uri)
+            if is_best:
+                distributed.gather_objects(None, self.group)  # every rank's files are there
+                if distributed.rank() == 0:
+                    checkpoint.keep_as_best(run_uri, uri, name)
             return ray.train.Checkpoint(storage.open_filesystem(uri)[1], self.filesystem)
         finally:
             shutil.rmtree(local.path)
             self.uploaded.set()
+
+
+# ---- validation
+
+
+def has_spare_gpu(device: torch.device) -> bool:
+    """Whether a Ray task can validate beside the training: on a GPU that nobody uses, or on CPUs. For all ranks."""
+    spare = distributed.rank() == 0 and (device.type != "cuda" or ray.available_resources().get("GPU", 0) >= 1)
+    return ray.train.collective.broadcast_from_rank_zero(spare)
+
+
+def validation_rows(config: TrainingConfig) -> pa.Table | None:
+    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
+    uri = storage.join(config.run_uri, "validation", "rows.parquet")
+    if storage.exists(uri):
+        filesystem, path = storage.open_filesystem(uri)
+        return pq.read_table(path, filesystem=filesystem)
+    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
+    if rows is not None:
+        file = pa.BufferOutputStream()
+        pq.write_table(rows, file, compression="none")
+        storage.write_bytes(uri, file.getvalue())
+    return rows
+
+
+def record_validation(
+    config: TrainingConfig, step: int, losses: tuple[float, float], num_rows: int
+) -> tuple[dict[str, float], bool]:
+    """Write the run's `validation/{step}.json`; returns it, and whether no other step's loss is lower."""
+    others = read_validation(config.run_uri)["validation_loss"]
+    result = {"step": step, "validation_loss": losses[0], "unweighted": losses[1], "rows": num_rows}
+    storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
+    return result, not (others < losses[0]).any()
+
+
+def read_validation(run_uri: str) -> pd.DataFrame:
+    """The validation losses of a run: a frame with columns step, validation_loss, unweighted, rows."""
+    results = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+    return pd.DataFrame(results, columns=["step", "validation_loss", "unweighted", "rows"])

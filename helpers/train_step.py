@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from . import diffusion, schema
 from .config import TrainingConfig
-from .distributed import sum_over_ranks, world_size
+from .distributed import rank, sum_over_ranks, world_size
 from .unet import autocast, build_model, clip_gradients, computes_in_bf16, synchronise_gradients
 
 
@@ -84,8 +85,7 @@ class TrainStep:
         fused: bool | None = True,
     ):
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
-        self.manifest = manifest
-        self.scaling_factor = manifest.scaling_factor
+        self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
@@ -166,6 +166,21 @@ class TrainStep:
             self.ema.update(step + 1)
         return {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
 
+    def validate(self, rows: pa.Table) -> tuple[float, float]:
+        """`validation_loss` of the averaged weights, by all ranks together, between two steps; for all ranks.
+
+        The averaged weights take the place of the trained ones meanwhile. Compiled blocks run as they were written:
+        they would be compiled again for another number of rows.
+        """
+        with self.ema.swapped(), torch.compiler.set_stance("force_eager"):
+            self.unet.eval()
+            losses = validation_loss(self.unet, self.manifest, rows, self.config)
+            self.unet.train()
+            for module in self.unet.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones
+        return losses
+
 
 @torch.no_grad()
 def validation_loss(
@@ -178,21 +193,27 @@ def validation_loss(
     """`(loss, unweighted loss)`: means over held-out latents `rows`, at evenly spaced timesteps, with fixed noise.
 
     The first is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise and
-    timesteps are the same every time, so that steps and runs can be compared.
+    timesteps are the same every time, so that steps and runs can be compared. In a process group each rank computes its
+    part of the rows, and all return the same.
     """
     device = next(unet.parameters()).device
     schedule = diffusion.noise_schedule(config.prediction_type)
     schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    totals, count = np.zeros(2), 0
-    for start in range(0, rows.num_rows, 64):
-        unit = Unit.from_arrow(rows.slice(start, 64).combine_chunks(), manifest, config.largest_resolution, start)
+    totals, num_mine = np.zeros(3), -(-rows.num_rows // world_size())
+    for start in range(rank() * num_mine, (rank() + 1) * num_mine, 64):
+        places = np.arange(start, min(start + 64, (rank() + 1) * num_mine))
+        # All ranks compute the same number of rows, because sharded weights are gathered by all together.
+        counts = torch.from_numpy(places < rows.num_rows).to(device)
+        places = np.minimum(places, rows.num_rows - 1)
+        unit = Unit.from_arrow(rows.take(places).combine_chunks(), manifest, config.largest_resolution, 0)
         for number in range(timesteps_per_row):
-            draws = diffusion.draw(0, number, unit.positions_U, unit.moments.shape[2:], device=device)
+            draws = diffusion.draw(0, number, places, unit.moments.shape[2:], device=device)
             draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
             latents = diffusion.sample_latents(unit.moments.to(device), draws.posterior_BCHW, manifest.scaling_factor)
-            unweighted = diffusion.row_losses(unet, schedule, latents, unit.text.to(device).float(), draws).sum().item()
+            losses = diffusion.row_losses(unet, schedule, latents, unit.text.to(device).float(), draws)
+            unweighted = (losses * counts).sum().item()
             # All rows have the same timestep here, and so the same weight.
             weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
-            totals += unweighted * weight, unweighted
-            count += len(unit.ids)
-    return tuple((totals / max(1, count)).tolist())
+            totals += unweighted * weight, unweighted, counts.sum().item()
+    *totals, count = sum_over_ranks(torch.tensor(totals, device=device)).tolist()
+    return tuple(total / max(1, count) for total in totals)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 
+import psutil
 import pytest
 import ray.train
 from ray import cloudpickle
@@ -38,6 +39,13 @@ def die():
 def stop():
     """Answer nobody, and be alive."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill_stream():
+    """Kill the process in which Ray Data runs the pipeline that feeds the trainers of this machine."""
+    for process in psutil.Process().parent().children():
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::SplitCoordinator"):
+            process.kill()
 
 
 def wait_for_ever():

@@ -9,11 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 
+import ray.exceptions
 import ray.train
 import torch
 
 from .. import distributed, storage
 from ..config import TrainingConfig
+
+# What Ray raises where a node, an actor or a worker is gone, or what it held or was to do.
+LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.TaskUnschedulableError,
+    ray.exceptions.ActorUnschedulableError,
+)
 
 
 class Watchdog:
@@ -124,6 +135,14 @@ class RecordFailures(ray.train.UserCallback):
     def after_exception(self, run_context, worker_exceptions):
         errors = [f"worker {rank}: {summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())]
         write_failure(self.run_uri, "; ".join(errors))
+
+
+def was_lost(error: BaseException) -> bool:
+    """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
+
+    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, would fail again.
+    """
+    return isinstance(error, LOST) and not getattr(error, "actor_init_failed", False)
 
 
 def summarize_error(text: str) -> str:

@@ -16,7 +16,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from ..config import TrainingConfig
-from . import fault_tolerance, metrics_log
+from . import fault_tolerance, lease, metrics_log
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
     Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50. An
-    interrupt ends the run and raises KeyboardInterrupt.
+    interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block ends.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     reader, lines = metrics_log.MetricsReader(config.run_uri), {}
@@ -173,7 +173,11 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             progress(recent[-1]["step"], config.max_steps, text)
 
     try:
-        with interruptible(), poll_in_background(show, every):
+        with (
+            lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
+            interruptible(),
+            poll_in_background(show, every),
+        ):
             yield
     finally:
         show()

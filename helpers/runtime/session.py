@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -12,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
@@ -111,24 +111,50 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         storage.delete(token)
 
 
-def warn_if_validation_waits(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
-    """Print a warning if trainers, and encoders with `encoder_gpus` in all, leave no GPU for validation."""
-    if not use_gpu or not config.validate_every:
+def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
+    """Check the cluster's GPUs for the trainers, which share them with encoders that want `encoder_gpus` in all.
+
+    Raises ValueError if the trainers may get GPUs of two kinds: all would go at the pace of the slower, and be out of
+    memory on the smaller. Prints a line if no GPU is left for validation.
+    """
+    if not use_gpu:
         return
-    has, needed = ray.cluster_resources().get("GPU", 0), config.most_workers + encoder_gpus + 1
-    if has < needed:
+    kinds = gpu_kinds()
+    if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
+        found = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
+        raise ValueError(
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({found}): trainers on two "
+            f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
+        )
+    has, needed = sum(kinds.values()), config.most_workers + encoder_gpus + 1
+    if config.validate_every and has < needed:
         print(
             f"Training and its validation want {needed:g} GPUs, one of them for validation, and the cluster has "
-            f"{has:g}: validation would wait until training ends, and keep every checkpoint until then. Add GPUs, or "
-            "set validate_every=0."
+            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
         )
 
 
+warn_if_validation_waits = check_gpus  # its name in notebooks until now
+
+
+def gpu_kinds() -> dict[str, float]:
+    """{accelerator type, as Ray calls it: number of GPUs} of the cluster's nodes."""
+    kinds = collections.Counter()
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get("GPU"):
+            names = [name.partition(":")[2] for name in node["Resources"] if name.startswith("accelerator_type:")]
+            kinds["/".join(sorted(names)) or "unknown"] += node["Resources"]["GPU"]
+    return kinds
+
+
 def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
-    """Call a function in this process, or, with `use_gpu` on a machine without a GPU, on a GPU of the cluster."""
-    if not use_gpu or torch.cuda.is_available():
+    """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, whose memory is free when it ends.
+
+    In this process the GPU's memory would stay in use, where the trainers need it.
+    """
+    if not use_gpu:
         return function(*arguments)
-    return ray.get(ray.remote(num_gpus=1)(function).remote(*arguments))
+    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments))
 
 
 def free_disk(storage_uri: str) -> int:

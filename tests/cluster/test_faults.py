@@ -3,11 +3,15 @@
 import os
 import pathlib
 import signal
+import sys
 
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import ray
+from fsspec.implementations.local import LocalFileSystem
+from ray import cloudpickle
 
 from helpers import checkpoint, encoder, ingest, preprocess, run_setup, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
@@ -27,6 +31,9 @@ from tests.faults import (
     wait_for_ever,
 )
 from tests.pipelines import build_pipeline, encode, fit, short_run
+
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
@@ -183,6 +190,35 @@ def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
     manifest = encode(config, latent_encoder=MortalEncoder, transform=mortal_transform)
     assert all(map(os.path.exists, flags))
     assert manifest.total("read") == expected.total("read") and manifest.rejected == expected.rejected
+    assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
+
+
+class FooterlessFiles(LocalFileSystem):
+    """Files on a disk, of which the first actor that opens one is killed: Ray Data's, which reads Parquet footers."""
+
+    def _open(self, path, *arguments, **options):
+        if ray.get_runtime_context().get_actor_id():
+            once(self.storage_options["flag"], die)
+        return super()._open(path, *arguments, **options)
+
+
+def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, monkeypatch, capsys):
+    """Ray Data does not replace it (`FooterReader`), so that its loss ends a dataset."""
+    finished, expected = encoded
+    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
+    flag = str(tmp_path / "killed")
+    job = preprocess.prepare(config, rows_per_segment=300)
+    build, opened = build_pipeline(job, config), storage.open_filesystem
+
+    def pipeline(segment):
+        with monkeypatch.context() as patch:
+            mortal = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(FooterlessFiles(flag=flag)))
+            patch.setattr(storage, "open_filesystem", lambda uri: (mortal, opened(uri)[1]))
+            return build(segment)
+
+    manifest = job.run(pipeline)
+    assert os.path.exists(flag)
+    assert "Segment 0 is begun again (1 of max_failures=3): " in capsys.readouterr().out
     assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
 
 

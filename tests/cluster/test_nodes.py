@@ -8,6 +8,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -328,23 +329,15 @@ def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monke
     lose(nodes, node)
 
 
-def test_a_cluster_without_a_gpu_for_validation_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
-    data = "storage"
-    two = run_of(data, "two", num_training_workers=2, validate_every=10)
-    session.warn_if_validation_waits(two, use_gpu=True)
-    said = capsys.readouterr().out
-    assert (
-        "want 3 GPUs, one of them for validation, and the cluster has 2:" in said
-        and "Add GPUs, or set validate_every=0." in said
-    )
-    session.warn_if_validation_waits(
-        run_of(data, "elastic", num_training_workers=(1, 2), validate_every=10), use_gpu=True
-    )
-    assert capsys.readouterr().out == said
-    session.warn_if_validation_waits(run_of(data, "one", validate_every=10), use_gpu=True)
-    session.warn_if_validation_waits(run_of(data, "never", num_training_workers=2), use_gpu=True)
-    session.warn_if_validation_waits(two, use_gpu=False)
-    assert capsys.readouterr().out == ""
-    session.warn_if_validation_waits(run_of(data, "online", validate_every=10), use_gpu=True, encoder_gpus=0.5)
-    assert "want 2.5 GPUs" in capsys.readouterr().out
+def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
+    """In a process of its own on a GPU (here by name alone), which ends with it; without `use_gpu` in this process."""
+    node = add_node(nodes, num_gpus=1)
+
+    def sample(number):
+        return os.getpid(), ray.get_gpu_ids(), number
+
+    pid, gpus, number = session.run_on_gpu(sample, True, 3)
+    assert pid != os.getpid() and len(gpus) == 1 and number == 3
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert session.run_on_gpu(sample, False, 3)[0] == os.getpid()
+    lose(nodes, node)

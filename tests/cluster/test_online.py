@@ -17,8 +17,8 @@ from ray import cloudpickle
 from helpers import encoder, ingest, online, run_setup, schema, storage, train, train_step
 from helpers.config import OnlineConfig
 from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
-from helpers.runtime import metrics_log, monitoring
-from tests.faults import assert_same_run, attempts_of, die, loop_with, once, variants
+from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, variants
 from tests.pipelines import fit, online_stream, short_run
 
 STEPS = 24
@@ -66,10 +66,11 @@ def straight(raw):
 
 @pytest.fixture(scope="module")
 def disturbed(raw, tmp_path_factory):
-    """A run of two workers and two encoders, of which one each is killed: (config, metrics)."""
+    """A run of two workers and two encoders, of which one each is killed, and then the stream: (config, metrics)."""
     config, folder = run_of(raw, "disturbed", num_training_workers=2, max_failures=5), tmp_path_factory.mktemp("flags")
-    flags = [str(folder / name) for name in ("trainer", "encoder")]
-    fit_online(raw, config, loop_with((die, 13, 0, flags[0])), 2, mortal(flags[1]))
+    flags = [str(folder / name) for name in ("trainer", "encoder", "stream")]
+    loop = loop_with((die, 13, 0, flags[0]), (kill_stream, 19, 0, flags[2]))
+    fit_online(raw, config, loop, 2, mortal(flags[1]))
     assert all(map(os.path.exists, flags))
     return config, metrics_log.read_metrics(config.run_uri)
 
@@ -119,7 +120,8 @@ def assert_expected(expected, losses, samples):
 def test_an_online_run_with_kills_is_a_bare_loop(disturbed, expected):
     config, found = disturbed
     assert_expected(expected, found["loss"], found["samples_crc32"])
-    assert attempts_of(config)[:2] == [1, 9]
+    assert attempts_of(config)[:3] == [1, 9, 17]
+    assert any("SplitCoordinator" in failure for failure in fault_tolerance.read_failures(config.run_uri))
 
 
 @variants

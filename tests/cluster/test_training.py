@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray.train
 import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, tr
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.lesson import captioned_shapes, looks
 from helpers.runtime import metrics_log, session
+from helpers.train_step import TrainStep
 from helpers.unet import build_unet
 from tests.faults import variants
 from tests.pipelines import bare, fit, short_run
@@ -87,6 +89,32 @@ def test_validation_runs_beside_training_on_held_out_rows(run):
     validation = evaluate.read_validation(run[0].run_uri)
     assert validation["step"].tolist() == [20, 40]
     assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
+
+
+def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
+    """The same run and the same losses; by both workers in its middle, by a Ray task at its end."""
+    first, _ = run
+    config = short_run(first.storage, "no-gpu-left", num_training_workers=2, validate_every=20)
+
+    def loop(values):
+        validate = TrainStep.validate
+
+        def noted(self, rows):
+            (tmp_path / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
+            return validate(self, rows)
+
+        TrainStep.validate, train.has_spare_gpu = noted, lambda device: False
+        train.train_loop_per_worker(values)
+
+    fit(config, loop=loop)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
+    found, expected = (evaluate.read_validation(one.run_uri) for one in (config, first))
+    assert found["step"].tolist() == [20, 40] and found["rows"].tolist() == expected["rows"].tolist()
+    np.testing.assert_allclose(found["validation_loss"], expected["validation_loss"], rtol=1e-5)
+    losses, undisturbed = (metrics_log.read_metrics(one.run_uri)["loss"].tolist() for one in (config, first))
+    assert losses == undisturbed
+    best = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
+    assert [checkpoint.find_corruption(uri) for uri in best] == [None]
 
 
 def test_config_json_says_what_made_the_run(run):

@@ -117,6 +117,7 @@ def worker(rank, world, folder, config, manifest, rows):
 
 
 STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
+HELD_OUT = 7  # rows, which two ranks cannot halve
 
 
 def small_recipe(folder, strategy, world, **values):
@@ -175,16 +176,21 @@ def group(folder, name, rank, world):
 
 
 def train_and_save(folder, rank, world, manifest, rows):
-    """Losses under each strategy, which starts with `build_unet`'s weights; with a checkpoint in the middle."""
+    """`(losses of training, of validation)` under each strategy, which starts with `build_unet`'s weights.
+
+    With a checkpoint, and validation, in the middle.
+    """
     losses, drawn, middle = {}, build_unet(f"{folder}/unet.json").state_dict(), half(folder)
+    validated = {}
     for strategy in STRATEGIES:
         state = TrainStep(small_recipe(folder, strategy, world), manifest)
         assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
         found = train(state, manifest, rows, 0, middle, rank, world)
         checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=middle)
+        validated[f"{strategy}-{world}"] = state.validate(rows[:HELD_OUT])  # between two steps, whose losses stay
         found += train(state, manifest, rows, middle, 2 * middle, rank, world)
         losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
-    return losses
+    return losses, validated
 
 
 def continue_from(folder, names, rank, world, manifest, rows):
@@ -217,11 +223,13 @@ def train_unevenly(folder, rank, manifest, rows):
 def sharded_worker(rank, folder, manifest, rows, worlds):
     """One process: it trains in groups of each of `worlds` ranks, which then resume each other's checkpoints."""
     torch.set_num_threads(1)
-    manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "continued": {}}
+    manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "validated": {}, "continued": {}}
     for world in worlds:
         if rank < world:
             with group(folder, f"straight-{world}", rank, world):
-                result["straight"].update(train_and_save(folder, rank, world, manifest, rows))
+                trained, validated = train_and_save(folder, rank, world, manifest, rows)
+                result["straight"].update(trained)
+                result["validated"].update(validated)
     resumed = {2: ["alone", "ddp-2", "hsdp-2", "fsdp-2"]}
     if 4 in worlds:
         resumed = {2: ["fsdp-full-4", "hsdp-4", "ddp-4", "fsdp-4"], 4: resumed[2]}
@@ -260,6 +268,14 @@ def test_every_strategy_trains_as_one_process_does(alone, strategies):
     assert len(strategies["straight"]) in (4, 8)
     for name, found in strategies["straight"].items():
         np.testing.assert_allclose(found, alone[0], rtol=1e-5, err_msg=name)
+
+
+def test_every_strategy_validates_as_one_process_does(folder, alone, strategies, manifest):
+    """By all ranks together, with the averaged weights; the steps before and after it are those of the test above."""
+    rows = alone[1][:HELD_OUT]
+    for name, found in strategies["validated"].items():
+        unet = checkpoint.load_weights(f"{folder}/{name}", build_unet(f"{folder}/unet.json"))
+        assert found == pytest.approx(train_step.validation_loss(unet, manifest, rows, recipe()), rel=1e-5)
 
 
 def test_every_strategy_resumes_checkpoints_of_the_others(folder, alone, strategies, manifest):

@@ -1,0 +1,64 @@
+"""What is said about a cluster's GPUs before a run starts, from made-up nodes."""
+
+import pytest
+import ray
+
+from helpers.config import TrainingConfig
+from helpers.runtime import session
+
+
+@pytest.fixture
+def cluster_of(monkeypatch):
+    """A function that makes up a cluster: a (kind, number of GPUs) for each node; kind None: Ray does not know it."""
+
+    def make(*gpus):
+        nodes = [{"Alive": True, "Resources": {"CPU": 8.0}}]
+        nodes += [{"Alive": True, "Resources": {"GPU": count, f"accelerator_type:{kind}": 1.0}} for kind, count in gpus]
+        nodes.append({"Alive": False, "Resources": {"GPU": 8.0, "accelerator_type:H100": 1.0}})  # it has gone
+        for node in nodes:
+            node["Resources"].pop("accelerator_type:None", None)
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+
+    return make
+
+
+def run_of(**changes):
+    return TrainingConfig(**{"num_training_workers": 2, "validate_every": 0, **changes})
+
+
+def test_trainers_that_may_get_two_kinds_of_gpu_are_refused(cluster_of):
+    cluster_of(("A100", 8.0), ("A100", 8.0), ("A10G", 4.0))
+    with pytest.raises(ValueError) as error:
+        session.check_gpus(run_of(), use_gpu=True)
+    assert str(error.value) == (
+        "training_accelerator_type=None, and the cluster has GPUs of several kinds (16 of kind A100, 4 of kind A10G): "
+        "trainers on two kinds would all go at the pace of the slower; name one, such as 'A100'."
+    )
+    cluster_of((None, 1.0), ("A10G", 1.0))
+    with pytest.raises(ValueError, match="1 of kind A10G, 1 of kind unknown"):
+        session.check_gpus(run_of(num_training_workers=(1, 2)), use_gpu=True)
+
+
+def test_trainers_on_one_kind_of_gpu_are_let_through(cluster_of, capsys):
+    cluster_of(("A100", 8.0), ("A10G", 4.0))
+    session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True)
+    session.check_gpus(run_of(num_training_workers=1), use_gpu=True)
+    session.check_gpus(run_of(), use_gpu=False)
+    cluster_of(("A100", 8.0), ("A100", 4.0))
+    session.check_gpus(run_of(), use_gpu=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_cluster_without_a_gpu_for_validation_is_told(cluster_of, capsys):
+    cluster_of(("A100", 2.0))
+    session.check_gpus(run_of(validate_every=250), use_gpu=True)
+    said = capsys.readouterr().out
+    assert "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop to validate." in said
+    session.check_gpus(run_of(num_training_workers=(1, 2), validate_every=250), use_gpu=True)
+    assert capsys.readouterr().out == said
+    session.check_gpus(run_of(num_training_workers=1, validate_every=250), use_gpu=True)
+    session.check_gpus(run_of(), use_gpu=True)
+    session.check_gpus(run_of(validate_every=250), use_gpu=False)
+    assert capsys.readouterr().out == ""
+    session.check_gpus(run_of(num_training_workers=1, validate_every=250), use_gpu=True, encoder_gpus=0.5)
+    assert "want 2.5 GPUs" in capsys.readouterr().out
