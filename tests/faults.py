@@ -62,6 +62,15 @@ def checkpoint_is_there(config, step):
     return train.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
 
 
+def is_listed(config, step):
+    """Whether Ray Train's list has the checkpoint of a step.
+
+    Its controller, which outlives a killed driver for some seconds, then has nothing left to write.
+    """
+    listed = storage.join(config.run_uri, checkpoint.SNAPSHOT)
+    return storage.exists(listed) and f"checkpoint-{step:09d}" in storage.read_text(listed)
+
+
 def loop_with(*events):
     """The worker loop, in which things happen once each: (action, steps that are done, rank, flag).
 
@@ -119,7 +128,7 @@ DRIVER = """
     from helpers import preprocess, storage, train
     from helpers.config import PreprocessingConfig, TrainingConfig
     from helpers.runtime import session
-    from tests.faults import loop_with, steps_done, wait_for_ever
+    from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
     def die_when(reached):
