@@ -13,11 +13,9 @@ from PIL import Image
 
 from . import checkpoint, diffusion, encoder, images, schema, storage
 from .config import TrainingConfig
-from .train import read_validation, record_validation, validation_rows
+from .train import record_validation, validation_rows
 from .train_step import validation_loss
 from .unet import build_unet
-
-__all__ = ["read_validation", "validation_rows"]  # of a run, as the notebooks call them
 
 
 def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:

@@ -79,14 +79,14 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
 
 def test_the_best_checkpoint_is_kept_apart(run):
     config, _ = run
-    validation = evaluate.read_validation(config.run_uri)
+    validation = train.read_validation(config.run_uri)
     (best,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.find_corruption(best) is None
     assert checkpoint.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
 
 
 def test_validation_runs_beside_training_on_held_out_rows(run):
-    validation = evaluate.read_validation(run[0].run_uri)
+    validation = train.read_validation(run[0].run_uri)
     assert validation["step"].tolist() == [20, 40]
     assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
 
@@ -108,7 +108,7 @@ def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
 
     fit(config, loop=loop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
-    found, expected = (evaluate.read_validation(one.run_uri) for one in (config, first))
+    found, expected = (train.read_validation(one.run_uri) for one in (config, first))
     assert found["step"].tolist() == [20, 40] and found["rows"].tolist() == expected["rows"].tolist()
     np.testing.assert_allclose(found["validation_loss"], expected["validation_loss"], rtol=1e-5)
     losses, undisturbed = (metrics_log.read_metrics(one.run_uri)["loss"].tolist() for one in (config, first))
@@ -175,7 +175,7 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
     losses, samples = zip(*bare(config, 12, prepare=load), strict=True)
     assert metrics["samples_crc32"].tolist() == list(samples)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-    assert evaluate.read_validation(config.run_uri)["step"].tolist() == [12]
+    assert train.read_validation(config.run_uri)["step"].tolist() == [12]
     # Raw or averaged, the weights that two ranks wrote make a pipeline.
     last, exported = train.last_checkpoint(config), {}
     for which in ("model", "ema"):
