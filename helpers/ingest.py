@@ -301,7 +301,8 @@ class Plan:
         plan = ray.put(self)
         if not chunks or sum(len(source.group_rows) for source in self.sources) <= OWN_ORDER:
             return plan
-        order, epochs = ray.remote(Plan.row_group_order), {chunk // self.chunks_per_epoch for chunk in chunks}
+        order = ray.remote(Plan.row_group_order)
+        epochs = range(chunks[0] // self.chunks_per_epoch, chunks[-1] // self.chunks_per_epoch + 1)
         return ray.put(dataclasses.replace(self, orders={epoch: order.remote(plan, epoch) for epoch in epochs}))
 
     def chunk_rows(self, chunk: int) -> tuple[list[list[RowRange]], np.ndarray]:
@@ -350,7 +351,7 @@ def read_head(latents_uri: str) -> schema.Manifest:
     values = json.loads(text + segments + "]}" if found else text)
     if "written" not in values:  # of an earlier version, with the counts at the end
         values = schema.Manifest.read(latents_uri).to_dict()
-    counts = {count: values[count] for count in (*schema.COUNTS, "rejected")}
+    counts = {count: values[count] for count in ("read", "written", "filtered", "rejected")}
     return schema.Manifest.from_dict({**values, "segments": [{"files": [], **counts}]})
 
 
@@ -495,7 +496,7 @@ def _threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, name)
 
 
-_seconds = collections.deque([1.0], maxlen=64)  # that recent reads of this process took
+_seconds = collections.deque([0.25], maxlen=64)  # that recent reads of this process took
 
 
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
@@ -513,8 +514,8 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
 
     running, failed = set(), 0
     while True:
-        if len(running) < 3:
-            running.add(_threads("tries", 3 * READ_THREADS).submit(timed))
+        if len(running) < 2:
+            running.add(_threads("tries", 2 * READ_THREADS).submit(timed))
         late = max(LATE_SECONDS, 4 * statistics.median(_seconds))
         done, running = wait(running, late, FIRST_COMPLETED)
         for future in done:

@@ -26,7 +26,6 @@ DTYPE = np.float16
 SCALE_BYTES, FLOAT8_MAX = 4, 448.0  # the codec "fp8": an fp32 scale per row; the largest E4M3 number
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
 MANIFEST = "manifest.json"
-COUNTS = ("read", "written", "filtered")
 
 
 def latents_column(resolution: int) -> str:
@@ -237,8 +236,9 @@ class Manifest:
 
     def to_dict(self) -> dict:
         """The segments, which are long, come last, so that they need not be read."""
-        values = {**dataclasses.asdict(self), **{count: self.total(count) for count in COUNTS}}
-        return {**values, "rejected": self.rejected, "segments": values.pop("segments")}
+        counts = {count: self.total(count) for count in ("read", "written", "filtered")}
+        values = {**dataclasses.asdict(self), **counts, "rejected": self.rejected}
+        return {name: values[name] for name in sorted(values, key="segments".__eq__)}
 
     @classmethod
     def from_dict(cls, values: dict) -> Manifest:
