@@ -15,10 +15,9 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import ray
-import torch
 from PIL import Image, ImageOps
 
-from . import encoder, images, ingest, preprocess, resumable_job, schema, storage
+from . import images, ingest, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import filters, inputs
 from .runtime import lease
@@ -194,6 +193,10 @@ def augment_crop(
 
 def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
+    import torch
+
+    from . import encoder  # not at the top: see `preprocess`
+
     rows = first_held_out(manifest, config, training)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))

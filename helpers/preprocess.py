@@ -1,4 +1,8 @@
-"""The stages of the preprocessing pipeline around the encoder: `transform` and `write_latents`; checks before a job."""
+"""The stages of the preprocessing pipeline around the encoder: `transform` and `write_latents`; checks before a job.
+
+The encoder, PyTorch and diffusers are imported where a job is checked, not at the top: the processes that read,
+transform and write, which Ray keeps for the next tasks, would each hold 230 MiB more.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
-from diffusers import AutoencoderKL
 from PIL import Image
 
-from . import encoder, images, resumable_job, schema, storage
+from . import images, resumable_job, schema, storage
 from .config import PreprocessingConfig
 from .data_io import checks, inputs
 
@@ -223,6 +225,11 @@ def describe(config: PreprocessingConfig) -> dict:
     Keys: encoder, columns, scaling_factor, empty_caption_embedding. Raises ValueError for a model that is not in
     diffusers layout, or a resolution that its VAE cannot take.
     """
+    import torch
+    from diffusers import AutoencoderKL
+
+    from . import encoder
+
     model = config.encoder_model
     try:
         vae_config = AutoencoderKL.load_config(**images.model_source(model), subfolder="vae")
@@ -259,6 +266,8 @@ def revision(model: str, vae_config: dict) -> str:
     source = images.model_source(model)
     folder = pathlib.Path(source["pretrained_model_name_or_path"])
     if not folder.is_dir():
+        from diffusers import AutoencoderKL
+
         commit = vae_config.get("_commit_hash")
         return commit or AutoencoderKL.load_config(**source, subfolder="vae", return_commit_hash=True)[1]
     digest = hashlib.sha256()

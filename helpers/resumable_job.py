@@ -25,7 +25,7 @@ import ray
 
 from . import schema, storage
 from .data_io import inputs
-from .runtime import fault_tolerance, lease
+from .runtime import lease
 
 ROWS_PER_SEGMENT = 200_000  # for each encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points of a segment in the report
@@ -206,6 +206,8 @@ class Job:
         Ray repeats the tasks and replaces the actors of the pipeline itself, but not its own actors that read Parquet
         footers, or a block that cannot be made again. Returns the segment's entry.
         """
+        from .runtime import fault_tolerance  # not at the top: see `preprocess`
+
         for failures in itertools.count(1):
             try:
                 with self.cleaned_up():

@@ -13,7 +13,7 @@ import types
 from helpers import encoder, ingest, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
-from helpers.runtime import metrics_log, monitoring
+from helpers.runtime import lease, metrics_log, monitoring
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -191,5 +191,5 @@ def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset,
     run_setup.open_run(config)
     notebook, given = (TRAINING, {}) if stream is ingest.latents_dataset else (ONLINE, {"stream": stream})
     build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
-    with monitoring.interruptible():
+    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
         return build(config, loop=loop).fit()

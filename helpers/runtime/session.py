@@ -44,7 +44,7 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
     num_cpus = num_cpus or max(4, os.cpu_count())
     # Ray warns when it has started four times as many workers as it may start at once, by default one a core.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(2 * num_cpus))
-    # Ray Data would start 32 actors to read Parquet footers: a minute of two cores for a few files.
+    # Ray Data would start 32 processes for each read of Parquet files, to read their footers on a cluster's nodes.
     os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
     # Ray's C++ layer warns about Ray Data's own workings. While it starts it also reports this setting.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

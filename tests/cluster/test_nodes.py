@@ -218,7 +218,7 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     node, other = add_node(nodes, resources=ENCODER), []
 
     def lose_node(done, total):
-        # Not before rows are written: a job that loses the node which reads the Parquet footers may fail.
+        # Once rows are written: if the node that reads footers is lost, the segment begins again.
         if done and not other:
             other.append(add_node(nodes, resources=ENCODER))
             lose(nodes, node)
