@@ -147,7 +147,8 @@ def switched(setting, device):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(unet_module, "build_unet", build_on_device))
         stack.enter_context(mock.patch.object(unet_module, "compile_blocks", compile_blocks))
-        stack.enter_context(mock.patch.object(torch.backends.cudnn, "benchmark", setting.cudnn_benchmark))
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = setting.cudnn_benchmark
         if setting.attention:
             stack.enter_context(sdpa_kernel(order, set_priority=True))
         yield
