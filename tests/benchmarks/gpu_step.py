@@ -179,7 +179,7 @@ class Sweep:
         try:
             with switched(setting, device):
                 found = ablations.measure_step(
-                    config, device, steps=self.given.steps, warm_up=4, prepare=setting.prepare
+                    config, device, steps=self.given.steps, warm_up=min(4, self.given.steps), prepare=setting.prepare
                 )
         except Exception as error:  # whatever a compiler or a backend does not like; said, and the next one is tried
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
