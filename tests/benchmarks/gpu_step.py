@@ -147,7 +147,8 @@ def switched(setting, device):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(unet_module, "build_unet", build_on_device))
         stack.enter_context(mock.patch.object(unet_module, "compile_blocks", compile_blocks))
-        stack.enter_context(mock.patch.object(torch.backends.cudnn, "benchmark", setting.cudnn_benchmark))
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = setting.cudnn_benchmark
         if setting.attention:
             stack.enter_context(sdpa_kernel(order, set_priority=True))
         yield
@@ -178,7 +179,7 @@ class Sweep:
         try:
             with switched(setting, device):
                 found = ablations.measure_step(
-                    config, device, steps=self.given.steps, warm_up=4, prepare=setting.prepare
+                    config, device, steps=self.given.steps, warm_up=min(4, self.given.steps), prepare=setting.prepare
                 )
         except Exception as error:  # whatever a compiler or a backend does not like; said, and the next one is tried
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
