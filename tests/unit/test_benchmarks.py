@@ -41,6 +41,7 @@ def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     [
         ("plan_two_billion", ["--files", "200", "--rows-per-file", "1000"]),
         ("read_layout", ["--rows", "128", "--rounds", "1"]),
+        ("host_time", ["--steps", "1", "--layers", "1"]),
         pytest.param(
             "picture_quality",
             ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],
