@@ -13,8 +13,8 @@ Core
   * preprocess      what the preprocessing pipeline maps over rows: transform, write
   * ingest          the epoch plan: which rows make which step, on any number of workers
     online          the epoch plan over raw pictures, which are encoded on the way to the trainers
+    distributed     rank, world size, gathering, shards
     diffusion       the objective: noise, v-prediction, min-SNR weights, EMA
-    distributed     rank, world size, gathering
   * unet            the U-Net, sharded and compiled
     train_step      one training step in plain PyTorch
     checkpoint      saving, loading and finding complete checkpoints

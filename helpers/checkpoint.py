@@ -135,23 +135,31 @@ def save(folder: str, *, model, optimizer, ema, step: int) -> None:
     write_progress(folder, step)
 
 
-def async_save(folder: str, *, model, optimizer, ema, step: int, group=None) -> Callable[[], None]:
+def open_stager(pinned: bool) -> DefaultStager:
+    """Copies state to CPU memory. Used for one `async_save` after another, it copies into the same memory again.
+
+    `pinned`: page-locked memory, which a GPU copies to at the speed of the bus and which takes long to allocate.
+    """
+    options = StagingOptions(
+        use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+    )
+    return DefaultStager(options)
+
+
+def async_save(folder: str, *, model, optimizer, ema, step: int, group=None, stager=None) -> Callable[[], None]:
     """Like `save`, but only copies the state to CPU memory; a thread writes it while training goes on.
 
     Returns `finish()`, which waits until everything is written. Call `finish` on every rank, from any thread, before
     the next `async_save`. `group`: from `cpu_group`, because training uses the default group at the same time.
+    `stager`: from `open_stager`, kept by the caller; None: one for this call, so that the copy's memory is freed again.
     """
-    # PyTorch's default stager; but given a writer without a stager, it stages in the writer, twice where state is
-    # sharded.
-    options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-    )
-    stager = DefaultStager(options)
+    # Without a stager, PyTorch would stage in the writer, twice where state is sharded.
+    own_stager = open_stager(pinned=False) if stager is None else None
     with expected_single_process():
         writing = dcp.async_save(
             gather_state(model, optimizer, ema),
             storage_writer=open_writer(folder),
-            async_stager=stager,
+            async_stager=stager or own_stager,
             process_group=group,
             no_dist=is_single_process(),
         )
@@ -159,7 +167,8 @@ def async_save(folder: str, *, model, optimizer, ema, step: int, group=None) -> 
     def finish():
         with expected_single_process():
             writing.result()
-        stager.close()  # frees the copy
+        if own_stager:
+            own_stager.close()
         write_progress(folder, step, group)
 
     return finish

@@ -179,6 +179,7 @@ class OnlineConfig(PreprocessingConfig):
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {"storage", "latents_uri", "checkpoint_every", "checkpoints_kept", "validate_every", "profile_step"}
 MAY_CHANGE |= {"num_training_workers", "use_gpu", "training_accelerator_type", "max_failures", "hang_timeout"}
+MAY_CHANGE |= {"max_skipped_steps"}
 MAY_CHANGE |= {"micro_batch_size", "strategy", "compile_unet", "channels_last", "activation_checkpointing"}
 
 
@@ -250,6 +251,7 @@ class TrainingConfig(Parameters):
     validate_every: CountOrZero = 500
     validation_share: Share = 0.02
     max_failures: CountOrZero = 3
+    max_skipped_steps: CountOrZero = 0  # in a row, whose loss or gradient is not finite; one more ends the run
     hang_timeout: Annotated[float, "a number of seconds of more than 0", Field(gt=0)] = 600
     # step whose operations are profiled, for the share of time in communication; None: none
     profile_step: OptionalCount = None

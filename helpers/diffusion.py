@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .config import TrainingConfig
+from .distributed import local
 
 # One stream of random numbers for each use; part of the hash.
 NOISE, TIMESTEP, DROPOUT = 0, 1, 2
@@ -150,11 +150,17 @@ class EMA:
     """
 
     def __init__(self, model: torch.nn.Module, decay: float, start: int = 0, warm_up: bool = True):
-        self.model, self.decay, self.start, self.warm_up = model, decay, start, warm_up
+        self.decay, self.start, self.warm_up = decay, start, warm_up
+        self.averaged = dict(model.named_parameters())
         self.shadow = None
 
-    def update(self, step: int) -> None:
-        """Call after the optimizer's step number `step`; the first is 1."""
+    @torch.no_grad()
+    def update(self, step: int, skipped: torch.Tensor | float = 0.0) -> None:
+        """Call after the optimizer's step number `step`; the first is 1.
+
+        `skipped`: 1 if the optimizer did not change the parameters, and the average is to stay too; on their device, so
+        that the host need not know yet.
+        """
         if step <= self.start:
             return
         if self.shadow is None:
@@ -162,12 +168,13 @@ class EMA:
             return
         since_start = step - self.start
         decay = min(self.decay, (1 + since_start) / (10 + since_start)) if self.warm_up else self.decay
-        update_average = get_ema_multi_avg_fn(decay)
-        update_average(list(self.shadow.values()), list(self.parameters().values()), since_start)
+        weight = (1 - decay) * (1 - skipped)
+        for name, average in self.shadow.items():
+            local(average).lerp_(local(self.averaged[name]).float(), weight)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """name -> the model's parameter in fp32; no copy if it is fp32 already."""
-        return {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.detach().float() for name, parameter in self.averaged.items()}
 
     def copy(self) -> dict[str, torch.Tensor]:
         """name -> copy of the model's parameter in fp32."""
@@ -197,8 +204,7 @@ class EMA:
 
     def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
         """Continue after `step` steps from what `state_dict` returned."""
-        names = [name for name, _ in self.model.named_parameters()]  # `update` relies on this order
-        self.shadow = {name: state[name].clone() for name in names} if step > self.start else None
+        self.shadow = {name: state[name].clone() for name in self.averaged} if step > self.start else None
 
 
 def lr_multiplier(step: int, config: TrainingConfig) -> float:

@@ -78,12 +78,28 @@ class ColumnSpec:
             return to_binary(to_float8(values_BX), valid_B, np.uint8)
         return to_binary(values_BX, valid_B)
 
+    def read(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """`(values (B, *shape), scales (B,), valid (B,) bool)`, as they are stored, without a copy.
+
+        fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
+        values of null rows are arbitrary.
+        """
+        if self.codec == "fp8":
+            stored_BX, valid_B = from_binary(column, (self.row_bytes,), np.uint8)
+            scales_BX, values_BX = np.split(stored_BX, [SCALE_BYTES], axis=1)
+            return values_BX.reshape(-1, *self.shape), scales_BX.copy().view(np.float32)[:, 0], valid_B
+        values_BX, valid_B = from_binary(column, self.shape)
+        return values_BX, None, valid_B
+
     def decode(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary. fp16 is not copied."""
-        if self.codec == "fp8":
-            stored, valid_B = from_binary(column, (self.row_bytes,), np.uint8)
-            return from_float8(stored).reshape(-1, *self.shape), valid_B
-        return from_binary(column, self.shape)
+        import torch  # not at the top: the tasks that read latents need no PyTorch
+
+        values_BX, scales_B, valid_B = self.read(column)
+        if scales_B is not None:
+            floats_BX = torch.from_numpy(values_BX.copy()).view(torch.float8_e4m3fn).float().flatten(1).numpy()
+            values_BX = (floats_BX * scales_B[:, None]).astype(DTYPE).reshape(values_BX.shape)
+        return values_BX, valid_B
 
 
 def latents_schema(id_type: pa.DataType, columns: list[ColumnSpec]) -> pa.Schema:
@@ -136,20 +152,11 @@ def to_float8(values_BX: np.ndarray) -> np.ndarray:
 
     The scale maps a row's largest magnitude to 448, E4M3's largest number, so nothing overflows.
     """
-    import torch  # not at the top: the tasks that read latents need no PyTorch
+    import torch
 
     rows = torch.from_numpy(np.array(values_BX, dtype=np.float32)).flatten(1)
     scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / FLOAT8_MAX
     return torch.cat([scales.view(torch.uint8), (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)], 1).numpy()
-
-
-def from_float8(stored_BX: np.ndarray) -> np.ndarray:
-    """(B, 4 + X) bytes as `to_float8` gives them -> (B, X) fp16."""
-    import torch
-
-    scales, values = np.split(stored_BX, [SCALE_BYTES], axis=1)
-    rows = torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).float()
-    return (rows * torch.from_numpy(scales.copy()).view(torch.float32)).to(torch.float16).numpy()
 
 
 def held_out(ids: list, share: float) -> np.ndarray:

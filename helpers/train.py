@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pyarrow as pa
@@ -46,34 +48,50 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
+    if fault_tolerance.end_if_sick(config, device):
+        return
     train_step = TrainStep(config, manifest, device)
     step = restore(train_step, read_resume_point if steps is None else choose_resume_point)
     log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
     meter = profiling.Meter(config, manifest, device)
+    writer = MetricsWriter(log)
     checkpoints = CheckpointManager(train_step, log)
     rejects = Rejects(config)
     preemption = fault_tolerance.PreemptionNotice(device)
     write_worker_info(config, log)
 
+    sizes = set()
     with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
         for units, data_seconds in (steps or train_steps)(config, manifest, step, rejects):
-            with meter.watch():
-                metrics = train_step.step(step, units)
+            size = config.resolution_at(step)
+            if size not in sizes:  # the U-Net is compiled for each size
+                watchdog.beat(slow=True)
+                sizes.add(size)
+            try:
+                with meter.watch():
+                    metrics = train_step.step(step, units)
+            except FloatingPointError as error:
+                # Ray Train would start the workers again, to fail at the same step. They return; the driver raises.
+                if log:
+                    fault_tolerance.end_run(config.run_uri, str(error))
+                break
             step += 1
-            ids, num_kept = gather_ids(units)
-            seconds = time.perf_counter() - started
-            if log:
-                size = config.resolution_at(step - 1)
-                speed = meter.line(size, seconds, data_seconds, checkpoint_seconds, num_rows=num_kept)
-                log.write(step, metrics, ids, num_kept, **speed)
+            num_kept, seconds = metrics.pop("num_kept"), time.perf_counter() - started
+            speed = meter.line(size, seconds, data_seconds, checkpoint_seconds, num_kept)
+            writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0
             if step % config.checkpoint_every == 0 or step == config.max_steps or preemption.arrived(seconds):
+                watchdog.beat(slow=True)  # the upload before this one may not be finished
                 rejects.write(step)
+                writer.wait()
                 checkpoint_seconds = checkpoints.save(step)
                 watchdog.beat()
             started = time.perf_counter()
+        writer.wait()
+        if log:
+            log.flush()
 
 
 # ---- data
@@ -102,18 +120,30 @@ def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.
 def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects: Rejects) -> Steps:
     """Yield `(this worker's units, seconds it waited for data)` of each step, from the dataset "train".
 
-    Raises RuntimeError if the dataset does not start at `first_step` or is out of order.
+    While a step is trained on, a thread makes the tensors of the next one. Raises RuntimeError if the dataset does not
+    start at `first_step` or is out of order.
     """
     shard, steps = ray.train.get_dataset_shard("train"), range(first_step, config.max_steps)
     blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     plan = ingest.plan_run(ingest.read_manifests(config, heads=True), config)
     tables = ingest.worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
-    for step in steps:
-        started, units = time.perf_counter(), []
-        for number, rows in next(tables).items():
-            rejects.add(rows)
+
+    def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
+        units, received = [], next(tables)
+        for number, rows in received.items():
             first_position = number % config.units_per_step * config.unit_rows
             units.append(Unit.from_arrow(rows, manifest, config.resolution_at(step), first_position))
+        return units, list(received.values())
+
+    thread = ThreadPoolExecutor(1)
+    coming = thread.submit(prepare, first_step)
+    for step in steps:
+        started = time.perf_counter()
+        units, received = coming.result()
+        if step + 1 < config.max_steps:
+            coming = thread.submit(prepare, step + 1)
+        for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
+            rejects.add(rows)
         yield units, time.perf_counter() - started
 
 
@@ -141,13 +171,32 @@ class Rejects:
             self.tables = []
 
 
-def gather_ids(units: list[Unit]) -> tuple[list | None, int | None]:
-    """`(ids, number of rows that are not masked)` of the whole global batch on rank 0; (None, None) elsewhere."""
-    mine = [i for unit in units for i in unit.ids], sum(int(unit.keep_U.sum()) for unit in units)
-    ranks = distributed.gather_objects(mine)
-    if ranks is None:
-        return None, None
-    return [i for ids, _ in ranks for i in ids], sum(kept for _, kept in ranks)
+class MetricsWriter:
+    """Gathers the ids of each global batch on rank 0 and writes the step's metrics, in a thread that nobody waits for.
+
+    One line at a time, because a worker that dies would take the lines that are not yet written with it. `log`: rank
+    0's; None on the other ranks.
+    """
+
+    def __init__(self, log: MetricsLog | None):
+        self.log, self.group, self.pool = log, checkpoint.cpu_group(), ThreadPoolExecutor(1)
+        self.written = None  # the last line's Future
+
+    def write(self, step: int, metrics: dict, units: list[Unit], num_kept: int, speed: dict) -> None:
+        """Call it on all ranks, with this rank's units."""
+        self.wait()
+        ids = [i for unit in units for i in unit.ids]
+        self.written = self.pool.submit(self.gather_and_write, step, metrics, ids, num_kept, speed)
+
+    def gather_and_write(self, step: int, metrics: dict, ids: list, num_kept: int, speed: dict) -> None:
+        ranks = distributed.gather_objects(ids, self.group)
+        if ranks:
+            self.log.write(step, metrics, itertools.chain.from_iterable(ranks), num_kept, **speed)
+
+    def wait(self) -> None:
+        """Until the last line is written; raises what writing it raised."""
+        if self.written:
+            self.written.result()
 
 
 def write_worker_info(config: TrainingConfig, log: MetricsLog | None) -> None:
@@ -248,9 +297,9 @@ class CheckpointManager:
     until training ends, and keep every checkpoint until then. So the workers validate between two steps. The last
     checkpoint is left to the task, which gets a GPU of the trainers.
 
-    Training stops only while the state is copied to CPU memory. A thread of Ray Train then writes it, each worker its
-    own part, and uploads it to the run's folder. A checkpoint counts once all of its files are there
-    (`checkpoint.find_corruption`).
+    Training stops only while the state is copied to CPU memory, pinned and kept where there is a GPU. A thread of Ray
+    Train then writes it, each worker its own part, and uploads it to the run's folder. A checkpoint counts once all of
+    its files are there (`checkpoint.find_corruption`).
 
     Args:
         train_step: what is saved.
@@ -260,6 +309,7 @@ class CheckpointManager:
     def __init__(self, train_step: TrainStep, log: MetricsLog | None):
         self.train_step, self.log = train_step, log
         self.group = checkpoint.cpu_group()
+        self.stager = checkpoint.open_stager(pinned=True) if train_step.device.type == "cuda" else None
         # Ray Train recognises checkpoints in its own folder only by its own file system.
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
         self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
@@ -274,9 +324,8 @@ class CheckpointManager:
         if due and step < config.max_steps and not has_spare_gpu(state.device):
             due, is_best = False, self.validate(step)
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
-        finish = checkpoint.async_save(
-            folder, model=state.model, optimizer=state.optimizer, ema=state.ema, step=step, group=self.group
-        )
+        parts = dict(model=state.model, optimizer=state.optimizer, ema=state.ema)
+        finish = checkpoint.async_save(folder, **parts, step=step, group=self.group, stager=self.stager)
         self.uploaded.clear()
         if self.log:
             self.log.flush()

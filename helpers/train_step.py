@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.adamw import adamw
 
 from . import diffusion, schema
 from .config import TrainingConfig
-from .distributed import rank, sum_over_ranks, world_size
-from .unet import autocast, build_model, clip_gradients, computes_in_bf16, synchronise_gradients
+from .distributed import local, num_copies, rank, sum_over_ranks, world_size
+from .unet import autocast, build_model, computes_in_bf16, synchronise_gradients
+
+MAX_NORM = 1.0  # gradients are clipped to it
 
 
 @dataclasses.dataclass
 class Unit:
     """U rows of a global batch.
 
-    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U: False for rows
-    that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each row.
+    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
+    for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
+    row. scales_U: text is stored as 8-bit floats (E4M3), to be multiplied by these; None: it is not.
     """
 
     moments: torch.Tensor
@@ -33,16 +37,20 @@ class Unit:
     keep_U: torch.Tensor
     positions_U: np.ndarray
     ids: list
+    scales_U: torch.Tensor | None = None
 
     @classmethod
     def from_arrow(cls, table: pa.Table, manifest: schema.Manifest, resolution: int, first_position: int) -> Unit:
         """From rows of latents; rows without latents at this resolution, and rows whose `keep` is False, are masked."""
         latents, embeddings = manifest.latents(resolution), manifest.embeddings
         moments, valid = latents.decode(table[latents.name])
-        text, _ = embeddings.decode(table[embeddings.name])
+        text, scales, _ = embeddings.read(table[embeddings.name])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
-        return cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
+        if scales is not None:
+            unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
+        return unit
 
     @classmethod
     def masked(cls, manifest: schema.Manifest, resolution: int, num_rows: int) -> Unit:
@@ -56,13 +64,50 @@ class Unit:
         """Micro-batches of `rows` rows; the last may be smaller."""
         for start in range(0, len(self.keep_U), rows):
             part = slice(start, start + rows)
-            yield Unit(self.moments[part], self.text[part], self.keep_U[part], self.positions_U[part], self.ids[part])
+            yield Unit(*(value if value is None else value[part] for value in vars(self).values()))
+
+    def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(moments, text, keep_U)` on a device, where 8-bit text becomes fp16."""
+        values = self.moments, self.text, self.keep_U
+        moments, text, keep = (value.to(device, non_blocking=True) for value in values)
+        if self.scales_U is not None:
+            text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
+        return moments, text, keep
 
 
 def to_tensor(values: np.ndarray) -> torch.Tensor:
     """Copy an array (Arrow's buffers are read-only); pinned if there is a GPU, for asynchronous copies to it."""
     copy = torch.from_numpy(values.copy())
     return copy.pin_memory() if torch.cuda.is_available() else copy
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's fused AdamW, whose step takes each rank's shards as plain tensors (`distributed.local`).
+
+    The state is there from the start; `state_dict` is that of `torch.optim.AdamW`, DTensors where weights are sharded.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], **options):
+        super().__init__(parameters, fused=True, **options)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    @torch.no_grad()
+    def step(self, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
+        """One update with the gradients over `grad_scale`; if `found_inf` is 1, nothing changes. Both fp32 scalars."""
+        (group,) = self.param_groups
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in parameters]
+        values, gradients = [local(one) for one in parameters], [local(one.grad) for one in parameters]
+        averages, squares, steps = ([local(one[name]) for one in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        options["beta1"], options["beta2"] = group["betas"]
+        options["grad_scale"], options["found_inf"] = grad_scale, found_inf
+        adamw(values, gradients, averages, squares, [], steps, fused=True, **options)
 
 
 class TrainStep:
@@ -73,7 +118,6 @@ class TrainStep:
         manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
         device: this worker's device.
         profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
-        fused: AdamW in one kernel; None: PyTorch's default, for comparison.
     """
 
     def __init__(
@@ -82,7 +126,6 @@ class TrainStep:
         manifest: schema.Manifest,
         device: torch.device | str = "cpu",
         profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        fused: bool | None = True,
     ):
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
@@ -93,19 +136,18 @@ class TrainStep:
         self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
         # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
         self.autocast_precision = "fp32" if computes_in_bf16(config) else config.precision
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
             betas=(0.9, config.adam_beta2),
             weight_decay=config.weight_decay,
-            fused=fused,
         )
+        self.num_copies = num_copies(next(self.model.parameters()))
+        self.skipped_steps = 0  # in a row
 
     def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
         """(U,) losses of a unit's rows at a step; 0 for masked rows."""
-        moments, text, keep = (
-            values.to(self.device, non_blocking=True) for values in (unit.moments, unit.text, unit.keep_U)
-        )
+        moments, text, keep = unit.to(self.device)
         draws = diffusion.draw(
             self.config.seed,
             step,
@@ -125,13 +167,15 @@ class TrainStep:
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:
         """Train on this worker's units of global batch number `step` (from 0).
 
-        Returns {"loss", "grad_norm", "learning_rate"}: the loss is the mean over the unmasked rows of the whole global
-        batch, before this update. Raises FloatingPointError if the loss or the gradient is not finite, before any
-        weight changes.
+        Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
+        `num_kept` unmasked rows of the whole global batch, before this update. A loss or gradient that is not finite
+        changes nothing: the step is skipped, and `skipped_steps` counts the skipped steps in a row up to this one.
+        Raises FloatingPointError, on all ranks, if it exceeds `max_skipped_steps`.
         """
         config = self.config
-        num_kept = torch.tensor(float(sum(int(unit.keep_U.sum()) for unit in units)), device=self.device)
-        num_kept = sum_over_ranks(num_kept).clamp(min=1)
+        # Not `torch.tensor`, which would wait for the GPU.
+        num_kept = float(sum(np.count_nonzero(unit.keep_U) for unit in units))
+        num_kept = sum_over_ranks(torch.full((), num_kept, device=self.device))
         rows = config.micro_batch_size or config.unit_rows
         micro_batches = [part for unit in units for part in unit.split(rows)]
         # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
@@ -144,27 +188,48 @@ class TrainStep:
             last = micro_batch is micro_batches[-1]
             with synchronise_gradients(self.model, last, config.strategy):
                 with self.profile_span("forward"):
-                    part = self.row_losses(micro_batch, step).sum() / num_kept
+                    part = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
                 with self.profile_span("backward"):
                     # Gradients are averaged over the ranks, where the loss is a sum over them.
                     (part * world_size()).backward()
             loss += part.detach()
         with self.profile_span("optimizer"):
-            norm = clip_gradients(self.model, max_norm=1.0)
-            # The step's only wait for the GPU. The norm is over all ranks, so all ranks raise or none does.
-            loss, norm = torch.stack([sum_over_ranks(loss), norm]).tolist()
-            for name, value in (("loss", loss), ("gradient", norm)):
-                if not np.isfinite(value):
-                    raise FloatingPointError(
-                        f"The {name} at step {step} is {value}: lower learning_rate or check the latents."
-                    )
             learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.ema.update(step + 1)
-        return {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+            loss, norm = self.update(step, loss, learning_rate)
+            # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
+            loss, norm, num_kept = torch.stack([loss, norm, num_kept.double()]).tolist()
+        self.skipped_steps = 0 if np.isfinite(loss + norm) else self.skipped_steps + 1
+        if self.skipped_steps > config.max_skipped_steps:
+            name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)
+            raise FloatingPointError(
+                f"The {name} at step {step} is {value}: check the latents, lower learning_rate in a new run, or let "
+                f"more steps in a row be skipped than max_skipped_steps={config.max_skipped_steps}."
+            )
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "skipped_steps": self.skipped_steps,
+            "num_kept": int(num_kept),
+        }
+
+    @torch.no_grad()
+    def update(self, step: int, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip, AdamW, EMA, all queued on the device; if the loss or the gradient is not finite, nothing changes.
+
+        `loss`: this rank's part of it. Returns the whole loss and the gradient's norm before clipping.
+        """
+        (group,) = self.optimizer.param_groups
+        group["lr"] = learning_rate
+        gradients = [local(parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+        squared = torch.nn.utils.get_total_norm(gradients).double().square() / self.num_copies
+        loss, squared = sum_over_ranks(torch.stack([loss.double(), squared])).unbind()
+        norm = squared.sqrt()
+        skipped = 1 - (loss + norm).isfinite().float()
+        self.optimizer.step(grad_scale=(norm / MAX_NORM).clamp(min=1).float(), found_inf=skipped)
+        self.ema.update(step + 1, skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
 
     def validate(self, rows: pa.Table) -> tuple[float, float]:
         """`validation_loss` of the averaged weights, by all ranks together, between two steps; for all ranks.
@@ -206,11 +271,12 @@ def validation_loss(
         counts = torch.from_numpy(places < rows.num_rows).to(device)
         places = np.minimum(places, rows.num_rows - 1)
         unit = Unit.from_arrow(rows.take(places).combine_chunks(), manifest, config.largest_resolution, 0)
+        moments, text, _ = unit.to(device)
         for number in range(timesteps_per_row):
-            draws = diffusion.draw(0, number, places, unit.moments.shape[2:], device=device)
+            draws = diffusion.draw(0, number, places, moments.shape[2:], device=device)
             draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
-            latents = diffusion.sample_latents(unit.moments.to(device), draws.posterior_BCHW, manifest.scaling_factor)
-            losses = diffusion.row_losses(unet, schedule, latents, unit.text.to(device).float(), draws)
+            latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
+            losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
             unweighted = (losses * counts).sum().item()
             # All rows have the same timestep here, and so the same weight.
             weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()

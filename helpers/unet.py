@@ -12,12 +12,13 @@ import shutil
 import pandas as pd
 import torch
 import torch.distributed as dist
-from diffusers import UNet2DConditionModel
+from diffusers import Transformer2DModel, UNet2DConditionModel
+from diffusers.models.resnet import ResnetBlock2D
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .config import TrainingConfig
@@ -82,8 +83,10 @@ def compile_blocks(unet: UNet2DConditionModel, mode: str | None = None) -> UNet2
     """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
 
     As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and
-    parameter names do not change. Each block is compiled once for each size of its input.
+    parameter names do not change. Each block is compiled once for each size of its input, in one piece: TorchDynamo
+    would cut blocks within DDP at the ends of its buckets, though DDP reduces gradients beside compiled blocks as well.
     """
+    torch._dynamo.config.optimize_ddp = False
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
@@ -141,10 +144,12 @@ def allocate_weights(unet: UNet2DConditionModel, config: TrainingConfig, device:
 
 
 def apply_channels_last(unet: UNet2DConditionModel, weights_too: bool) -> None:
-    """Compute on (B, H, W, C) in memory, which tensor cores are fastest on.
+    """Compute on (B, H, W, C) in memory, which tensor cores are fastest on; made for compiled blocks.
 
     FSDP2 takes only contiguous weights (`weights_too=False`): each convolution then converts its own. Inputs are
-    converted where diffusers' attention returns the default layout; convolutions keep the layout of their input.
+    converted where they have another layout: that of the U-Net, and those that diffusers' upsampling changed. Group
+    norms and attention, which would convert to the default layout everywhere, are replaced by the same computation in
+    this one; eager, these group norms are slower and keep more memory than PyTorch's.
     """
     if weights_too:
         unet.to(memory_format=torch.channels_last)
@@ -155,6 +160,51 @@ def apply_channels_last(unet: UNet2DConditionModel, weights_too: bool) -> None:
     for module in unet.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_pre_hook(convert_input)
+        elif isinstance(module, torch.nn.GroupNorm):
+            module.__class__ = ChannelsLastGroupNorm
+        elif isinstance(module, Transformer2DModel):
+            module.__class__ = ChannelsLastTransformer
+        elif isinstance(module, ResnetBlock2D) and module.dropout.p == 0:
+            module.eval()  # in training diffusers copies the input of 1 x 1 convolutions to (B, C, H, W)
+
+
+class ChannelsLastGroupNorm(torch.nn.GroupNorm):
+    """`GroupNorm` that keeps the layout: PyTorch copies its input to (B, C, H, W) everywhere but on a CPU."""
+
+    def forward(self, values_BCHW: torch.Tensor) -> torch.Tensor:
+        return super().forward(values_BCHW) if values_BCHW.device.type == "cpu" else self.in_layout(values_BCHW)
+
+    def in_layout(self, values_BCHW: torch.Tensor) -> torch.Tensor:
+        """Statistics in fp32, as PyTorch's; for (B, C, H, W) that are (B, H, W, C) in memory."""
+        grouped = values_BCHW.permute(0, 2, 3, 1).unflatten(-1, (self.num_groups, -1)).float()  # (B, H, W, G, C / G)
+        variance, mean = torch.var_mean(grouped, dim=(1, 2, 4), keepdim=True, correction=0)
+        normal = ((grouped - mean) * torch.rsqrt(variance + self.eps)).flatten(-2)
+        return (normal * self.weight + self.bias).to(values_BCHW.dtype).permute(0, 3, 1, 2)
+
+
+class ChannelsLastTransformer(Transformer2DModel):
+    """diffusers' attention on images, without the copy to (B, C, H, W) in memory that it ends with; takes no masks."""
+
+    def forward(self, hidden_states, encoder_hidden_states=None, **unused):
+        images = self.norm(hidden_states)
+        size = images.shape[2:]
+        if not self.use_linear_projection:
+            images = self.proj_in(images)
+        tokens = images.permute(0, 2, 3, 1).flatten(1, 2)
+        if self.use_linear_projection:
+            tokens = self.proj_in(tokens)
+        for block in self.transformer_blocks:
+            arguments = tokens, None, encoder_hidden_states  # without an attention mask
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                tokens = block(*arguments)
+        if self.use_linear_projection:
+            tokens = self.proj_out(tokens)
+        images = tokens.unflatten(1, size).permute(0, 3, 1, 2)
+        if not self.use_linear_projection:
+            images = self.proj_out(images)
+        return (images + hidden_states,)
 
 
 def apply_fsdp(unet: UNet2DConditionModel, config: TrainingConfig, device: torch.device | str) -> None:
@@ -202,12 +252,6 @@ def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str):
         if strategy != "fsdp-full":
             model.set_reshard_after_backward(last)
     return contextlib.nullcontext()
-
-
-def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a total norm over all shards; returns the norm before clipping, a scalar on the device."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def autocast(precision: str, device: torch.device | str) -> torch.autocast:

@@ -11,6 +11,7 @@ import threading
 import psutil
 import pytest
 import ray.train
+import torch
 from ray import cloudpickle
 
 from helpers import checkpoint, storage, train
@@ -119,6 +120,56 @@ def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
 
         storage.copy_folder = copy_or_die
         inner(values)
+
+    return loop
+
+
+def loop_with_nan(at_step, rank=1):
+    """The worker loop, in which one rank's losses of a step are not a number, in every attempt."""
+
+    def loop(values):
+        row_losses, here = TrainStep.row_losses, ray.train.get_context().get_world_rank()
+
+        def spoilt(self, unit, step):
+            return row_losses(self, unit, step) * (float("nan") if (step, here) == (at_step, rank) else 1)
+
+        TrainStep.row_losses = spoilt
+        train.train_loop_per_worker(values)
+
+    return loop
+
+
+def loop_with_sick_device(rank):
+    """The worker loop, in which one rank's device multiplies wrongly."""
+
+    def loop(values):
+        if ray.train.get_context().get_world_rank() == rank:
+            multiply = torch.bmm
+            torch.bmm = lambda one, other: multiply(one, other) + torch.eye(one.shape[-1], dtype=one.dtype)
+        train.train_loop_per_worker(values)
+
+    return loop
+
+
+def loop_with_slow_parts(seconds):
+    """The worker loop, whose rank 0 takes so long for the first step of the second size, and for each upload."""
+
+    def loop(values):
+        if ray.train.get_context().get_world_rank() == 0:
+            row_losses, copy_folder, sizes = TrainStep.row_losses, storage.copy_folder, set()
+
+            def compile_first(self, unit, step):
+                if sizes and unit.moments.shape not in sizes:
+                    threading.Event().wait(seconds)
+                sizes.add(unit.moments.shape)
+                return row_losses(self, unit, step)
+
+            def copy_slowly(folder, uri):
+                threading.Event().wait(seconds)
+                copy_folder(folder, uri)
+
+            TrainStep.row_losses, storage.copy_folder = compile_first, copy_slowly
+        train.train_loop_per_worker(values)
 
     return loop
 

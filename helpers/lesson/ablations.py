@@ -19,13 +19,13 @@ from ..runtime import profiling
 from ..train_step import TrainStep, Unit, to_tensor
 from ..unet import has_compiler, load_unet_config
 
-# What each row adds to the one before it; `fused` is an argument of the optimizer.
+# What each row adds to the one before it.
 ABLATION = {
-    "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False, "fused": None},
+    "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False},
     "+ bf16": {"precision": "bf16"},
-    "+ channels last, fused AdamW": {"channels_last": True, "fused": True},
     "+ fsdp": {"strategy": "fsdp"},
     "+ torch.compile": {"compile_unet": True},
+    "+ channels last": {"channels_last": True},
 }
 
 
@@ -76,7 +76,6 @@ def measure_step(
     *,
     steps: int = 20,
     warm_up: int = 5,
-    fused: bool | None = True,
     prepare: Callable[[TrainStep], object] | None = None,
 ) -> dict:
     """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
@@ -92,7 +91,7 @@ def measure_step(
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    train_step = TrainStep(config, manifest, device, fused=fused)
+    train_step = TrainStep(config, manifest, device)
     if prepare:
         prepare(train_step)
     seconds = statistics.median(time_steps(train_step, units, steps, warm_up))
@@ -128,17 +127,14 @@ def ablation(
     """`measure_step` for each row of `ABLATION`, which adds up; `speedup` is over the first row.
 
     `done(rows)` is called after each row, so that results survive a failure in a later one. Without a C++ compiler the
-    last row is left out.
+    last two rows are left out.
     """
     rows, settings = [], {}
     for name, changes in ABLATION.items():
         settings = {**settings, **changes}
         if settings["compile_unet"] and not has_compiler():
             continue
-        values = {key: value for key, value in settings.items() if key != "fused"}
-        result = measure_step(
-            dataclasses.replace(config, **values), device, steps=steps, warm_up=warm_up, fused=settings["fused"]
-        )
+        result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")
         result.pop("kinds")
         first = rows[0]["images/s"] if rows else rate

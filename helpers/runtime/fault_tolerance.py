@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import pathlib
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ray.exceptions
 import ray.train
+import ray.train.collective
 import torch
 
 from .. import distributed, storage
@@ -25,13 +29,15 @@ LOST = (
     ray.exceptions.TaskUnschedulableError,
     ray.exceptions.ActorUnschedulableError,
 )
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # what is written to it has NCCL dump its flight recorder
+ENDED = "ended.json"  # in a run's folder: why its workers ended it
 
 
 class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
     A worker that waits forever in a collective, or for a file system that does not answer, looks alive from outside.
-    Until the first beat it has ten times as long, for compilation and the first batch.
+    Until the first beat it has ten times as long, for compilation and the first batch, and again after each slow beat.
 
     Args:
         timeout: seconds.
@@ -45,8 +51,9 @@ class Watchdog:
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
-    def beat(self) -> None:
-        self.last_beat, self.limit = time.monotonic(), self.timeout
+    def beat(self, slow: bool = False) -> None:
+        """`slow`: what comes next may take ten times as long."""
+        self.last_beat, self.limit = time.monotonic(), self.timeout * (10 if slow else 1)
 
     def watch(self) -> None:
         while not self.stop.wait(min(1.0, self.timeout / 10)):
@@ -70,11 +77,30 @@ class Watchdog:
 
 
 def hang_callback(config: TrainingConfig) -> Callable[[float], None]:
-    """For `Watchdog(on_hang=...)`: records the failure in the run's folder."""
+    """For `Watchdog(on_hang=...)`: records the failure in the run's folder, and NCCL's last collectives."""
     rank = distributed.rank()
-    return lambda seconds: write_failure(
-        config.run_uri, f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
-    )
+
+    def record(seconds: float) -> None:
+        error = f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
+        write_failure(config.run_uri, error)
+        dump_flight_recorder(config.run_uri, rank)
+
+    return record
+
+
+def dump_flight_recorder(run_uri: str, rank: int) -> None:
+    """Copy NCCL's flight recorder to `failures/nccl-{rank}.pickle`, if `session.connect` had NCCL keep one.
+
+    torch's `torchfrtrace` compares the files of all ranks: which collective each of them waits in.
+    """
+    pipe, dump = (pathlib.Path(f"{os.environ.get(PIPE, '')}{rank}{suffix}") for suffix in (".pipe", ""))
+    if pipe.is_fifo():
+        dump.unlink(missing_ok=True)
+        pipe.write_text("dump")
+        while not (dump.exists() and dump.stat().st_size):
+            time.sleep(0.1)
+        time.sleep(1)  # until NCCL's thread has written all of it
+        storage.write_bytes(storage.join(run_uri, "failures", f"nccl-{rank:05d}.pickle"), dump.read_bytes())
 
 
 def limit_health_checks(seconds: float) -> None:
@@ -84,6 +110,44 @@ def limit_health_checks(seconds: float) -> None:
     environment variable, which its controller takes from the process that calls `trainer.fit()`.
     """
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
+
+
+def check_device(device: torch.device) -> str | None:
+    """What is wrong with this worker's device or its links; None if nothing is. Call it on all ranks.
+
+    On a GPU, a second of matrix products; then an all-reduce. Both are of whole numbers that any precision holds, so
+    the answers are known exactly: a Sylvester-Hadamard matrix times itself is its size times the identity.
+    """
+    on_gpu, problems = device.type == "cuda", []
+    matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+    while len(matrix) < 256:  # bf16 holds whole numbers up to 256
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrices = matrix.repeat(1024 if on_gpu else 1, 1, 1)
+    expected = (256 * torch.eye(256, dtype=matrix.dtype, device=device)).expand_as(matrices)
+    end = time.monotonic() + (1 if on_gpu else 0)
+    while not problems:
+        if not torch.equal(torch.bmm(matrices, matrices), expected):
+            problems.append("multiplies matrices wrongly")
+        if time.monotonic() >= end:
+            break
+    ranks = distributed.world_size()
+    numbers = torch.full((2**24 if on_gpu else 2**10,), distributed.rank() + 1.0, device=device)
+    if (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any():
+        problems.append("got wrong sums from the other workers")
+    return " and ".join(problems) or None
+
+
+def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether some worker's `check_device` found a problem: the run then ends, naming it. Call it on all ranks."""
+    problem = check_device(device)
+    where = f"{device} of {socket.gethostname()} (worker {distributed.rank()})"
+    found = distributed.gather_objects(problem and f"{where} {problem}")
+    sick = [text for text in found or [] if text]
+    if sick:
+        error = f"{'; '.join(sick)}: start the same command again without this machine."
+        write_failure(config.run_uri, error)
+        end_run(config.run_uri, error)
+    return ray.train.collective.broadcast_from_rank_zero(bool(sick))
 
 
 class PreemptionNotice:
@@ -124,6 +188,21 @@ def write_failure(run_uri: str, error: str) -> None:
 def read_failures(run_uri: str) -> list[str]:
     """One short text for each group of workers that was lost, oldest first."""
     return [storage.read_json(uri)["error"] for uri in storage.list_files(storage.join(run_uri, "failures"), ".json")]
+
+
+def end_run(run_uri: str, error: str) -> None:
+    """Called by a worker before all workers return: the run ends with `error`, and Ray Train starts none again."""
+    storage.write_json(storage.join(run_uri, ENDED), {"error": error})
+
+
+@contextlib.contextmanager
+def raise_end(run_uri: str) -> Iterator[None]:
+    """Around `trainer.fit()`: raises RuntimeError with the sentence of `end_run`, if a worker called it meanwhile."""
+    ended = storage.join(run_uri, ENDED)
+    storage.delete(ended)
+    yield
+    if storage.exists(ended):
+        raise RuntimeError(storage.read_json(ended)["error"])
 
 
 class RecordFailures(ray.train.UserCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
@@ -50,16 +51,20 @@ class MetricsLog:
             self.samples_seen = int(self.seen.get(step - 1, 0))
             self.seen = None
         self.samples_seen += num_kept
-        line = json.dumps(
-            {
-                "step": step,
-                "attempt": self.attempt,
-                **metrics,
-                **speed,
-                "samples_seen": self.samples_seen,
-                "samples_crc32": samples_crc32(ids),
-            }
-        )
+        line = {
+            "step": step,
+            "attempt": self.attempt,
+            **metrics,
+            **speed,
+            "samples_seen": self.samples_seen,
+            "samples_crc32": samples_crc32(ids),
+        }
+        # JSON has no NaN and no infinity: the loss of a skipped step.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in line.items()
+        }
+        line = json.dumps(finite)
         if self.file:
             self.file.write(line + "\n")
         else:

@@ -147,7 +147,8 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
     Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50. An
-    interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block ends.
+    interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block ends. Raises
+    RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     reader, lines = metrics_log.MetricsReader(config.run_uri), {}
@@ -167,14 +168,15 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             del lines[step]
         if new:
             recent = list(lines.values())
-            losses = [line["loss"] for line in recent[-50:]]
+            losses = [line["loss"] for line in recent[-50:] if line["loss"] is not None]
             images_per_second, _ = metrics_log.throughput(pd.DataFrame(recent))
-            text = f"loss {sum(losses) / len(losses):.3f}, {images_per_second:,.0f} images/s"
+            text = f"loss {sum(losses) / max(1, len(losses)):.3f}, {images_per_second:,.0f} images/s"
             progress(recent[-1]["step"], config.max_steps, text)
 
     try:
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
+            fault_tolerance.raise_end(config.run_uri),
             interruptible(),
             poll_in_background(show, every),
         ):

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 from ..config import TrainingConfig
+from . import fault_tolerance
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
@@ -32,7 +34,7 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     if ray_address == "local":
         start_local_ray(package, num_cpus)
     else:
-        ray.init(ray_address, runtime_env={"py_modules": [package], "env_vars": store_variables()})
+        ray.init(ray_address, runtime_env={"py_modules": [package], "env_vars": worker_variables()})
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # the same input gives the same files
@@ -55,7 +57,7 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            runtime_env={"py_modules": [package], "env_vars": {**store_variables(), "PRETRAIN_LOCAL_RAY": "1"}},
+            runtime_env={"py_modules": [package], "env_vars": {**worker_variables(), "PRETRAIN_LOCAL_RAY": "1"}},
         )
     # A Jupyter kernel is shut down by SIGTERM, on which Ray's handler would print a stack trace.
     if threading.current_thread() is threading.main_thread():
@@ -64,9 +66,16 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def store_variables() -> dict[str, str]:
-    """This process's `AWS_*` variables, which workers on other machines need to reach the same object store."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+def worker_variables() -> dict[str, str]:
+    """Environment of the workers.
+
+    This process's `AWS_*` variables, with which workers on other machines reach the same object store; and NCCL keeps
+    its last collectives, for `fault_tolerance.dump_flight_recorder`.
+    """
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # and the rank; not another job's on this machine
+    files = dict.fromkeys([fault_tolerance.PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
+    return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
 
 @contextlib.contextmanager

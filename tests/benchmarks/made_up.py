@@ -52,7 +52,8 @@ def train_in(step_seconds, values):
 
     def played_step(self, step, units):
         time.sleep(step_seconds)
-        return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
+        num_kept = sum(int(unit.keep_U.sum()) for unit in units)
+        return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0, "num_kept": num_kept}
 
     TrainStep.step = played_step
     train.train_loop_per_worker(values)

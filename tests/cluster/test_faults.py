@@ -1,8 +1,10 @@
 """Processes and files that fail, for real; afterwards every step has the samples and the loss that it should."""
 
+import dataclasses
 import os
 import pathlib
 import signal
+import socket
 import sys
 
 import pyarrow as pa
@@ -22,6 +24,9 @@ from tests.faults import (
     die,
     loop_with,
     loop_with_cut_off_upload,
+    loop_with_nan,
+    loop_with_sick_device,
+    loop_with_slow_parts,
     once,
     run_driver,
     steps_done,
@@ -100,6 +105,41 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
     fit(config)
     assert attempts_of(config) == [1, 31]
     assert_same_run(config, straight)
+
+
+def test_a_nan_ends_a_run_at_once_or_is_skipped(run, straight):
+    """Ray Train would start the workers four times, to meet the same NaN at the same step."""
+    config = run_of(run, "not-finite", max_failures=3)
+    sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
+    with pytest.raises(RuntimeError, match=sentence), monitoring.monitor_run(config):
+        fit(config, loop=loop_with_nan(13))
+    assert attempts_of(config) == [1] and steps_done(config) == 13 and train.last_step(config) == 10
+    assert fault_tolerance.read_failures(config.run_uri) == []
+
+    config = dataclasses.replace(config, max_skipped_steps=1)
+    with monitoring.monitor_run(config):
+        fit(config, loop=loop_with_nan(13))
+    found = metrics_log.read_metrics(config.run_uri)
+    assert found["step"].tolist() == straight["step"].tolist() and attempts_of(config) == [1, 11]
+    assert found["skipped_steps"].fillna(0).tolist() == [float(step == 14) for step in found["step"]]
+    assert found["loss"].isna().tolist() == [step == 14 for step in found["step"]]
+
+
+def test_a_sick_device_is_named_and_ends_the_run(run):
+    config = run_of(run, "sick", max_failures=3)
+    sentence = rf"^cpu of {socket.gethostname()} \(worker 1\) multiplies matrices wrongly: start the same command again"
+    with pytest.raises(RuntimeError, match=sentence), monitoring.monitor_run(config):
+        fit(config, loop=loop_with_sick_device(1))
+    (failure,) = fault_tolerance.read_failures(config.run_uri)
+    assert "(worker 1) multiplies matrices wrongly" in failure and attempts_of(config) == []
+
+
+@variants
+def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
+    sizes = {"resolution": {32: 0.5, 64: 0.5}, "max_steps": 15, "checkpoint_every": 5}
+    config = run_of(run, "slow", hang_timeout=10, max_failures=0, **sizes)
+    fit(config, loop=loop_with_slow_parts(15))
+    assert attempts_of(config) == [1] and fault_tolerance.read_failures(config.run_uri) == []
 
 
 @variants

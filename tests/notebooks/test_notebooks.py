@@ -83,6 +83,7 @@ NAMES = set(DEFAULTS) | {
     "adam_beta2",
     "weight_decay",
     "hang_timeout",
+    "max_skipped_steps",
     "profile_step",
     "random_crop",
     "horizontal_flip",

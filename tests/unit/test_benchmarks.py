@@ -194,6 +194,7 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
             ["--model", "tiny-sd", "--resolutions", "32,64", "32", "--batch", "2", "3", "--seconds", "0.02"],
         ),
         ("gpu_checks", ["--unet", "tiny", "--resolution", "32"]),
+        ("host_time", ["--steps", "1", "--layers", "1"]),
         pytest.param(
             "picture_quality",
             ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],

@@ -1,18 +1,21 @@
 """What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 
 import pandas as pd
 import pytest
+import torch
 
-from helpers import checkpoint, storage, train
+from helpers import checkpoint, distributed, storage, train
 from helpers.config import TrainingConfig
-from helpers.runtime import fault_tolerance, metrics_log
+from helpers.runtime import fault_tolerance, metrics_log, monitoring
 
 
 @pytest.fixture
@@ -157,6 +160,31 @@ def test_an_error_is_summarized_in_a_sentence(text, short):
     assert fault_tolerance.summarize_error(text) == short
 
 
+def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
+    device, multiply = torch.device("cpu"), torch.bmm
+    assert fault_tolerance.check_device(device) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda one, other: multiply(one, other).index_fill_(1, torch.tensor([7]), 0))
+        assert fault_tolerance.check_device(device) == "multiplies matrices wrongly"
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
+    assert fault_tolerance.check_device(device) == "got wrong sums from the other workers"
+
+
+def test_a_hung_worker_leaves_nccls_last_collectives(tmp_path, monkeypatch):
+    """A thread stands for NCCL's, which waits at the pipe and writes the file."""
+    monkeypatch.setenv(fault_tolerance.PIPE, f"{tmp_path}/nccl-")
+    config = TrainingConfig(storage=str(tmp_path), run_name="run")
+    fault_tolerance.hang_callback(config)(5.0)  # no NCCL: no pipe
+    pipe, dump = tmp_path / "nccl-0.pipe", tmp_path / "nccl-0"
+    os.mkfifo(pipe)
+    nccl = threading.Thread(target=lambda: pipe.read_bytes() and dump.write_bytes(b"the last collectives"))
+    nccl.start()
+    fault_tolerance.hang_callback(config)(7.0)
+    nccl.join()
+    assert pathlib.Path(config.run_uri, "failures", "nccl-00000.pickle").read_bytes() == b"the last collectives"
+    assert len(fault_tolerance.read_failures(config.run_uri)) == 2
+
+
 WATCHED = """
 import sys, threading
 sys.path.insert(0, {root!r})
@@ -189,6 +217,33 @@ def test_a_hung_process_ends_itself_even_if_its_report_hangs(on_hang):
 def test_a_process_that_goes_on_is_left_alone():
     done = watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]")
     assert (done.returncode, done.stdout) == (0, "ended\n")
+
+
+def test_what_takes_long_is_no_hang_where_that_is_known():
+    """A slow beat comes before the first step of each size, which is compiled, and before a checkpoint."""
+    done = watched("watchdog.beat(slow=True); threading.Event().wait(1); watchdog.beat()")
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+    assert watched("watchdog.beat(slow=True); watchdog.beat(); threading.Event().wait()").stdout == "hung True\n"
+
+
+def test_a_run_that_its_workers_ended_raises_in_the_driver(tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), run_name="run")
+    for sentence in ("The loss at step 3 is nan.", "The loss at step 5 is nan."):
+        with pytest.raises(RuntimeError, match=f"^{sentence}$"), monitoring.monitor_run(config):
+            fault_tolerance.end_run(config.run_uri, sentence)
+    with monitoring.monitor_run(config):  # the next one finishes
+        pass
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
+    write(run_uri, [1])
+    log = metrics_log.MetricsLog(run_uri)
+    for step, loss in ((2, float("nan")), (3, float("inf")), (4, 0.5)):
+        log.write(step, {"loss": loss}, ids=[1], num_kept=1, images_per_second=5.0)
+    lines = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
+    assert found == [0.1, None, None, 0.5]
+    assert metrics_log.read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
 
 
 def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):

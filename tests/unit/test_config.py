@@ -286,6 +286,7 @@ FREE = {
     "checkpoints_kept": 5,
     "validate_every": 0,
     "max_failures": 0,
+    "max_skipped_steps": 3,
     "hang_timeout": 30,
     "profile_step": 10,
 }

@@ -1,17 +1,23 @@
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 import threading
+import types
+import warnings
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray.train
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import checkpoint, schema, train_step
+from helpers import checkpoint, ingest, schema, train_step
+from helpers import train as worker_loop
 from helpers.config import TrainingConfig
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet, has_compiler, load_unet_config
@@ -100,18 +106,19 @@ def worker(rank, world, folder, config, manifest, rows):
     step = checkpoint.load(f"{folder}/checkpoint", **parts(restored))
     again = train(restored, manifest, rows, step, STEPS, rank, world)
 
-    before, message = weights(state), None
+    before, message, skipped = weights(state), None, None
     bad = with_bits(rows, 0x7E00, slice(BATCH - 1, BATCH)).set_column(
         rows.column_names.index("keep"), "keep", pa.array([True] * len(rows))
     )
     bad = with_bits(bad, 0, slice(0, BATCH - 1))
     try:
-        state.step(STEPS, units(config, manifest, bad, 0, rank, world))
+        skipped = state.step(STEPS, units(config, manifest, bad, 0, rank, world))
+        state.step(STEPS + 1, units(config, manifest, bad, 0, rank, world))
     except FloatingPointError as error:
         message = str(error)
     unchanged = all(torch.equal(before[name], value) for name, value in weights(state).items())
     torch.save(weights(state), f"{folder}/weights-{rank}.pt")
-    result = {"metrics": metrics, "again": again, "message": message, "unchanged": unchanged}
+    result = {"metrics": metrics, "again": again, "message": message, "unchanged": unchanged, "skipped": skipped}
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -176,12 +183,12 @@ def group(folder, name, rank, world):
 
 
 def train_and_save(folder, rank, world, manifest, rows):
-    """`(losses of training, of validation)` under each strategy, which starts with `build_unet`'s weights.
+    """`(losses, gradient norms, losses of validation)` under each strategy, which starts with `build_unet`'s weights.
 
     With a checkpoint, and validation, in the middle.
     """
-    losses, drawn, middle = {}, build_unet(f"{folder}/unet.json").state_dict(), half(folder)
-    validated = {}
+    losses, norms, validated, middle = {}, {}, {}, half(folder)
+    drawn = build_unet(f"{folder}/unet.json").state_dict()
     for strategy in STRATEGIES:
         state = TrainStep(small_recipe(folder, strategy, world), manifest)
         assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
@@ -190,7 +197,8 @@ def train_and_save(folder, rank, world, manifest, rows):
         validated[f"{strategy}-{world}"] = state.validate(rows[:HELD_OUT])  # between two steps, whose losses stay
         found += train(state, manifest, rows, middle, 2 * middle, rank, world)
         losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
-    return losses, validated
+        norms[f"{strategy}-{world}"] = [line["grad_norm"] for line in found]
+    return losses, norms, validated
 
 
 def continue_from(folder, names, rank, world, manifest, rows):
@@ -223,13 +231,16 @@ def train_unevenly(folder, rank, manifest, rows):
 def sharded_worker(rank, folder, manifest, rows, worlds):
     """One process: it trains in groups of each of `worlds` ranks, which then resume each other's checkpoints."""
     torch.set_num_threads(1)
-    manifest, result = schema.Manifest.from_dict(manifest), {"straight": {}, "validated": {}, "continued": {}}
+    manifest, result = (
+        schema.Manifest.from_dict(manifest),
+        {"straight": {}, "norms": {}, "validated": {}, "continued": {}},
+    )
     for world in worlds:
         if rank < world:
             with group(folder, f"straight-{world}", rank, world):
-                trained, validated = train_and_save(folder, rank, world, manifest, rows)
-                result["straight"].update(trained)
-                result["validated"].update(validated)
+                trained = train_and_save(folder, rank, world, manifest, rows)
+                for name, values in zip(("straight", "norms", "validated"), trained, strict=True):
+                    result[name].update(values)
     resumed = {2: ["alone", "ddp-2", "hsdp-2", "fsdp-2"]}
     if 4 in worlds:
         resumed = {2: ["fsdp-full-4", "hsdp-4", "ddp-4", "fsdp-4"], 4: resumed[2]}
@@ -245,7 +256,7 @@ def sharded_worker(rank, folder, manifest, rows, worlds):
 
 @pytest.fixture(scope="module")
 def alone(folder, manifest, build_latents):
-    """`(losses, rows)` of one process without a process group; it leaves the checkpoints "alone" and "later-alone"."""
+    """`(losses, rows, gradient norms)` of one process without a group; it leaves "alone" and "later-alone"."""
     middle = half(folder)
     rows = build_latents(BATCH * 2 * middle)
     state = TrainStep(small_recipe(folder, "ddp", 1), manifest)
@@ -253,7 +264,8 @@ def alone(folder, manifest, build_latents):
     checkpoint.save(folder / "alone", **parts(state), step=middle)
     found += train(state, manifest, rows, middle, middle + 2)
     checkpoint.save(folder / "later-alone", **parts(state), step=middle + 2)
-    return losses(found + train(state, manifest, rows, middle + 2, 2 * middle)), rows
+    found += train(state, manifest, rows, middle + 2, 2 * middle)
+    return losses(found), rows, [line["grad_norm"] for line in found]
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +280,7 @@ def test_every_strategy_trains_as_one_process_does(alone, strategies):
     assert len(strategies["straight"]) in (4, 8)
     for name, found in strategies["straight"].items():
         np.testing.assert_allclose(found, alone[0], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(strategies["norms"][name], alone[2], rtol=1e-3, err_msg=name)
 
 
 def test_every_strategy_validates_as_one_process_does(folder, alone, strategies, manifest):
@@ -280,7 +293,7 @@ def test_every_strategy_validates_as_one_process_does(folder, alone, strategies,
 
 def test_every_strategy_resumes_checkpoints_of_the_others(folder, alone, strategies, manifest):
     """Each from another one's, and one process from all of them: what is in them does not depend on who wrote it."""
-    expected, rows = alone
+    expected, rows, _ = alone
     continued = dict(strategies["continued"])
     for name in strategies["straight"]:
         state = TrainStep(small_recipe(folder, "ddp", 1), manifest)
@@ -371,7 +384,8 @@ def one(manifest, rows):
 def two(tmp_path_factory, manifest, rows):
     """Two ranks: their results, the folder with their checkpoint, and their weights."""
     folder = tmp_path_factory.mktemp("two")
-    arguments = (2, str(folder), recipe(num_training_workers=2, micro_batch_size=2).to_dict(), manifest.to_dict(), rows)
+    config = recipe(num_training_workers=2, micro_batch_size=2, max_skipped_steps=1)
+    arguments = (2, str(folder), config.to_dict(), manifest.to_dict(), rows)
     torch.multiprocessing.spawn(worker, arguments, nprocs=2)
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return results, folder, [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]
@@ -468,14 +482,50 @@ def test_the_gradient_is_clipped_to_a_norm_of_one(manifest, rows, monkeypatch):
     state = TrainStep(recipe(), manifest)
     seen = []
     original = state.optimizer.step
-    monkeypatch.setattr(
-        state.optimizer,
-        "step",
-        lambda: (seen.append(torch.stack([p.grad.norm() for p in state.unet.parameters()]).norm().item()), original()),
-    )
+
+    def step(grad_scale, found_inf):
+        seen.append((torch.stack([p.grad.norm() for p in state.unet.parameters()]).norm() / grad_scale).item())
+        original(grad_scale, found_inf)
+
+    monkeypatch.setattr(state.optimizer, "step", step)
     (line,) = train(state, manifest, with_bits(rows, np.float16(100).view(np.uint16), slice(None)), 0, 1)
     assert seen[0] == pytest.approx(min(1, line["grad_norm"]), rel=1e-3)
     assert all(parameter.grad is None for parameter in state.unet.parameters())
+
+
+# ---- beside the step
+
+
+def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, manifest, build_latents):
+    """While a step is trained on; but its rejects are counted when it is begun, as a checkpoint before it needs."""
+    blocks = [build_latents(BATCH).append_column(ingest.UNIT, pa.array([number] * BATCH)) for number in range(3)]
+    shard = types.SimpleNamespace(iter_batches=lambda **options: iter(blocks))
+    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: shard)
+    made, threads, rejected, from_arrow = [threading.Event() for _ in blocks], [], [], Unit.from_arrow
+
+    def record(table, *arguments):
+        unit = from_arrow(table, *arguments)
+        threads.append(threading.current_thread())
+        made[table[ingest.UNIT][0].as_py()].set()
+        return unit
+
+    monkeypatch.setattr(Unit, "from_arrow", record)
+    rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[ingest.UNIT][0].as_py()))
+    steps = worker_loop.train_steps(recipe(units_per_step=1, max_steps=3), manifest, 0, rejects)
+    for step, (mine, _) in enumerate(steps):
+        assert len(mine) == 1 and rejected == list(range(step + 1))
+        assert step == 2 or made[step + 1].wait(60)
+    assert step == 2 and threading.main_thread() not in threads
+
+
+def test_metrics_that_cannot_be_written_stop_the_worker():
+    def write(*arguments, **speed):
+        raise OSError("the disk is full")
+
+    writer = worker_loop.MetricsWriter(types.SimpleNamespace(write=write))
+    writer.write(1, {"loss": 1.0}, [], 0, {})
+    with pytest.raises(OSError, match="the disk is full"):
+        writer.write(2, {"loss": 1.0}, [], 0, {})
 
 
 # ---- masked rows
@@ -507,6 +557,24 @@ def test_without_a_keep_column_rows_without_latents_are_masked(manifest, build_l
     assert [piece.ids for piece in pieces] == [[0, 1, 2], [3]] and pieces[1].positions_U.tolist() == [15]
 
 
+def test_8_bit_captions_are_decoded_on_the_device(manifest, rows):
+    """The worker's thread copies bytes; the step sees the fp16 values that `ColumnSpec.decode` gives."""
+    column = schema.ColumnSpec(schema.EMBEDDINGS, SHAPES[schema.EMBEDDINGS], "fp8")
+    in_8_bits = dataclasses.replace(manifest, columns=[manifest.latents(64), column])
+    values, _ = manifest.embeddings.decode(rows[schema.EMBEDDINGS])
+    place = rows.column_names.index(schema.EMBEDDINGS)
+    stored = rows.set_column(place, schema.EMBEDDINGS, column.encode(values))
+    decoded = rows.set_column(place, schema.EMBEDDINGS, schema.to_binary(column.decode(stored[column.name])[0]))
+    unit = Unit.from_arrow(stored.slice(0, 4), in_8_bits, 64, 0)
+    assert unit.text.dtype == torch.float8_e4m3fn and unit.text.shape == (4, *column.shape)
+    assert [piece.scales_U.tolist() for piece in unit.split(3)] == [
+        unit.scales_U[:3].tolist(),
+        unit.scales_U[3:].tolist(),
+    ]
+    found = train(TrainStep(recipe(micro_batch_size=2), in_8_bits), in_8_bits, stored, 0, 2)
+    assert found == train(TrainStep(recipe(micro_batch_size=2), manifest), manifest, decoded, 0, 2)
+
+
 def test_dropped_captions_are_trained_as_the_empty_one(manifest, rows):
     """With nearly every caption dropped, the captions themselves do not matter."""
     state, seen = TrainStep(recipe(caption_dropout=0.999999), manifest), []
@@ -524,7 +592,7 @@ def test_a_nan_loss_raises_before_any_weight_changes(manifest, build_latents):
     train(state, manifest, rows, 0, 1)
     before, average = weights(state), {name: value.clone() for name, value in state.ema.state_dict().items()}
     with pytest.raises(
-        FloatingPointError, match="^The loss at step 1 is nan: lower learning_rate or check the latents"
+        FloatingPointError, match="^The loss at step 1 is nan: check the latents, lower learning_rate in a new run"
     ):
         state.step(1, units(state.config, manifest, with_bits(rows, 0x7E00, slice(7, 8)), 0))
     assert all(torch.equal(before[name], value) for name, value in weights(state).items())
@@ -541,9 +609,80 @@ def test_an_infinite_gradient_raises_before_any_weight_changes(manifest, rows):
     assert all(torch.equal(before[name], value) for name, value in weights(state).items())
 
 
-def test_every_worker_stops_when_one_of_them_has_a_nan(two):
+def test_every_worker_skips_and_stops_when_one_has_a_nan(two):
     for result in two[0]:
-        assert result["message"].startswith(f"The loss at step {STEPS} is nan") and result["unchanged"]
+        assert np.isnan(result["skipped"]["loss"]) and result["skipped"]["skipped_steps"] == 1
+        assert result["message"].startswith(f"The loss at step {STEPS + 1} is nan") and result["unchanged"]
+
+
+def everything(state):
+    """Copies of all that a checkpoint would hold."""
+    moments = [value for one in state.optimizer.state.values() for value in one.values()]
+    return [tensor.clone() for tensor in [*weights(state).values(), *moments, *state.ema.state_dict().values()]]
+
+
+def test_a_skipped_step_changes_nothing_and_is_counted(manifest, rows):
+    state, other = (TrainStep(recipe(max_skipped_steps=2), manifest) for _ in range(2))
+    bad = with_bits(rows, 0x7E00, np.flatnonzero(KEEP)[0])
+    for one in (state, other):
+        train(one, manifest, rows, 0, 1)
+    before = everything(state)
+    for number in (1, 2):
+        line = state.step(number, units(state.config, manifest, bad, 0))
+        assert line["skipped_steps"] == number and np.isnan(line["loss"])
+        assert all(map(torch.equal, everything(state), before))
+    after = [train(one, manifest, rows, 3, 4) for one in (state, other)]
+    assert after[0] == after[1] and after[0][0]["skipped_steps"] == 0
+    assert all(map(torch.equal, everything(state), everything(other)))
+    for number in (4, 5):
+        state.step(number, units(state.config, manifest, bad, 0))
+    with pytest.raises(FloatingPointError, match="^The loss at step 6 is nan: .* than max_skipped_steps=2.$"):
+        state.step(6, units(state.config, manifest, bad, 0))
+
+
+class CountSyncs(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: values that it reads, and sizes that depend on values."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+        self.number += operation.overloadpacket.__name__ in waits
+        return operation(*arguments, **(options or {}))
+
+
+def count_syncs(state, manifest, rows):
+    train(state, manifest, rows, 0, 2)  # the EMA begins with a copy
+    mine = units(state.config, manifest, rows, 2)
+    with CountSyncs() as counted:
+        state.step(2, mine)
+        assert torch.tensor(1).item() == 1
+    return counted.number - 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_waits_for_a_gpu_once_a_step(manifest, rows):
+    state = TrainStep(recipe(micro_batch_size=2), manifest, "cuda")
+    train(state, manifest, rows, 0, 2)
+    mine = units(state.config, manifest, rows, 2)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        state.step(2, mine)
+    torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in waits if "synchronizing CUDA operation" in str(one.message)]) <= 1
+
+
+def test_the_host_waits_for_the_device_once_a_step(tmp_path, manifest, rows):
+    """At most: `tolist` at the end of the step, which the mode does not see on a CPU."""
+    assert count_syncs(TrainStep(recipe(micro_batch_size=2), manifest), manifest, rows) <= 1
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        sharded = TrainStep(recipe(strategy="fsdp", precision="bf16"), manifest)
+        assert isinstance(next(sharded.model.parameters()), DTensor)
+        assert count_syncs(sharded, manifest, rows) <= 1
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- checkpoints
@@ -597,6 +736,34 @@ def test_an_async_checkpoint_holds_the_step_it_was_begun_at(tmp_path, monkeypatc
         assert all(torch.equal(expected[name], value) for name, value in written.named_parameters())
     restored = TrainStep(recipe(ema_start=ema_start), manifest)
     assert train(restored, manifest, rows, checkpoint.load(tmp_path, **parts(restored)), STEPS) == found[3:]
+
+
+def test_a_kept_stager_copies_into_the_same_memory(tmp_path, monkeypatch, one, manifest, rows):
+    """As on a GPU, where this memory is pinned; every checkpoint still holds its own step."""
+    stager, places = checkpoint.open_stager(pinned=False), []
+
+    def stage(state):
+        made = type(stager).stage(stager, state)
+        tensors = [
+            *made["model"].values(),
+            *made["ema"].values(),
+            *made["optimizer"]["state"]["conv_in.weight"].values(),
+        ]
+        places.append([tensor.data_ptr() for tensor in tensors])
+        return made
+
+    monkeypatch.setattr(stager, "stage", stage)
+    state = TrainStep(recipe(), manifest)
+    found = train(state, manifest, rows, 0, 2)
+    for step in (2, 3):
+        checkpoint.async_save(tmp_path / str(step), **parts(state), step=step, stager=stager)()
+        found += train(state, manifest, rows, step, step + 1)
+    assert places[0] == places[1] and found == one[0][:4]
+    for step in (2, 3):
+        restored = TrainStep(recipe(), manifest)
+        assert checkpoint.load(tmp_path / str(step), **parts(restored)) == step
+        assert train(restored, manifest, rows, step, 4) == found[step:]
+    stager.close()
 
 
 def test_two_workers_resume_bitwise_from_their_checkpoint(two):

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import run_setup, schema
 from helpers import unet as unet_module
@@ -236,6 +239,33 @@ def test_every_block_is_compiled_for_every_size_by_itself(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+def test_ddp_does_not_cut_compiled_blocks(group_of_one, monkeypatch):
+    """DDP's optimizer for TorchDynamo would, at every bucket: here one for each of a block's three layers."""
+    graphs, compile_module = [], torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **options: compile_module(
+            module, backend=lambda graph, arguments: (graphs.append(graph), graph.forward)[1], **options
+        ),
+    )
+
+    class Block(torch.nn.Sequential):
+        def forward(self, values):
+            for layer in self:
+                values = layer(values).relu()
+            return values
+
+    torch.compiler.reset()
+    blocks = [Block(*(torch.nn.Linear(600, 600) for _ in range(3))) for _ in range(2)]
+    compile_blocks(types.SimpleNamespace(down_blocks=blocks[:1], mid_block=blocks[1], up_blocks=[]))
+    model = DistributedDataParallel(torch.nn.Sequential(*blocks), bucket_cap_mb=1)
+    model(torch.randn(2, 600)).sum().backward()
+    assert len(graphs) == len(blocks)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     ("nodes", "size"), [((2, 2), 2), ((2, 1), 1), ((4, 2), 2), ((8, 8, 4), 4), ((6, 4), 2), ((3,), 3)]
 )
@@ -330,6 +360,79 @@ def test_channels_last_reaches_every_convolution(group_of_one, strategy):
             )
     assert torch.allclose(predict(), plain(), atol=1e-5)
     assert len(seen) > 10 and all(seen), seen
+
+
+def is_channels_last(tensor):
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+class CountLayoutCopies(TorchDispatchMode):
+    """Counts copies of `batch` images from one layout to the other, on "meta" and as on a GPU.
+
+    Everything but convolutions has a GPU's layouts there; cuDNN's convolutions give channels last if they get it.
+    """
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch, self.number = batch, 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        made, name = operation(*arguments, **(options or {})), operation.overloadpacket.__name__
+        if name in ("convolution", "convolution_backward"):
+            given = arguments[:2] if name == "convolution" else arguments[1:3]
+            if any(is_channels_last(tensor) and not tensor.is_contiguous() for tensor in given):
+                return pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda one: one.contiguous(memory_format=torch.channels_last) if one.dim() == 4 else one,
+                    made,
+                )
+        elif name in ("clone", "_to_copy", "copy_") and made.dim() == 4 and len(made) == self.batch:
+            self.number += is_channels_last(arguments[name == "copy_"]) != is_channels_last(made)
+        return made
+
+
+@pytest.mark.parametrize(("batch", "weights_too"), [(2, True), (65, False)])
+def test_layout_copies_of_channels_last_are_a_handful(batch, weights_too):
+    """Forward and backward: the input's, where group norms, attention and shortcuts made 189 of them.
+
+    From 64 rows on, diffusers' three upsampling layers convert to the default layout, and next convolutions back.
+    """
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(load_unet_config("sd2-base"))
+        given = torch.randn(batch, 4, 32, 32), torch.zeros(batch).long(), torch.randn(batch, 77, 1024)
+    unet_module.apply_channels_last(unet, weights_too=weights_too)
+    with CountLayoutCopies(batch) as copies:
+        unet(*given, return_dict=False)[0].sum().backward()
+    assert copies.number == (1 if batch < 64 else 1 + 2 * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_group_norm_is_pytorchs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 12, 5, 3, generator=generator).to(dtype).contiguous(memory_format=torch.channels_last)
+    norm = unet_module.ChannelsLastGroupNorm(4, 12).to(dtype)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    found = []
+    for function in (norm.forward, norm.in_layout):
+        leaf = values.clone().requires_grad_()
+        made = function(leaf)
+        made.float().square().sum().backward()
+        assert made.dtype == dtype and made.is_contiguous(memory_format=torch.channels_last)
+        found.append([made, leaf.grad, norm.weight.grad, norm.bias.grad])
+        norm.zero_grad()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= tolerance * one.norm()
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_channels_last_has_the_gradients_of_the_default(tmp_path, linear, checkpointing):
+    (tmp_path / "unet.json").write_text(json.dumps({**load_unet_config("tiny"), "use_linear_projection": linear}))
+    name = str(tmp_path / "unet.json")
+    unet, _ = build_model(TrainingConfig(unet_config=name, channels_last=True, activation_checkpointing=checkpointing))
+    assert_same_gradients(unet, build_unet(name))
 
 
 def test_activation_checkpointing_saves_memory_not_gradients():
