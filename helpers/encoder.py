@@ -86,8 +86,8 @@ class LatentEncoder:
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads)
         self.dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
-        self.columns, self.batch_size = columns, batch_size
-        self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
+        # The name tells encoders apart in the job's report.
+        self.columns, self.batch_size, self.name = columns, batch_size, uuid.uuid4().hex[:8]
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 

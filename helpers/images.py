@@ -2,7 +2,6 @@
 
 import functools
 import io
-import os
 import pathlib
 import struct
 import warnings
@@ -19,7 +18,7 @@ TINY_SD = "tiny-sd"
 def model_source(model: str) -> dict[str, str]:
     """`from_pretrained`'s arguments for "tiny-sd" (in this package), a folder, a hub id, or "hub/id@revision"."""
     path = str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
-    name, _, revision = (path, "", "") if os.path.exists(path) else path.partition("@")
+    name, _, revision = (path, "", "") if pathlib.Path(path).exists() else path.partition("@")
     return {"pretrained_model_name_or_path": name, "revision": revision or "main"}
 
 

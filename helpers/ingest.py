@@ -36,6 +36,7 @@ import json
 import os
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -617,7 +618,7 @@ def read_latents(
         row_ranges, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data")
     )
     has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
-    keep = has_latents & ~schema.held_out(rows[schema.ID].to_pylist(), validation_share)
+    keep = has_latents & ~held_out(rows[schema.ID].to_pylist(), validation_share)
     return rows.append_column(KEEP, pa.array(keep))
 
 
@@ -633,6 +634,17 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
                     group = file.read_row_group(rows.row_group, columns=columns, use_threads=False)
                     tables[position] = group.slice(rows.first_row, rows.num_rows)
     return pa.concat_tables(tables)
+
+
+def held_out(ids: list, share: float) -> np.ndarray:
+    """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
+
+    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
+    """
+    if share == 0:
+        return np.zeros(len(ids), dtype=bool)
+    threshold = share * 2**32
+    return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
 
 
 def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
@@ -661,7 +673,7 @@ def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, 
         name, row_groups = file
         ranges = [RowRange(name, group, 0, rows) for group, rows in enumerate(row_groups)]
         ids = read_row_ranges(ranges, [schema.ID], folder)[schema.ID].to_pylist()
-        masks = np.split(schema.held_out(ids, config.validation_share), np.cumsum(row_groups)[:-1])
+        masks = np.split(held_out(ids, config.validation_share), np.cumsum(row_groups)[:-1])
         return [(row_range, mask) for row_range, mask in zip(ranges, masks, strict=True) if mask.any()]
 
     with ThreadPoolExecutor(16) as pool:  # few rows are held out: read the ids of many files at once

@@ -10,7 +10,6 @@ import base64
 import collections
 import dataclasses
 import math
-import zlib
 from typing import Any
 
 import numpy as np
@@ -157,17 +156,6 @@ def to_float8(values_BX: np.ndarray) -> np.ndarray:
     rows = torch.from_numpy(np.array(values_BX, dtype=np.float32)).flatten(1)
     scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / FLOAT8_MAX
     return torch.cat([scales.view(torch.uint8), (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)], 1).numpy()
-
-
-def held_out(ids: list, share: float) -> np.ndarray:
-    """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
-
-    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
-    """
-    if share == 0:
-        return np.zeros(len(ids), dtype=bool)
-    threshold = share * 2**32
-    return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
 
 
 @dataclasses.dataclass(frozen=True)

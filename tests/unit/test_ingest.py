@@ -484,7 +484,7 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
     travelling = dealt(plan, 2, 8)
     assert rows["id"].to_pylist() == [at[row] for _, unit in travelling for row in unit]
     assert rows["unit"].to_pylist() == np.repeat([number for number, _ in travelling], 4).tolist()
-    assert rows["keep"].to_pylist() == [not held for held in schema.held_out(rows["id"].to_pylist(), 0.3)]
+    assert rows["keep"].to_pylist() == [not held for held in ingest.held_out(rows["id"].to_pylist(), 0.3)]
     assert rows.column_names == ["id", "caption", "image_latents_64", "caption_embeddings", "keep", "unit"]
     expected = build_latents(40).take(rows["id"])
     for column in ("image_latents_64", "caption_embeddings", "caption"):
@@ -610,7 +610,7 @@ def test_rows_without_latents_are_masked_not_dropped(tmp_path, build_latents):
 
 def test_validation_takes_the_held_out_rows_that_have_latents(latents_uri):
     config = TrainingConfig(latents_uri=latents_uri, validation_share=0.3)
-    held = [i for i in range(40) if schema.held_out([i], 0.3)[0]]
+    held = [i for i in range(40) if ingest.held_out([i], 0.3)[0]]
     assert ingest.validation_rows(config, 100)["id"].to_pylist() == held
     assert ingest.validation_rows(config, 3)["id"].to_pylist() == held[:3]
     assert ingest.validation_rows(TrainingConfig(latents_uri=latents_uri, validation_share=0), 3) is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from helpers import schema, storage
+from helpers import ingest, schema, storage
 
 
 def bits(array):
@@ -218,30 +218,30 @@ def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest
 )
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_the_held_out_share_is_what_was_asked_for(ids, share):
-    mask = schema.held_out(ids, share)
+    mask = ingest.held_out(ids, share)
     assert mask.dtype == bool and abs(mask.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(ids))
 
 
 def test_no_share_holds_nothing_out_and_a_larger_one_keeps_what_a_smaller_one_held():
     ids = list(range(5000))
-    assert not schema.held_out(ids, 0).any()
-    small, large = schema.held_out(ids, 0.05), schema.held_out(ids, 0.2)
+    assert not ingest.held_out(ids, 0).any()
+    small, large = ingest.held_out(ids, 0.05), ingest.held_out(ids, 0.2)
     assert (small <= large).all() and small.sum() < large.sum()
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8), max_size=30), st.randoms(), st.floats(0, 0.99))
 def test_a_row_is_held_out_whatever_stands_around_it(ids, random, share):
-    side = dict(zip(map(str, ids), schema.held_out(ids, share), strict=True))
+    side = dict(zip(map(str, ids), ingest.held_out(ids, share), strict=True))
     shuffled = random.sample(ids, len(ids))
-    assert [side[str(i)] for i in shuffled] == schema.held_out(shuffled, share).tolist()
-    assert all(schema.held_out([i], share)[0] == side[str(i)] for i in ids)
+    assert [side[str(i)] for i in shuffled] == ingest.held_out(shuffled, share).tolist()
+    assert all(ingest.held_out([i], share)[0] == side[str(i)] for i in ids)
 
 
 def test_numbers_are_held_out_as_their_text_is():
     """Ids are int64 in one file and text in another."""
     numbers = np.arange(500)
-    assert np.array_equal(schema.held_out(numbers, 0.3), schema.held_out([str(i) for i in numbers], 0.3))
+    assert np.array_equal(ingest.held_out(numbers, 0.3), ingest.held_out([str(i) for i in numbers], 0.3))
 
 
 # --- captions in 8-bit floats -------------------------------------------------------------------------

@@ -511,7 +511,9 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, manifest, buil
 
     monkeypatch.setattr(Unit, "from_arrow", record)
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[ingest.UNIT][0].as_py()))
-    steps = worker_loop.train_steps(recipe(units_per_step=1, max_steps=3), manifest, 0, rejects)
+    config = recipe(units_per_step=1, max_steps=3)
+    monkeypatch.setattr(ingest, "read_manifests", lambda config, heads: dict.fromkeys(config.proportions, manifest))
+    steps = worker_loop.train_steps(config, manifest, 0, rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)
