@@ -517,7 +517,7 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
     while True:
         if len(running) < 2:
             running.add(_threads("tries", 2 * READ_THREADS).submit(timed))
-        late = max(LATE_SECONDS, 4 * statistics.median(_seconds))
+        late = max(LATE_SECONDS, 3 * statistics.median(_seconds))
         done, running = wait(running, late, FIRST_COMPLETED)
         for future in done:
             if future.exception() is None:
