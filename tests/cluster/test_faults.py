@@ -233,13 +233,17 @@ def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
     assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
 
 
-class FooterlessFiles(LocalFileSystem):
+class FooterlessFiles(pa.fs.FSSpecHandler):
     """Files on a disk, of which the first actor that opens one is killed: Ray Data's, which reads Parquet footers."""
 
-    def _open(self, path, *arguments, **options):
+    def __init__(self, flag):
+        super().__init__(LocalFileSystem())
+        self.flag = flag
+
+    def open_input_file(self, path):
         if ray.get_runtime_context().get_actor_id():
-            once(self.storage_options["flag"], die)
-        return super()._open(path, *arguments, **options)
+            once(self.flag, die)
+        return super().open_input_file(path)
 
 
 def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, monkeypatch, capsys):
@@ -252,7 +256,7 @@ def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, mo
 
     def pipeline(segment):
         with monkeypatch.context() as patch:
-            mortal = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(FooterlessFiles(flag=flag)))
+            mortal = pa.fs.PyFileSystem(FooterlessFiles(flag))
             patch.setattr(storage, "open_filesystem", lambda uri: (mortal, opened(uri)[1]))
             return build(segment)
 

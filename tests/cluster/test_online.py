@@ -165,14 +165,14 @@ def test_a_profile_tells_where_time_and_memory_go(raw, disturbed):
     assert (found.memory["gib"] > 0.05).all()
 
 
-def mortal(flag):
-    """An encoder class that dies once, in its third call."""
+def mortal(flag, action=die):
+    """An encoder class that dies once, in its third call, or does another harm."""
 
     class MortalEncoder(encoder.LatentEncoder):
         def __call__(self, rows):
             self.calls = getattr(self, "calls", 0) + 1
             if self.calls == 3:
-                once(flag, die)
+                once(flag, action)
             return super().__call__(rows)
 
     return MortalEncoder
@@ -186,6 +186,17 @@ def test_killed_trainer_encoder_and_stream_change_no_bit(raw, straight, tmp_path
     fit_online(raw, config, loop, latent_encoder=mortal(flags[1]))
     assert all(map(os.path.exists, flags)) and attempts_of(config)[:3] == [1, 9, 17]
     assert any("SplitCoordinator" in failure for failure in fault_tolerance.read_failures(config.run_uri))
+    assert_same_run(config, straight)
+
+
+@variants
+def test_a_killed_stream_changes_no_bit(raw, straight, tmp_path, capsys):
+    """The process in which Ray Data runs the pipeline: the workers are replaced, and their stream with them."""
+    config, flag = run_of(raw, "no-stream"), str(tmp_path / "stream")
+    with monitoring.monitor_run(config):
+        fit_online(raw, config, latent_encoder=mortal(flag, kill_stream))
+    assert os.path.exists(flag) and len(fault_tolerance.read_failures(config.run_uri)) == 1
+    assert "lost: worker 0: " in capsys.readouterr().out
     assert_same_run(config, straight)
 
 
