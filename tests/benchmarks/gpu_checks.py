@@ -15,6 +15,7 @@ import argparse
 import collections
 import os
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -98,9 +99,10 @@ def memory(given, device):
 
 
 def graphs(given, device):
-    with gpu_step.switched(gpu_step.Setting(), device):
-        unet, _ = build_model(settings(given, strategy="ddp", **FAST), device)
-    model = DistributedDataParallel(unet, gradient_as_bucket_view=True)
+    two_ranks = mock.patch.object(gpu_step.unet_module, "world_size", lambda: 2)  # one rank alone needs no DDP
+    with gpu_step.switched(gpu_step.Setting(), device), two_ranks:
+        unet, model = build_model(settings(given, strategy="ddp", **FAST), device)
+    assert isinstance(model, DistributedDataParallel)
     latents = torch.randn(2, 4, given.resolution // 8, given.resolution // 8, device=device)
     text = torch.randn(2, 77, unet.config.cross_attention_dim, device=device)
     counters.clear()
