@@ -179,13 +179,10 @@ def mortal(flag, action=die):
 
 
 @variants
-def test_killed_trainer_encoder_and_stream_change_no_bit(raw, straight, tmp_path):
-    config = run_of(raw, "killed", max_failures=5)
-    flags = [str(tmp_path / name) for name in ("trainer", "encoder", "stream")]
-    loop = loop_with((die, 13, 0, flags[0]), (kill_stream, 19, 0, flags[2]))
-    fit_online(raw, config, loop, latent_encoder=mortal(flags[1]))
-    assert all(map(os.path.exists, flags)) and attempts_of(config)[:3] == [1, 9, 17]
-    assert any("SplitCoordinator" in failure for failure in fault_tolerance.read_failures(config.run_uri))
+def test_killed_trainer_and_encoder_change_no_bit(raw, straight, tmp_path):
+    config, flags = run_of(raw, "killed", max_failures=5), [str(tmp_path / name) for name in ("trainer", "encoder")]
+    fit_online(raw, config, loop_with((die, 13, 0, flags[0])), latent_encoder=mortal(flags[1]))
+    assert all(map(os.path.exists, flags)) and attempts_of(config)[:2] == [1, 9]
     assert_same_run(config, straight)
 
 
