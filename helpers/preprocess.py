@@ -129,6 +129,7 @@ def write_latents(
         "encode": sum(call["ended"] - call["started"] for call in report["calls"]),
         "write": time.perf_counter() - started,
     }
+    inputs.release_memory()
     return pa.table({"report": [json.dumps(report)]})
 
 

@@ -7,6 +7,7 @@ stages know no file, format or column name.
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import functools
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from . import filters, readers
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # a raw row
 PATH = "path"  # the column in which readers give the file of each row
+C_LIBRARY = ctypes.CDLL(None)
 ROWS_PER_CONVERSION = 256  # pictures behind paths are fetched this many at a time
 
 
@@ -226,6 +228,14 @@ def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
     """`to_raw_rows` of a block, some rows at a time: pictures behind paths may be too many to hold at once."""
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
+    release_memory()
+
+
+def release_memory() -> None:
+    """Give back to the system what Arrow's pool and the C library keep: Ray keeps a process for its next tasks."""
+    pa.default_memory_pool().release_unused()
+    if hasattr(C_LIBRARY, "malloc_trim"):  # glibc's
+        C_LIBRARY.malloc_trim(0)
 
 
 def to_raw_rows(table: pa.Table, config) -> pa.Table:

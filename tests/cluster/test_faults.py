@@ -251,7 +251,7 @@ def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, mo
     finished, expected = encoded
     config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
     flag = str(tmp_path / "killed")
-    job = preprocess.prepare(config, rows_per_segment=300)
+    job = preprocess.prepare(config)
     build, opened = build_pipeline(job, config), storage.open_filesystem
 
     def pipeline(segment):
