@@ -35,7 +35,7 @@ def build(model, device, channels_last, compiled):
     made.device = torch.device(device)
     made.dtype = torch.float16 if device == "cuda" else torch.float32
     if model == "sd2":
-        made.vae, made.text_encoder = (part.to(made.dtype) for part in estimates.sd2_encoders(device))
+        made.vae, made.text_encoder = (roofline.cast(part, made.dtype) for part in estimates.sd2_encoders(device))
     else:
         made.vae, made.text_encoder = encoder.load_vae(model).to(device), encoder.load_text_encoder(model).to(device)
     if channels_last:

@@ -74,7 +74,7 @@ class MasterWeights:
 def plain_bf16(train_step):
     """Weights, activations and gradients in bf16, with neither FSDP2 nor autocast; AdamW on an fp32 copy."""
     train_step.optimizer, train_step.autocast_precision = MasterWeights(train_step), "fp32"
-    train_step.unet.to(torch.bfloat16)  # the same parameters, so the optimizer's list stays true
+    roofline.cast(train_step.unet, torch.bfloat16)  # the same parameters, so the optimizer's list stays true
 
     def lower(value):
         return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -85,6 +85,11 @@ def counted():
         yield work.rows
 
 
+def cast(model, dtype):
+    """`model.to(dtype)` without the warning of diffusers, which concerns pretrained weights."""
+    return torch.nn.Module.to(model, dtype)
+
+
 def products(query, key, number):
     """FLOPs of `number` products of the size of queries by keys."""
     return 2 * number * query.numel() * key.shape[-2]
@@ -93,7 +98,7 @@ def products(query, key, number):
 def step_work(name, resolution, batch, num_tokens=77):
     """The work of a training step on one GPU: forward, backward and AdamW; a frame with kind, flops, bytes."""
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(load_unet_config(name)).to(torch.bfloat16)
+        unet = cast(UNet2DConditionModel.from_config(load_unet_config(name)), torch.bfloat16)
         side, channels = resolution // 8, unet.config.in_channels
         latents = torch.empty(batch, channels, side, side, dtype=torch.bfloat16)
         text = torch.empty(batch, num_tokens, unet.config.cross_attention_dim, dtype=torch.bfloat16)
@@ -106,7 +111,7 @@ def step_work(name, resolution, batch, num_tokens=77):
 
 def encoder_work(resolutions, batch):
     """The work of encoding `batch` rows by Stable Diffusion 2's models; a frame as `step_work`'s."""
-    vae, text_encoder = (model.to(torch.float16) for model in estimates.sd2_encoders())
+    vae, text_encoder = (cast(model, torch.float16) for model in estimates.sd2_encoders())
     with torch.device("meta"), torch.no_grad(), counted() as rows:
         text_encoder(torch.zeros(batch, 77, dtype=torch.long))
         for resolution in resolutions:
