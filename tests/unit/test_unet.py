@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import run_setup, schema
 from helpers import unet as unet_module
 from helpers.config import TrainingConfig
+from helpers.distributed import num_copies
 from helpers.unet import (
     autocast,
     block_names,
@@ -459,3 +462,15 @@ def test_attention_is_fused(monkeypatch):
     unet = build_unet("tiny")
     unet(*inputs())
     assert len(calls) == sum(isinstance(module, Attention) for module in unet.modules()) > 0
+
+
+def test_gradients_are_counted_once_however_they_are_sharded():
+    """In the norm that is summed over ranks: `num_copies` of 4 ranks that hold each gradient between them."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        for shape, placements, copies in (((4,), [Shard(0)], 1), ((2, 2), [Replicate(), Shard(0)], 2)):
+            mesh = init_device_mesh("cpu", shape)
+            assert num_copies(DTensor.from_local(torch.zeros(3), mesh, placements)) == copies
+        assert num_copies(torch.zeros(3)) == 4
+    finally:
+        dist.destroy_process_group()
