@@ -94,7 +94,7 @@ def main():
         times, memory = found
         for text, sizes in passes.items():
             rate = batch / (times["text"] + sum(times[size] for size in sizes))
-            least = roofline.least_seconds(roofline.encoder_work(sizes, batch), rates).sum()
+            least = roofline.least_seconds(roofline.encoder_work(tuple(sizes), batch), rates).sum()
             row = {"setting": setting, "pixels": text, "batch": batch, "rows/s": rate}
             row["of peak"] = rate * estimates.encoder_flops(*sizes) / peak if peak else float("nan")
             row |= {"of roofline": rate * least / batch, "peak memory, GiB": memory / 2**30}

@@ -95,6 +95,7 @@ def products(query, key, number):
     return 2 * number * query.numel() * key.shape[-2]
 
 
+@functools.cache
 def step_work(name, resolution, batch, num_tokens=77):
     """The work of a training step on one GPU: forward, backward and AdamW; a frame with kind, flops, bytes."""
     with torch.device("meta"):
@@ -109,6 +110,7 @@ def step_work(name, resolution, batch, num_tokens=77):
     return pd.DataFrame(rows, columns=["kind", "flops", "bytes"])
 
 
+@functools.cache
 def encoder_work(resolutions, batch):
     """The work of encoding `batch` rows by Stable Diffusion 2's models; a frame as `step_work`'s."""
     vae, text_encoder = (cast(model, torch.float16) for model in estimates.sd2_encoders())
@@ -193,7 +195,9 @@ def main():
     parts = {
         f"a training step of sd2-base at {r}": (step_work("sd2-base", r, b), b) for r, b in ((512, 64), (256, 256))
     }
-    parts |= {f"encoding at {' and '.join(map(str, r))}": (encoder_work(r, 32), 32) for r in ([256], [512], [256, 512])}
+    parts |= {
+        f"encoding at {' and '.join(map(str, r))}": (encoder_work(r, 32), 32) for r in ((256,), (512,), (256, 512))
+    }
     for what, (work, batch) in parts.items():
         seconds, apart = least_seconds(work, rates), least_seconds(work, rates, fused=False)
         per_kind = ", ".join(f"{kind} {value / seconds.sum():.0%}" for kind, value in seconds.items() if value)

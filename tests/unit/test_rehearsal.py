@@ -29,8 +29,8 @@ RANKS, RANKS_PER_NODE = 32, 8
     ("name", "resolution"),
     [
         ("tiny", 64),
-        pytest.param("sd2-base", 512, marks=pytest.mark.variants),
-        pytest.param("sd2-base", 256, marks=pytest.mark.variants),
+        ("sd2-base", 512),
+        ("sd2-base", 256),
     ],
 )
 def test_a_step_in_bf16_keeps_shapes_and_dtypes(name, resolution):
