@@ -143,9 +143,6 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
         )
 
 
-warn_if_validation_waits = check_gpus  # its name in notebooks until now
-
-
 def gpu_kinds() -> dict[str, float]:
     """{accelerator type, as Ray calls it: number of GPUs} of the cluster's nodes."""
     kinds = collections.Counter()

@@ -135,7 +135,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             number = len(state.requests)
             fails = state.fail_every and number % state.fail_every == 0
             state.failures += bool(fails)
-        time.sleep(state.late_delay if state.late_every and number % state.late_every == 0 else state.delay)
+        delay = state.late_delay if state.late_every and number % state.late_every == 0 else state.delay
+        if delay:
+            time.sleep(delay)
         if fails:
             code, name = ((500, "InternalError"), (503, "SlowDown"))[number // state.fail_every % 2]
             return self.error(code, name)

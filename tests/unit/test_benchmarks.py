@@ -110,9 +110,9 @@ def test_blocks_compile_with_an_older_torch_too(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     monkeypatch.setattr(unet, "has_compiler", lambda: True)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     model = unet.build_unet("tiny")
-    gpu_step.compile_by(unet.compile_blocks, "max-autotune", model)
+    with torch._dynamo.config.patch(recompile_limit=8):  # which it raises
+        gpu_step.compile_by(unet.compile_blocks, "max-autotune", model)
     blocks = len(model.down_blocks) + len(model.up_blocks) + 1
     assert calls == [{"mode": "max-autotune", "dynamic": False}] * blocks
 
