@@ -145,7 +145,7 @@ def loop_with_sick_device(rank):
     def loop(values):
         if ray.train.get_context().get_world_rank() == rank:
             multiply = torch.bmm
-            torch.bmm = lambda one, other: multiply(one, other) + torch.eye(one.shape[-1], dtype=one.dtype)
+            torch.bmm = lambda one, other: -multiply(one, other)
         train.train_loop_per_worker(values)
 
     return loop
