@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import pathlib
+import re
 import signal
 import socket
 import threading
@@ -219,9 +220,14 @@ class RecordFailures(ray.train.UserCallback):
 def was_lost(error: BaseException) -> bool:
     """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
 
-    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, would fail again.
+    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, would fail again. Of an
+    error in one of Ray Data's tasks that met the loss, often only the text arrives.
     """
-    return isinstance(error, LOST) and not getattr(error, "actor_init_failed", False)
+    wrapped = isinstance(error, (ray.exceptions.RayTaskError, ray.exceptions.UnserializableException))
+    text = str(error) if wrapped else ""
+    named = [getattr(ray.exceptions, name, object) for name in re.findall(r"ray\.exceptions\.(\w+)", text)]
+    in_init = getattr(error, "actor_init_failed", False) or "in its creation task" in text
+    return (isinstance(error, LOST) or any(issubclass(kind, LOST) for kind in named)) and not in_init
 
 
 def summarize_error(text: str) -> str:
