@@ -130,7 +130,7 @@ def steps(
     config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects, *, raw: OnlineConfig
 ) -> Iterator[tuple[list[Unit], float]]:
     """For `train.train_loop_per_worker(..., steps=...)`: rows from a `DataLoader`, encoded by the worker itself."""
-    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    plan = ingest.plan_run(ingest.read_manifests(config), config)  # `manifest` does not list files
     loader = iter(build_loader(plan, config, raw, first_step, distributed.rank(), distributed.world_size()))
     encode = DeviceEncoder(raw, ray.train.torch.get_device())
     for _ in range(first_step, config.max_steps):
