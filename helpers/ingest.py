@@ -426,15 +426,10 @@ def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -
     Of the data before `first_step`, only the head of that step's chunk is read.
     """
     chunks = plan.chunk_range(first_step, num_steps)
-    read_planned = functools.partial(
-        read_chunks,
-        plan=plan.shared(chunks),
-        first_chunk=chunks.start,
-        first_step=first_step,
-        num_steps=num_steps,
-        read=read,
-    )
     plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // CHUNKS_PER_TASK))
+    read_planned = functools.partial(
+        read_chunks, plan=plan_ref, first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
+    )
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
         numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
