@@ -219,6 +219,7 @@ class TrainingConfig(Parameters):
     prediction_type: Literal["v_prediction", "epsilon"] = "v_prediction"
     caption_dropout: Share = 0.1
     min_snr_gamma: Annotated[float | None, "more than 0, or None for no weighting", Field(gt=0)] = 5.0
+    timestep_sampling: Literal["uniform", "importance"] = "uniform"
     ema_start: CountOrZero = 0
     ema_decay: Share = 0.995
     # the recipe

@@ -69,14 +69,22 @@ def draw(
     *,
     caption_dropout: float = 0.0,
     num_timesteps: int = 1000,
+    density_T: np.ndarray | None = None,
     device: torch.device | str = "cpu",
 ) -> Draws:
-    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents."""
+    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents.
+
+    `density_T`: how often each timestep is drawn (`timestep_density`); None: all `num_timesteps` equally often.
+    """
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
     for row, row_seed in enumerate(hash_positions(seed, step, positions, NOISE)):
         normals[row].normal_(generator=generator.manual_seed(int(row_seed >> np.uint64(1))))
-    timesteps = hash_positions(seed, step, positions, TIMESTEP) % np.uint64(num_timesteps)
+    timesteps = hash_positions(seed, step, positions, TIMESTEP)
+    if density_T is None:
+        timesteps %= np.uint64(num_timesteps)
+    else:
+        timesteps = np.searchsorted(np.cumsum(density_T)[:-1], timesteps / 2.0**64 * density_T.sum(), side="right")
     uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64
     return Draws(
         normals[:, 0],
@@ -114,6 +122,19 @@ def loss_weights(schedule: DDPMScheduler, timesteps_B: torch.Tensor, gamma: floa
     snr = alphas / (1 - alphas)
     clipped = snr.clamp(max=gamma)
     return clipped / (snr + 1) if schedule.config.prediction_type == "v_prediction" else clipped / snr
+
+
+def timestep_density(schedule: DDPMScheduler, gamma: float | None, sampling: str) -> np.ndarray | None:
+    """(T,) how often training draws each timestep, 1 on average; None for "uniform" `sampling`: all equally often.
+
+    "importance": in proportion to the root of the loss weights; training divides the losses by it. Gradients then have
+    the same expectation and less variance, since less is computed at timesteps that hardly count (importance sampling
+    as in Nichol and Dhariwal, 2021, section 3.3).
+    """
+    if sampling == "uniform":
+        return None
+    roots_T = loss_weights(schedule, torch.arange(schedule.config.num_train_timesteps), gamma).sqrt().double().numpy()
+    return roots_T / roots_T.mean()
 
 
 def row_losses(

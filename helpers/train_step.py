@@ -131,6 +131,9 @@ class TrainStep:
         self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
+        self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
+        if self.density_T is not None:
+            self.sampling_weights_T = torch.from_numpy(1 / self.density_T).float().to(self.device)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
         self.unet, self.model = build_model(config, self.device)
         self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
@@ -154,6 +157,7 @@ class TrainStep:
             unit.positions_U,
             moments.shape[2:],
             caption_dropout=self.config.caption_dropout,
+            density_T=self.density_T,
             device=self.device,
         )
         latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor)
@@ -162,6 +166,8 @@ class TrainStep:
         latents = torch.where(keep[:, None, None, None], latents, 0)
         with autocast(self.autocast_precision, self.device):
             losses = diffusion.row_losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
+        if self.density_T is not None:
+            losses = losses * self.sampling_weights_T[draws.timesteps_B]
         return losses * keep
 
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:

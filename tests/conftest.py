@@ -24,16 +24,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
 
-# Fast tests first; then those that share a cluster; then those that start their own, after the shared one was stopped.
-ORDER = ["unit", "cluster", "object_store", "notebooks", "test_nodes.py"]
+# Two processes run the tests (pytest-xdist): one starts with those that share a Ray cluster, the other one with the
+# notebooks; then both take the unit tests, a file at a time. Those of a folder named here stay in one process.
+ORDER = ["cluster", "object_store", "test_nodes.py", "notebooks", "unit"]
+GROUPS = {"cluster": "cluster", "object_store": "cluster", "notebooks": "notebooks"}
+
+
+def parts(item):
+    """The folders and the file of a test."""
+    return pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
+
+
+def pytest_itemcollected(item):
+    folder, *_, file = parts(item)
+    item.add_marker(pytest.mark.xdist_group(GROUPS.get(folder, file)))
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
-        return max((number for number, name in enumerate(ORDER) if name in parts), default=len(ORDER))
-
-    items.sort(key=place)  # stable: within a folder as they were collected
+    # Stable: within a folder as they were collected. `test_nodes.py` stops the shared cluster, so it comes after it.
+    items.sort(key=lambda item: max(ORDER.index(name) for name in parts(item) if name in ORDER))
 
 
 @pytest.fixture(scope="session")

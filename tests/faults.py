@@ -178,8 +178,8 @@ DRIVER = """
     import os, signal, threading
     from helpers import preprocess, storage, train
     from helpers.config import PreprocessingConfig, TrainingConfig
-    from helpers.runtime import session
-    from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
+    from helpers.runtime import monitoring, session
+    from tests.faults import is_listed, loop_with, loop_with_cut_off_upload, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
     def die_when(reached):
@@ -194,10 +194,11 @@ DRIVER = """
 
 
 def run_driver(text):
-    """A driver of its own, with a Ray of its own, that ends by SIGKILL."""
+    """A driver of its own, with a Ray of its own, that ends by SIGKILL; returns what it printed."""
     script = textwrap.dedent(DRIVER) + textwrap.dedent(text)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-u", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    return done.stdout
 
 
 def truncate_newest(config):

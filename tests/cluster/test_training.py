@@ -91,22 +91,29 @@ def test_validation_runs_beside_training_on_held_out_rows(run):
     assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
 
 
-def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
-    """The same run and the same losses; by both workers in its middle, by a Ray task at its end."""
-    first, _ = run
-    config = short_run(first.storage, "no-gpu-left", num_training_workers=2, validate_every=20)
+def validating_loop(folder):
+    """The worker loop where there is no GPU to spare; a rank that validates leaves a file."""
 
     def loop(values):
         validate = TrainStep.validate
 
         def noted(self, rows):
-            (tmp_path / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
+            (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
             return validate(self, rows)
 
         TrainStep.validate, train.has_spare_gpu = noted, lambda device: False
         train.train_loop_per_worker(values)
 
-    fit(config, loop=loop)
+    return loop
+
+
+@variants
+def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
+    """The same run and the same losses; by both workers in its middle, by a Ray task at its end."""
+    first, _ = run
+    config = short_run(first.storage, "no-gpu-left", num_training_workers=2, validate_every=20)
+
+    fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
     found, expected = (train.read_validation(one.run_uri) for one in (config, first))
     assert found["step"].tolist() == [20, 40] and found["rows"].tolist() == expected["rows"].tolist()
@@ -148,8 +155,11 @@ def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
     assert ids() == expected and len(plan.chunk_range(3, 3 * plan.steps_per_epoch)) == 6
 
 
-def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
-    """Another run's weights, two resolutions, sharded on two workers: as a bare loop computes; its weights export."""
+def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
+    """Another run's weights, two resolutions, sharded on two workers: as a bare loop computes; its weights export.
+
+    Without a spare GPU both workers validate in the middle, and a Ray task at the end.
+    """
     first, result = run
     config = short_run(
         data,
@@ -160,10 +170,11 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
         resolution={32: 0.5, 64: 0.5},
         max_steps=12,
         checkpoint_every=6,
-        validate_every=12,
+        validate_every=6,
         warmup_steps=2,
     )
-    fit(config)
+    fit(config, loop=validating_loop(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
     metrics = metrics_log.read_metrics(config.run_uri)
     assert metrics["resolution"].tolist() == [config.resolution_at(step) for step in range(12)]
     assert set(metrics["resolution"]) == {32, 64}
@@ -175,7 +186,7 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data):
     losses, samples = zip(*bare(config, 12, prepare=load), strict=True)
     assert metrics["samples_crc32"].tolist() == list(samples)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-    assert train.read_validation(config.run_uri)["step"].tolist() == [12]
+    assert train.read_validation(config.run_uri)["step"].tolist() == [6, 12]
     # Raw or averaged, the weights that two ranks wrote make a pipeline.
     last, exported = train.last_checkpoint(config), {}
     for which in ("model", "ema"):

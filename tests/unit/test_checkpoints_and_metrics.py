@@ -4,8 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import zlib
 
@@ -16,6 +14,7 @@ import torch
 from helpers import checkpoint, distributed, storage, train
 from helpers.config import TrainingConfig
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from tests.processes import run_script
 
 
 @pytest.fixture
@@ -186,44 +185,40 @@ def test_a_hung_worker_leaves_nccls_last_collectives(tmp_path, monkeypatch):
 
 
 WATCHED = """
-import sys, threading
-sys.path.insert(0, {root!r})
+import threading
 from helpers.runtime.fault_tolerance import Watchdog
 with Watchdog(0.3, on_hang={on_hang}) as watchdog:
     watchdog.beat()
     {body}
-print("ended")
+print("ended", flush=True)
 """
 
 
 def watched(body, on_hang='lambda seconds: print("hung", seconds > 0.3, flush=True)'):
-    root = str(pathlib.Path(__file__).parents[2])
-    script = WATCHED.format(root=root, body=body, on_hang=on_hang)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    """`(exit code, output)` of a process that a watchdog ends after 0.3 seconds without a beat."""
+    return run_script(WATCHED.format(body=body, on_hang=on_hang))
 
 
 def test_a_hung_process_tells_where_it_hangs_and_ends_itself():
-    done = watched("threading.Event().wait()")
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == "hung True\n" and "threading.py" in done.stderr
+    code, said = watched("threading.Event().wait()")
+    assert code == -signal.SIGKILL and "hung True\n" in said and "threading.py" in said
 
 
 @pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
 def test_a_hung_process_ends_itself_even_if_its_report_hangs(on_hang):
     """As where the storage that it would write to is what does not answer."""
-    assert watched("threading.Event().wait()", on_hang).returncode == -signal.SIGKILL
+    assert watched("threading.Event().wait()", on_hang)[0] == -signal.SIGKILL
 
 
 def test_a_process_that_goes_on_is_left_alone():
-    done = watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]")
-    assert (done.returncode, done.stdout) == (0, "ended\n")
+    assert watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]") == (0, "ended\n")
 
 
 def test_what_takes_long_is_no_hang_where_that_is_known():
     """A slow beat comes before the first step of each size, which is compiled, and before a checkpoint."""
-    done = watched("watchdog.beat(slow=True); threading.Event().wait(1); watchdog.beat()")
-    assert (done.returncode, done.stdout) == (0, "ended\n")
-    assert watched("watchdog.beat(slow=True); watchdog.beat(); threading.Event().wait()").stdout == "hung True\n"
+    assert watched("watchdog.beat(slow=True); threading.Event().wait(1); watchdog.beat()") == (0, "ended\n")
+    code, said = watched("watchdog.beat(slow=True); watchdog.beat(); threading.Event().wait()")
+    assert code == -signal.SIGKILL and "hung True\n" in said
 
 
 def test_a_run_that_its_workers_ended_raises_in_the_driver(tmp_path):

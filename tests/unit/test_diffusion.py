@@ -90,6 +90,24 @@ def test_captions_are_dropped_independently_of_timesteps():
     assert not diffusion.draw(0, 0, np.arange(4000), (1, 1, 1)).dropped_B.any()
 
 
+def test_important_timesteps_are_drawn_more_often():
+    """As often as `timestep_density` says: chi-squared over its ten bins of the same probability."""
+    schedule = diffusion.noise_schedule()
+    density_T = diffusion.timestep_density(schedule, 5.0, "importance")
+    assert density_T.mean() == pytest.approx(1) and density_T.argmax() == (
+        diffusion.loss_weights(schedule, torch.arange(1000), 5.0).argmax().item()
+    )
+    timesteps = diffusion.draw(0, 0, np.arange(20_000), (1, 1, 1), density_T=density_T).timesteps_B.numpy()
+    assert timesteps.min() >= 0 and timesteps.max() <= 999
+    cumulative_T = np.cumsum(density_T) / 1000
+    bins = np.searchsorted(cumulative_T, np.arange(1, 10) / 10)
+    expected = np.diff(np.concatenate([[0], cumulative_T[bins], [1]])) * 20_000
+    found = np.bincount(np.searchsorted(bins, timesteps), minlength=10)
+    assert ((found - expected) ** 2 / expected).sum() < 30  # 9 degrees of freedom: 1 in 2,000
+    assert diffusion.timestep_density(schedule, 5.0, "uniform") is None
+    np.testing.assert_allclose(diffusion.timestep_density(schedule, None, "importance"), 1)
+
+
 def test_no_rows_give_empty_draws():
     draws = diffusion.draw(0, 0, np.arange(0), SHAPE)
     assert draws.noise_BCHW.shape == (0, *SHAPE) and draws.timesteps_B.shape == (0,)

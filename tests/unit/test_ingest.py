@@ -108,7 +108,7 @@ def steps_of(plan, first, last, num_workers=1):
     return batches
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), st.integers(0, 3))
 def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
     steps = plan.steps_per_epoch
@@ -118,7 +118,7 @@ def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
     assert len(used) == len(set(used)) and set(used) <= rows_of(plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(most_sources=1), st.integers(0, 3))
 def test_an_epoch_leaves_out_less_than_one_batch(plan, epoch):
     steps = plan.steps_per_epoch
@@ -126,7 +126,7 @@ def test_an_epoch_leaves_out_less_than_one_batch(plan, epoch):
     assert len(used) >= plan.num_rows - plan.batch_rows + 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_an_epoch_of_a_mixture_ends_with_its_first_source(plan):
     sizes = np.array([source.num_rows for source in plan.sources])
@@ -134,7 +134,7 @@ def test_an_epoch_of_a_mixture_ends_with_its_first_source(plan):
     assert (plan.rows_by_source((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), st.data())
 def test_proportions_hold_in_every_window_of_an_epoch(plan, data):
     """Within two rows, and a thousandth of a percent for their rounding."""
@@ -157,7 +157,7 @@ def test_proportions_hold_in_windows_of_a_long_run(shares):
             assert np.abs(counts - share * size).max() <= 2 + 1e-4 * size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), st.data())
 def test_a_run_may_start_at_any_step(plan, data):
     last = data.draw(st.integers(1, 3 * plan.steps_per_epoch))
@@ -165,7 +165,7 @@ def test_a_run_may_start_at_any_step(plan, data):
     assert steps_of(plan, first, last) == steps_of(plan, 0, last)[first:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), st.data())
 def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
     last = plan.steps_per_epoch + 1
@@ -175,7 +175,7 @@ def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
         assert steps_of(plan, first, last, num_workers) == batches
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), st.integers(0, 2))
 def test_chunks_follow_one_permutation_of_the_row_groups(plan, epoch):
     """The rows that a data set gives, chunk after chunk, are those of its row groups in the epoch's order."""

@@ -17,6 +17,7 @@ from helpers.lesson import ablations, estimates, figures
 from helpers.runtime import metrics_log, profiling
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet, count_flops
+from tests.processes import start_ranks
 from tests.unit.test_train_step import STRATEGIES, group, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -194,7 +195,7 @@ def worker(rank, folder, manifest, rows, worlds):
 def held(tmp_path_factory, build_manifest, build_latents, request):
     folder = tmp_path_factory.mktemp("memory")
     arguments = (str(folder), build_manifest().to_dict(), build_latents(8), request.param)
-    torch.multiprocessing.spawn(worker, arguments, nprocs=max(request.param))
+    start_ranks(worker, arguments, nprocs=max(request.param))
     return json.loads((folder / "memory.json").read_text())
 
 

@@ -22,6 +22,7 @@ from helpers.config import TrainingConfig
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet, has_compiler, load_unet_config
 from tests.conftest import SHAPES
+from tests.processes import start_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -272,7 +273,7 @@ def alone(folder, manifest, build_latents):
 def strategies(folder, alone, manifest, size):
     """What `sharded_worker` found."""
     arguments = (str(folder), manifest.to_dict(), alone[1], size[1])
-    torch.multiprocessing.spawn(sharded_worker, arguments, nprocs=max(3, *size[1]))
+    start_ranks(sharded_worker, arguments, nprocs=max(3, *size[1]))
     return json.loads((folder / "result.json").read_text())
 
 
@@ -362,9 +363,7 @@ def compiled_worker(rank, folder, manifest, rows):
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, manifest, build_latents):
     write_small_unet(tmp_path)
-    torch.multiprocessing.spawn(
-        compiled_worker, (str(tmp_path), manifest.to_dict(), build_latents(BATCH * 10)), nprocs=2
-    )
+    start_ranks(compiled_worker, (str(tmp_path), manifest.to_dict(), build_latents(BATCH * 10)), nprocs=2)
     found = torch.load(tmp_path / "compiled.pt")
     expected_losses, expected = found["ddp", False]
     for (strategy, compiled), (values, gradients) in found.items():
@@ -386,7 +385,7 @@ def two(tmp_path_factory, manifest, rows):
     folder = tmp_path_factory.mktemp("two")
     config = recipe(num_training_workers=2, micro_batch_size=2, max_skipped_steps=1)
     arguments = (2, str(folder), config.to_dict(), manifest.to_dict(), rows)
-    torch.multiprocessing.spawn(worker, arguments, nprocs=2)
+    start_ranks(worker, arguments, nprocs=2)
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return results, folder, [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]
 

@@ -1,0 +1,32 @@
+"""Processes that tests start: each is forked from one that has imported what they need, once for all of them."""
+
+import multiprocessing
+import os
+import tempfile
+
+import torch
+
+FORKSERVER = "forkserver"
+multiprocessing.get_context(FORKSERVER).set_forkserver_preload(["pytest", "helpers.train"])
+
+
+def start_ranks(function, arguments, nprocs):
+    """Run `function(rank, *arguments)` in so many processes; raises what one of them raises."""
+    torch.multiprocessing.start_processes(function, arguments, nprocs, start_method=FORKSERVER)
+
+
+def run_into(path, script):
+    """Run a script whose output goes to a file."""
+    file = os.open(path, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    exec(script, {})
+
+
+def run_script(script):
+    """`(exit code, standard output and standard error)` of a script; the code is -9 if it was killed."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        process = multiprocessing.get_context(FORKSERVER).Process(target=run_into, args=(file.name, script))
+        process.start()
+        process.join(120)
+        return process.exitcode, file.read()
