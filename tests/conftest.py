@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import ray
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from helpers import schema
 from helpers.runtime import session
@@ -25,24 +26,29 @@ SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "c
 
 
 # Two processes run the tests (pytest-xdist): one starts with those that share a Ray cluster, the other one with the
-# notebooks; then both take the unit tests, a file at a time. Those of a folder named here stay in one process.
+# notebooks; then both take the unit tests, a file at a time.
 ORDER = ["cluster", "object_store", "test_nodes.py", "notebooks", "unit"]
-GROUPS = {"cluster": "cluster", "object_store": "cluster", "notebooks": "notebooks"}
+TOGETHER = {"cluster": "cluster", "object_store": "cluster", "notebooks": "notebooks"}
 
 
-def parts(item):
-    """The folders and the file of a test."""
-    return pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
+class Scheduling(LoadScopeScheduling):
+    def _split_scope(self, nodeid):
+        """What is run by one process: the file of a test, or its folder."""
+        file = pathlib.PurePosixPath(nodeid.partition("::")[0])
+        return TOGETHER.get(file.parent.name, str(file))
 
 
-def pytest_itemcollected(item):
-    folder, *_, file = parts(item)
-    item.add_marker(pytest.mark.xdist_group(GROUPS.get(folder, file)))
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
+    def place(item):
+        parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
+        return max(ORDER.index(name) for name in parts if name in ORDER)
+
     # Stable: within a folder as they were collected. `test_nodes.py` stops the shared cluster, so it comes after it.
-    items.sort(key=lambda item: max(ORDER.index(name) for name in parts(item) if name in ORDER))
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
