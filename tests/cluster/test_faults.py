@@ -101,6 +101,7 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
     assert_same_run(config, straight)
 
 
+@variants
 def test_a_nan_ends_a_run_at_once(run):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
     config = run_of(run, "not-finite", max_failures=3)

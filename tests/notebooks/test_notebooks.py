@@ -258,7 +258,6 @@ def workspace(tmp_path_factory):
     [
         ("Preprocessing.ipynb", 1),
         ("Training.ipynb", 1),
-        ("Online_Preprocessing_and_Training.ipynb", 1),
         pytest.param("Preprocessing.ipynb", 2, marks=pytest.mark.variants),
         pytest.param("Training.ipynb", 2, marks=pytest.mark.variants),
         pytest.param("Online_Preprocessing_and_Training.ipynb", 2, marks=pytest.mark.variants),
