@@ -30,6 +30,7 @@ runtime/            support at run time
     session         connecting to Ray, shared storage, GPUs
     lease           one driver at a time on a job or a run
     monitoring      progress of a run in a notebook and in a terminal
+    tracking        a run in TensorBoard, Weights & Biases, MLflow; the use of the nodes
     metrics_log     `metrics.jsonl`, throughput
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
@@ -37,5 +38,7 @@ lesson/             what only the notebooks need
     captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    what the lesson compares with, and breaks
-    published_results, estimates, full_run  published numbers, arithmetic on clusters, the full run's parameters
+    published_results, estimates, full_run  published numbers, arithmetic on clusters, how the full run differs
+profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
+clusters/           what starts a cluster: Ray's launcher on AWS, KubeRay, Slurm; the image of its nodes
 """

@@ -4,7 +4,9 @@ Field names are the parameter names. A wrong value raises ValueError before anyt
 the parameter, its value and what to change.
 """
 
+import ast
 import dataclasses
+import difflib
 import itertools
 import json
 import os
@@ -86,7 +88,12 @@ class Parameters:
 
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:
-        """The variables of a notebook (`globals()`) that have the names of parameters."""
+        """The variables of a notebook (`globals()`) that have the names of parameters.
+
+        Raises ValueError for a parameter that papermill was given and that no notebook has: papermill itself only warns
+        of it, and the value would be ignored.
+        """
+        check_names(namespace.get("In", ()))
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: namespace[name] for name in names if name in namespace})
 
@@ -176,10 +183,27 @@ class OnlineConfig(PreprocessingConfig):
     horizontal_flip: Switch = False
 
 
+def check_names(cells: Sequence[str]) -> None:
+    """Raises ValueError if papermill set a name that is no parameter. `cells`: those run so far, IPython's `In`.
+
+    papermill puts what it is given (`-p`, `-f`) into a cell of its own, which begins with this comment. A parameter of
+    another notebook is none too many: a profile serves all three.
+    """
+    known = {field.name for config in (OnlineConfig, TrainingConfig) for field in dataclasses.fields(config)}
+    known |= {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
+    for cell in cells:
+        if cell.startswith("# Parameters\n"):
+            for name in (statement.targets[0].id for statement in ast.parse(cell).body):
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, 1)
+                    hint = f"did you mean {close[0]}?" if close else "check its spelling."
+                    raise ValueError(f"{name} is not a parameter of any notebook: {hint}")
+
+
 # What may change when a run is resumed; everything else decides what is learned.
 MAY_CHANGE = {"storage", "latents_uri", "checkpoint_every", "checkpoints_kept", "validate_every", "profile_step"}
 MAY_CHANGE |= {"num_training_workers", "use_gpu", "training_accelerator_type", "max_failures", "hang_timeout"}
-MAY_CHANGE |= {"max_skipped_steps"}
+MAY_CHANGE |= {"max_skipped_steps", "trackers"}
 MAY_CHANGE |= {"micro_batch_size", "strategy", "compile_unet", "channels_last", "activation_checkpointing"}
 
 
@@ -254,6 +278,11 @@ class TrainingConfig(Parameters):
     max_failures: CountOrZero = 3
     max_skipped_steps: CountOrZero = 0  # in a row, whose loss or gradient is not finite; one more ends the run
     hang_timeout: Annotated[float, "a number of seconds of more than 0", Field(gt=0)] = 600
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
+        "a list of 'tensorboard', 'wandb' and 'mlflow', or []",
+        Field(strict=False),
+    ] = ()
     # step whose operations are profiled, for the share of time in communication; None: none
     profile_step: OptionalCount = None
 

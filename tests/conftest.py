@@ -27,7 +27,7 @@ SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "c
 
 # Two processes run the tests (pytest-xdist): one starts with those that share a Ray cluster, the other one with the
 # notebooks; then both take the unit tests, a file at a time.
-ORDER = ["cluster", "object_store", "test_nodes.py", "notebooks", "unit"]
+ORDER = ["cluster", "object_store", "test_nodes.py", "test_profile_placement.py", "notebooks", "unit"]
 TOGETHER = {"cluster": "cluster", "object_store": "cluster", "notebooks": "notebooks"}
 
 
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
         parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
         return max(ORDER.index(name) for name in parts if name in ORDER)
 
-    # Stable: within a folder as they were collected. `test_nodes.py` stops the shared cluster, so it comes after it.
+    # Stable: within a folder as they were collected. Those that stop the shared cluster come after it.
     items.sort(key=place)
 
 

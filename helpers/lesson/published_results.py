@@ -5,6 +5,7 @@ full title is in SOURCES). `derived` says how a number that is not printed there
 `note` where the documents contradict each other or their own arithmetic.
 """
 
+import math
 from dataclasses import dataclass
 
 import pandas as pd
@@ -13,6 +14,7 @@ SOURCES = {
     "blog": 'Anyscale, "Reducing the Cost of Pre-training Stable Diffusion by 3.7x with Anyscale"',
     "slides": 'Anyscale, "Efficient Stable Diffusion Pre-Training on Billions of Images with Ray"',
     "quickstart": 'Anyscale, "Quickstart: Stable diffusion pre-training"',
+    "template": "Anyscale, template stable-diffusion-pretraining of the repository anyscale/templates",
     "MosaicML": 'MosaicML, "Training Stable Diffusion from Scratch for <$50k with MosaicML (Part 2)"',
     "mosaicml/diffusion": "MosaicML, README of the repository mosaicml/diffusion",
     "NVIDIA": "NVIDIA's results in MLPerf Training v4.0, Stable Diffusion v2",
@@ -95,6 +97,28 @@ SCALING = tuple(
     Throughput("latents stored", resolution, f"{gpus} x A100", rate, None, _C)
     for resolution, rates in ((256, (1100, 2180, 4080, 8530, 11_600)), (512, (290, 585, 1195, 2340, 4590)))
     for gpus, rate in zip((8, 16, 32, 64, 128), rates, strict=True)
+)
+
+
+@dataclass(frozen=True)
+class FullRun:
+    """Both phases on a number of GPUs, at SCALING's rates and $2 a GPU-hour; without the encoders."""
+
+    gpus: str
+    days: float
+    dollars: int
+    source: str
+
+
+SCALING_COSTS = tuple(
+    FullRun(f"{gpus} x A100", days, dollars, _C)
+    for gpus, days, dollars in (
+        (8, 81.33, 31_230),
+        (16, 40.42, 31_043),
+        (32, 20.06, 30_805),
+        (64, 10.14, 31_146),
+        (128, 5.51, 33_874),
+    )
 )
 
 
@@ -307,6 +331,17 @@ FACTS = {
         "pixels), if two thirds of a step hide communication",
     ),
     "NVLink of an A100": Fact(300, "GB/s", "NVIDIA A100", derived="600 GB/s are both directions together"),
+    "template, CPUs that load": Fact(192, "CPUs", "template, 01_preprocess.ipynb"),
+    "template, CPUs that transform": Fact(192, "CPUs", "template, 01_preprocess.ipynb"),
+    "template, encoders": Fact(48, "A10Gs", "template, 01_preprocess.ipynb"),
+    "template, encoder batch at 256 px": Fact(120, "images", "template, 01_preprocess.ipynb"),
+    "template, encoder batch at 512 px": Fact(40, "images", "template, 01_preprocess.ipynb"),
+    "template, steps at 256 px": Fact(
+        550_000, "steps", "template, 02_train.ipynb", note="MosaicML's, of 2,048; a batch of 4,096 makes them 275,000"
+    ),
+    "template, steps at 512 px": Fact(
+        850_000, "steps", "template, 02_train.ipynb", note="MosaicML's, of 2,048; a batch of 4,096 makes them 425,000"
+    ),
     "Stability AI": Fact(
         200_000,
         "A100-40G hours",
@@ -316,8 +351,137 @@ FACTS = {
 }
 
 
-def published_ablation(resolution: int) -> pd.DataFrame:
-    """ABLATION at 256 or 512 pixels: one row a setting, images/s and speedup on both clusters. ValueError otherwise."""
+def totals() -> pd.DataFrame:
+    """Every published total beside what follows from the numbers that are printed with it, one row each.
+
+    Columns: printed, follows, unit, how, source. What does not follow differs by more than rounding.
+    """
+    anyscale, mosaicml = ([phase for phase in PHASES if phase.who == who] for who in ("Anyscale", "MosaicML"))
+    p4de, g5, _, a100 = (instance.dollars_per_hour for instance in INSTANCES)
+    fact = {name: found.value for name, found in FACTS.items()}
+    a100_hours = 32 * sum(phase.num_samples / phase.images_per_second for phase in anyscale) / 3600
+    rows = [
+        ("A100 hours", fact["A100 hours"], a100_hours, "hours", "samples / rate of Table 4.b, on 32 GPUs", "slides"),
+        (
+            "on demand",
+            fact["dollars, on demand"],
+            fact["A100 hours"] * p4de / 8,
+            "$",
+            "13,165 hours, $40.96 / 8",
+            "slides",
+        ),
+        ("1 year reserved", fact["dollars, reserved for a year"], math.nan, "$", "the price is not printed", "slides"),
+    ]
+    for cost in EPOCH_COSTS:
+        hours = anyscale[0].num_samples / cost.images_per_second / 3600
+        per_hour = sum({"p4de.24xlarge": p4de, "g5.2xlarge": g5}[name] * n for name, n in cost.instances.items())
+        dollars = cost.hours * per_hour + cost.one_time_dollars
+        once = ", and $2,183 once" if cost.one_time_dollars else ""
+        rows += [
+            (f"{cost.setup}, an epoch", cost.hours, hours, "hours", "1,126,400,000 / rate", cost.source),
+            (f"{cost.setup}, an epoch", cost.dollars, dollars, "$", f"hours x ${per_hour:.2f}{once}", cost.source),
+        ]
+    latents, training = fact["MosaicML, latents"], fact["MosaicML, training"]
+    days = sum(phase.hours for phase in mosaicml) / 24
+    rows += [
+        ("MosaicML, training", training, 128 * 24 * days, "A100 hours", "128 GPUs, 1.6 + 4.9 days", "MosaicML"),
+        ("MosaicML, all", fact["MosaicML, all"], training + latents, "A100 hours", "20,051 + 3,784", "MosaicML"),
+        ("MosaicML, all", 7.45, fact["MosaicML, all"] / 128 / 24, "days", "23,835 hours, 128 GPUs", "MosaicML"),
+        ("MosaicML, all", fact["MosaicML, dollars"], fact["MosaicML, all"] * a100, "$", "23,835 hours, $2", "MosaicML"),
+    ]
+    for run in SCALING_COSTS:
+        rates = {row.resolution: row.images_per_second for row in SCALING if row.gpus == run.gpus}
+        hours = sum(phase.num_samples / rates[phase.resolution] for phase in anyscale) / 3600
+        gpus, how = int(run.gpus.split()[0]), "samples / rates"
+        rows += [
+            (f"MosaicML, {run.gpus}", run.days, hours / 24, "days", how, run.source),
+            (f"MosaicML, {run.gpus}", run.dollars, gpus * hours * a100, "$", f"{how}, $2 a GPU-hour", run.source),
+        ]
+    for phase in anyscale:
+        steps, how = phase.num_samples / phase.global_batch_size, "samples / batch of 4,096"
+        name = f"template, steps at {phase.resolution} px"
+        rows.append((name, fact[name], steps, "steps", how, FACTS[name].source))
+    efa = {row.setup: row for row in ABLATION if (row.gpus, row.resolution) == ("16 x A100-40G", 512)}
+    ratio = efa["+ EFA"].images_per_second / efa["DDP"].images_per_second
+    rows += [
+        ("EFA, 512 px, 16 GPUs", efa["+ EFA"].speedup, ratio, "x", "474 / 264 images/s", "slides, Table 4.a"),
+        ("Stability AI over Anyscale", 10, fact["Stability AI"] / fact["A100 hours"], "x", "200,000 / 13,165", "blog"),
+    ]
+    names = ["what", "printed", "follows", "unit", "how", "source"]
+    return pd.DataFrame(rows, columns=names).set_index("what")
+
+
+def phases_table(measured: dict[int, float] | None = None, dollars_per_hour: float | None = None) -> pd.DataFrame:
+    """Both phases of the published runs, one row each, and how long yours would take for the same samples.
+
+    `measured`: {resolution: your images/s}, of all your workers together, beside the published phase of that number of
+    pixels; `dollars_per_hour`: of all your machines. Published dollars: $40.96 a p4de.24xlarge on demand, $2 an A100
+    hour at MosaicML.
+    """
+    prices = {"Anyscale": 4 * INSTANCES[0].dollars_per_hour, "MosaicML": 128 * INSTANCES[3].dollars_per_hour}
+    columns = ["who", "pixels", "images", "steps", "batch", "GPUs", "images/s", "hours", "dollars"]
+    rows = [
+        (p.who, p.resolution, p.num_samples, p.num_steps, p.global_batch_size, p.gpus, p.images_per_second, p.hours)
+        + (prices[p.who] * p.hours,)
+        for p in PHASES
+    ]
+    for pixels, rate in (measured or {}).items():
+        images = next((p.num_samples for p in PHASES if p.resolution == pixels), PHASES[0].num_samples)
+        hours = images / rate / 3600
+        cost = dollars_per_hour * hours if dollars_per_hour else None
+        rows.append(("here", pixels, images, None, None, None, rate, hours, cost))
+    return pd.DataFrame(rows, columns=columns).set_index(["who", "pixels"])
+
+
+def precomputation_table(rows_per_second: float | None = None, dollars_per_hour: float | None = None) -> pd.DataFrame:
+    """What encoding a data set once cost others, one row each, and what it would cost at your rows/s.
+
+    `rows_per_second`: of all your encoders together; yours is computed for the images of the published phase 1.
+    """
+    phase, mosaicml = PHASES[0], [p for p in PHASES if p.who == "MosaicML"]
+    g5 = INSTANCES[1].dollars_per_hour
+    hours, encoded = FACTS["MosaicML, latents"].value, sum(p.unique_samples for p in mosaicml)
+    rows = {
+        "Anyscale, 256 px": (phase.num_samples, "A10G", EPOCH_COSTS[1].one_time_dollars / g5, 2183.0, "blog, Table 2"),
+        "MosaicML, 256 and 512 px": (encoded, "A100", hours, INSTANCES[3].dollars_per_hour * hours, "MosaicML"),
+    }
+    if rows_per_second:
+        hours = phase.num_samples / rows_per_second / 3600
+        rows["here"] = (phase.num_samples, "all encoders", hours, dollars_per_hour and dollars_per_hour * hours, "")
+    columns = ["images", "of what", "hours", "dollars", "source"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+    table.insert(4, "images/s", table["images"] / table["hours"] / 3600)
+    return table
+
+
+def scaling_table(measured: dict[int, float] | None = None, resolution: int = 256) -> pd.DataFrame:
+    """MosaicML's U-Net on 8 to 128 A100s, one row each, with your images/s by number of workers below.
+
+    Columns: images/s, the same for each GPU, and for both phases days and dollars (published only).
+    """
+    rows = {
+        row.gpus: {"images/s": row.images_per_second, "a GPU": row.images_per_second / int(row.gpus.split()[0])}
+        for row in SCALING
+        if row.resolution == resolution
+    }
+    for run in SCALING_COSTS:
+        if run.gpus in rows:
+            rows[run.gpus] |= {"days, both phases": run.days, "dollars, both phases": run.dollars}
+    rows |= {
+        f"{workers} here": {"images/s": rate, "a GPU": rate / workers} for workers, rate in (measured or {}).items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(f"{resolution} px")
+
+
+# The settings of `ablations.ABLATION` that are published.
+_SAME_SETTING = {"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"}
+
+
+def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
+    """ABLATION at 256 or 512 pixels: one row a setting, images/s and speedup on both clusters. ValueError otherwise.
+
+    `measured`: your own, by setting (`ablations.ablation`), whose columns "images/s" and "speedup" stand beside.
+    """
     columns = {}
     for gpus in ("16 x A100-40G", "32 x A100-80G"):
         rows = [row for row in ABLATION if (row.resolution, row.gpus) == (resolution, gpus)]
@@ -326,7 +490,12 @@ def published_ablation(resolution: int) -> pd.DataFrame:
         first = rows[0].images_per_second
         columns[f"{gpus}, images/s"] = {row.setup: row.images_per_second for row in rows}
         columns[f"{gpus}, speedup"] = {row.setup: row.images_per_second / first for row in rows}
-    return pd.DataFrame(columns).rename_axis("setting")
+    table = pd.DataFrame(columns).rename_axis("setting")
+    if measured is None:
+        return table
+    mine = measured[["images/s", "speedup"]].rename(index=_SAME_SETTING).add_prefix("here, ")
+    order = ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile", "+ channels last"]
+    return table.join(mine, how="outer").reindex([name for name in order if name in {*table.index, *mine.index}])
 
 
 def data_paths_table(measured: dict, *, resolution: int = 256) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import html
 import os
@@ -9,14 +10,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
+import ray
 from IPython import get_ipython
 from IPython.display import display
 
+from .. import storage
 from ..config import TrainingConfig
-from . import fault_tolerance, lease, metrics_log
+from . import fault_tolerance, lease, metrics_log, tracking
 
 
 @contextlib.contextmanager
@@ -63,6 +66,19 @@ def poll_in_background(action: Callable[[], object], every: float) -> Iterator[N
         thread.join()
     if errors:
         raise errors[0]
+
+
+def keep_executed_notebook(folder_uri: str) -> None:
+    """Copy the executed notebook into a folder, such as a run's, when this kernel ends.
+
+    Of papermill's output, where it was told to name it (`--inject-output-path`); without that, nothing is copied.
+    papermill writes its output after each cell, an error included.
+    """
+    shell = get_ipython()
+    output = shell and shell.user_ns.get("PAPERMILL_OUTPUT_PATH")
+    if output:
+        copy_to = storage.join(folder_uri, storage.name(output))
+        atexit.register(lambda: storage.write_text(copy_to, storage.read_text(output)))
 
 
 class Progress:
@@ -143,24 +159,34 @@ def format_seconds(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
+def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[tracking.Track] = ()) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
-    Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50. An
-    interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block ends. Raises
-    RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
+    Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50.
+    What the run leaves goes to `config.trackers` and to the functions `track(step, values)`, with the use of the nodes
+    every ten seconds. An interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block
+    ends. Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     reader, lines = metrics_log.MetricsReader(config.run_uri), {}
     num_shown = len(fault_tolerance.read_failures(config.run_uri))
+    tracks = bool(config.trackers or track)
+    tracked, nodes, asked_nodes = tracks and tracking.RunReader(config), tracking.ClusterUse(), 0.0
 
     def show():
-        nonlocal num_shown
+        nonlocal num_shown, asked_nodes
         failures = fault_tolerance.read_failures(config.run_uri)
         for failure in failures[num_shown:]:
             progress.message(f"lost: {failure}")
         num_shown = len(failures)
         new = reader.read()
+        if tracks:
+            for step, values in tracked.values(new):
+                track_all(step, values)
+            if lines and ray.is_initialized() and time.monotonic() - asked_nodes > 10:
+                asked_nodes = time.monotonic()
+                with contextlib.suppress(Exception):  # whatever it is, it is not worth a run
+                    track_all(next(reversed(lines)), nodes.values())
         for line in new:
             lines.pop(line["step"], None)  # a step that is repeated after a failure counts once, as the newest
             lines[line["step"]] = line
@@ -173,7 +199,9 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             text = f"loss {sum(losses) / max(1, len(losses)):.3f}, {images_per_second:,.0f} images/s"
             progress(recent[-1]["step"], config.max_steps, text)
 
-    try:
+    with contextlib.ExitStack() as stack:
+        track_all = stack.enter_context(tracking.start(config, track))
+        stack.callback(show)  # what came last
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
             fault_tolerance.raise_end(config.run_uri),
@@ -181,5 +209,3 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             poll_in_background(show, every),
         ):
             yield
-    finally:
-        show()

@@ -26,7 +26,8 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
 
     Workers get this package and the `AWS_*` variables through the runtime environment: a cluster's nodes need no more
     than requirements.txt. Ray that is started here is quiet, and told of at least four CPUs, so that on a small machine
-    stages that wait for each other share a core. On a cluster, logs and signal handlers stay as they are.
+    stages that wait for each other share a core. On a cluster, logs and signal handlers stay as they are, and the
+    dashboard's address is printed where there is one.
     """
     if ray.is_initialized():
         return
@@ -34,7 +35,9 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     if ray_address == "local":
         start_local_ray(package, num_cpus)
     else:
-        ray.init(ray_address, runtime_env={"py_modules": [package], "env_vars": worker_variables()})
+        context = ray.init(ray_address, runtime_env={"py_modules": [package], "env_vars": worker_variables()})
+        if context.dashboard_url:
+            print(f"Ray's dashboard: http://{context.dashboard_url}")
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # the same input gives the same files
@@ -124,7 +127,7 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
     """Check the cluster's GPUs for the trainers, which share them with encoders that want `encoder_gpus` in all.
 
     Raises ValueError if the trainers may get GPUs of two kinds: all would go at the pace of the slower, and be out of
-    memory on the smaller. Prints a line if no GPU is left for validation.
+    memory on the smaller. Prints a line if there are too few GPUs, or none is left for validation.
     """
     if not use_gpu:
         return
@@ -135,8 +138,15 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
             f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({found}): trainers on two "
             f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
         )
-    has, needed = sum(kinds.values()), config.most_workers + encoder_gpus + 1
-    if config.validate_every and has < needed:
+    has, fewest = sum(kinds.values()), config.fewest_workers + encoder_gpus
+    needed = config.most_workers + encoder_gpus + 1
+    if has < fewest:
+        lower = "num_training_workers or num_encoders" if encoder_gpus else "num_training_workers"
+        print(
+            f"Training wants {fewest:g} GPUs, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: the "
+            f"run starts when nodes with the others have joined. If none will, set {lower} lower."
+        )
+    elif config.validate_every and has < needed:
         print(
             f"Training and its validation want {needed:g} GPUs, one of them for validation, and the cluster has "
             f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."

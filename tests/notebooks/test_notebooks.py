@@ -80,6 +80,7 @@ NAMES = set(DEFAULTS) | {
     "init_from",
     # of this project's own
     "lr_schedule",
+    "timestep_sampling",
     "adam_beta2",
     "weight_decay",
     "hang_timeout",
@@ -96,6 +97,7 @@ NAMES = set(DEFAULTS) | {
     "text_precision",
     "dollars_per_hour",
     "encoder_revision",
+    "trackers",
 }
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},
@@ -398,6 +400,9 @@ def papermill_call(command):
             given[name] = None if value == "None" else yaml.safe_load(value)
         elif word == "-y":
             given.update(yaml.safe_load(next(words)))
+        elif word == "-f":  # a profile serves all notebooks
+            profile, known = yaml.safe_load((ROOT / next(words)).read_text()), parameters(command[1])
+            given.update({name: value for name, value in profile.items() if name in known})
     return command[1], given
 
 

@@ -258,6 +258,7 @@ OTHER = {
     "prediction_type": "epsilon",
     "caption_dropout": 0.2,
     "min_snr_gamma": None,
+    "timestep_sampling": "importance",
     "ema_start": 10,
     "ema_decay": 0.9,
     "global_batch_size": 128,
@@ -274,6 +275,7 @@ OTHER = {
     "init_from": "another",
 }
 FREE = {
+    "trackers": ["tensorboard"],
     "storage": "/elsewhere",
     "latents_uri": "/elsewhere/latents",
     "use_gpu": True,

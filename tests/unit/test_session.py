@@ -62,3 +62,11 @@ def test_a_cluster_without_a_gpu_for_validation_is_told(cluster_of, capsys):
     assert capsys.readouterr().out == ""
     session.check_gpus(run_of(num_training_workers=1, validate_every=250), use_gpu=True, encoder_gpus=0.5)
     assert "want 2.5 GPUs" in capsys.readouterr().out
+
+
+def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, capsys):
+    cluster_of(("A100", 8.0))
+    session.check_gpus(run_of(num_training_workers=8), use_gpu=True, encoder_gpus=8)
+    said = capsys.readouterr().out
+    assert "Training wants 16 GPUs, 8 of them for encoders, and the cluster has 8" in said
+    assert "set num_training_workers or num_encoders lower" in said

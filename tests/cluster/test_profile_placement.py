@@ -1,0 +1,114 @@
+"""Each profile on simulated nodes that carry the accelerators' names: where its encoders and trainers are placed.
+
+What a profile asks for is taken from the notebooks' cells, with the profile's values. The full counts are placed as the
+bundles of a placement group, which stand for the actors without a process each. `test_nodes.py` really starts encoders
+and a trainer on nodes of their kinds.
+"""
+
+import pathlib
+import types
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.train import ScalingConfig
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from helpers import encoder
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.lesson import full_run
+from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
+
+A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
+
+
+def encoder_requests(profile):
+    """Resources of each encoder, as `pipeline` of Preprocessing.ipynb asks Ray Data for them."""
+    calls = []
+
+    class Rows:
+        def map_batches(self, function, **options):
+            calls.append((function, options))
+            return self
+
+    pipeline = from_notebook(
+        PREPROCESSING,
+        "pipeline",
+        config=PreprocessingConfig.from_parameters(profile),
+        job=types.SimpleNamespace(write_arguments=lambda segment: {}),
+        inputs=types.SimpleNamespace(read_rows=lambda segment, config: Rows()),
+        encoder=stand_in(encoder, arguments=lambda config: ()),
+    )
+    pipeline(None)
+    (options,) = [options for function, options in calls if function is encoder.LatentEncoder]
+    kind, gpus = options["accelerator_type"], options["num_gpus"] or 0
+    request = {"CPU": options["num_cpus"], "GPU": gpus, **({f"accelerator_type:{kind}": 0.001} if kind else {})}
+    return [{name: value for name, value in request.items() if value}] * options["compute"].max_size
+
+
+def trainer_requests(profile):
+    """Resources of each training worker, as `build_trainer` of Training.ipynb asks Ray Train for them."""
+    asked = []
+
+    def trainer(loop, *, scaling_config, **options):
+        asked.append(scaling_config)
+
+    config = TrainingConfig.from_parameters(profile)
+    build = from_notebook(
+        TRAINING,
+        "build_trainer",
+        config=config,
+        TorchTrainer=trainer,
+        ScalingConfig=ScalingConfig,
+        **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
+    )
+    build(config)
+    (scaling,) = asked
+    request = {name: value for name, value in scaling._resources_per_worker_not_none.items() if value}
+    return [request] * scaling.num_workers
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """{node id: kind of GPU} of a simulated cluster of four A100 nodes and 58 A10Gs; the shared cluster is stopped."""
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2}, shutdown_at_exit=False)
+    address_file = pathlib.Path(cluster.head_node.get_temp_dir_path(), "ray_current_cluster")
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    small = dict(object_store_memory=80_000_000)
+    nodes = {
+        cluster.add_node(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1}, **small).node_id: "A100"
+        for _ in range(A100_NODES)
+    }
+    a10g = cluster.add_node(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1}, **small)
+    cluster.wait_for_nodes()
+    yield {**nodes, a10g.node_id: "A10G"}
+    ray.shutdown()
+    cluster.shutdown()
+    address_file.unlink(missing_ok=True)  # else Ray Train would ask this cluster for its state long after it is gone
+
+
+def place(requests):
+    """The node id of each request, all of them reserved at the same time."""
+    group = placement_group(requests)
+    assert group.wait(60), "the requests do not fit the cluster"
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    remove_placement_group(group)
+    return [placed[number] for number in range(len(requests))]
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("name", ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"])
+def test_a_profile_is_placed_as_it_says(kinds, name, tmp_path):
+    profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
+    encoders, trainers = encoder_requests(profile), trainer_requests(profile)
+    assert (len(encoders), len(trainers)) == (profile["num_encoders"], profile["num_training_workers"])
+    together = [encoders + trainers] if name in ("laptop", "full-sd2-256", "full-sd2-512") else [encoders, trainers]
+    places = [node for requests in together for node in place(requests)]
+    wanted = [profile.get("encoder_accelerator_type")] * len(encoders)
+    wanted += [profile.get("training_accelerator_type")] * len(trainers)
+    for node, kind, request in zip(places, wanted, encoders + trainers, strict=True):
+        assert kind is None or kinds[node] == kind
+        assert "GPU" not in request or node in kinds
+    gpus = [sum(request.get("GPU", 0) for request in requests) for requests in together]
+    assert max(gpus) <= {"laptop": 0, "one-gpu": 1, "8xa100": 8}.get(name, 8 * A100_NODES + A10GS)

@@ -1,0 +1,82 @@
+"""The Slurm script with a stand-in `srun`, which runs its command on this machine: Ray's nodes really join."""
+
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "helpers" / "clusters" / "slurm.sh"
+# Notes its options, then runs the command as often as there are tasks: one after the other, as nodes that start on one
+# machine at the same time would choose the same names for their sockets.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+    echo "$1" >> "$SRUN_LOG"
+    [[ $1 == --ntasks=* ]] && tasks=${1#*=}
+    shift
+done
+trap 'kill $(jobs -p)' TERM
+sockets() { ls "$RAY_TMPDIR"/ray/session_latest/sockets/plasma_store* | wc -l; }
+exec 9> "$SRUN_LOG.lock"
+for ((task = 0; task < tasks; task++)); do
+    flock 9
+    before=$(sockets)
+    "$@" --num-cpus=1 --object-store-memory=100000000 9>&- &
+    while kill -0 $! && [ "$(sockets)" -le "$before" ]; do sleep 0.2; done
+    flock --unlock 9
+done
+wait
+"""
+COMMAND = "import ray; ray.init('auto', log_to_driver=False); print('alive:', sum(n['Alive'] for n in ray.nodes()))"
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The environment of a heterogeneous job of two nodes and one, on ports and folders of its own."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    ray_folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # paths of sockets may have 107 characters
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    yield {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))},
+        "PATH": os.pathsep.join([str(folder), str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+        "RAY_TMPDIR": ray_folder,
+        "RAY_PORT": str(port),
+        "RAY_WAIT_SECONDS": "250",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "SRUN_LOG": str(tmp_path / "srun.log"),
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2",
+        "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1",
+        "SLURMD_NODENAME": "node1",
+    }
+    shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+@pytest.mark.variants
+def test_the_slurm_script_starts_ray_on_all_nodes(slurm, tmp_path):
+    """Both components' nodes have joined when the command runs, and its exit status is the job's."""
+    command = ["bash", SCRIPT, "python", "-c", COMMAND + "; raise SystemExit(3)"]
+    job = subprocess.Popen(
+        command, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said = job.communicate(timeout=300)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)  # the script's own trap ends Ray
+            job.wait(60)
+    assert "alive: 3" in said, said[-5000:]
+    assert job.returncode == 3
+    options = (tmp_path / "srun.log").read_text().splitlines()
+    assert options.count("--nodes=1") == 2 and options.count("--exclude=node1") == 1
+    assert {"--het-group=0", "--het-group=1"} <= set(options)

@@ -1,0 +1,196 @@
+"""The profiles that papermill reads (`-f`), the full run's table and command, and the check of papermill's names."""
+
+import json
+import pathlib
+import shlex
+
+import papermill.cli
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from helpers import storage
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.lesson import full_run, published_results
+from helpers.runtime import monitoring
+from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = [path.stem for path in sorted(full_run.PROFILES.glob("*.yaml"))]
+
+
+def notebook_parameters(notebook):
+    """{parameter: its default} of a notebook's parameters cell."""
+    cells = json.loads((ROOT / notebook).read_text())["cells"]
+    (source,) = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    values = {}
+    exec(source, values)
+    return {name: value for name, value in values.items() if name != "__builtins__"}
+
+
+DEFAULTS = {notebook: notebook_parameters(notebook) for notebook in (PREPROCESSING, TRAINING, ONLINE)}
+
+
+def applied(name, notebook):
+    """The globals of a notebook after papermill's cell."""
+    return {**DEFAULTS[notebook], **full_run.read_profile(name)}
+
+
+def test_the_profiles_are_those_that_the_documents_name():
+    assert NAMES == ["8xa100", "full-sd2-256", "full-sd2-512", "laptop", "one-gpu"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_a_profile_is_a_notebooks_parameter(name):
+    known = set().union(*DEFAULTS.values())
+    assert set(full_run.read_profile(name)) <= known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_passes_the_checks_of_all_notebooks(name):
+    assert PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
+    training = TrainingConfig.from_parameters(applied(name, TRAINING))
+    assert training.resolution in full_run.read_profile(name)["resolutions"]
+    online = applied(name, ONLINE)
+    assert TrainingConfig.from_parameters(online).unit_rows * training.units_per_step == training.global_batch_size
+    assert OnlineConfig.from_parameters({**online, "resolutions": [training.resolution]})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_papermill_reads_a_profile_as_it_is_meant(name, monkeypatch):
+    """Its own loader, and -p after -f."""
+    calls = []
+    monkeypatch.setattr(papermill.cli, "execute_notebook", lambda **call: calls.append(call))
+    words = ["in.ipynb", "out.ipynb", "-p", "seed", "7", "-f", str(full_run.PROFILES / f"{name}.yaml")]
+    result = CliRunner().invoke(papermill.cli.papermill, words)
+    assert result.exit_code == 0, result.output
+    assert calls[0]["parameters"] == {**full_run.read_profile(name), "seed": 7}
+
+
+def test_the_laptops_profile_is_the_notebooks_defaults():
+    for defaults in DEFAULTS.values():
+        for name, value in full_run.read_profile("laptop").items():
+            assert name == "sections" or defaults.get(name, value) == value, name
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="profile='cloud' is unknown: choose one of '8xa100', 'full-sd2-256'"):
+        full_run.read_profile("cloud")
+
+
+# ---- names that papermill was given
+
+
+@pytest.mark.parametrize("config", [PreprocessingConfig, OnlineConfig, TrainingConfig])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("num_enocders = 3", "num_enocders is not a parameter of any notebook: did you mean num_encoders?"),
+        ("zzz = None", "zzz is not a parameter of any notebook: check its spelling."),
+    ],
+)
+def test_an_unknown_parameter_is_refused_by_the_first_cell(config, line, said):
+    cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{line}\n"]
+    with pytest.raises(ValueError) as error:
+        config.from_parameters({"In": cells})
+    assert str(error.value) == said
+
+
+def test_parameters_of_other_notebooks_and_own_variables_pass():
+    cells = [
+        "",
+        "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n",
+        "mine = 3",
+        "%magic",
+    ]
+    assert TrainingConfig.from_parameters({"In": cells, "run_name": "a"}).run_name == "a"
+
+
+def test_the_notebooks_check_names_before_they_start_ray():
+    for notebook in (PREPROCESSING, TRAINING, ONLINE):
+        cells = json.loads((ROOT / notebook).read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        checks = next(number for number, source in enumerate(code) if ".from_parameters(" in source)
+        assert checks < next(number for number, source in enumerate(code) if "session.connect(" in source)
+        assert "globals()" in code[checks]
+
+
+# ---- the full run
+
+
+def test_the_full_run_says_why_each_value_differs():
+    for full in full_run.PARAMETERS.values():
+        assert set(full) <= {name for whys in full_run._WHY.values() for name in whys}
+
+
+@pytest.mark.parametrize(
+    ("resolution", "phase"), list(zip(full_run.PARAMETERS, published_results.PHASES[:2], strict=True))
+)
+def test_the_full_run_is_the_published_one(resolution, phase):
+    full = full_run.PARAMETERS[resolution]
+    assert full["resolution"] == phase.resolution
+    assert full["max_steps"] * full["global_batch_size"] == phase.num_samples
+    assert full["num_training_workers"] == 32
+
+
+def test_both_phases_are_encoded_alike_and_trained_as_one_run():
+    one, two = full_run.PARAMETERS.values()
+    by_phase = {"resolution", "num_encoders", "num_transform_workers", "micro_batch_size", "max_steps", "ema_start"}
+    by_phase |= {"checkpoint_every", "validate_every", "run_name"}
+    assert {name for name in two if one.get(name) != two[name]} <= by_phase | {"init_from"}
+    assert two["init_from"] == one["run_name"]
+
+
+def test_the_comparison_shows_only_what_differs_in_groups():
+    mine = {"resolution": 64, "global_batch_size": 64, "seed": 7, "precision": "bf16", "limit": 6000}
+    table = full_run.compare(mine, also=["num_encoders"])
+    assert table.index.tolist() == [
+        ("data", "limit"),
+        ("data", "resolution"),
+        ("machines", "num_encoders"),
+        ("training", "global_batch_size"),
+    ]
+    assert table.loc[("data", "resolution")].tolist()[:3] == [64, 256, 512]
+    assert table.loc[("machines", "num_encoders")].tolist()[:3] == ["-", 58, 52]
+    assert full_run.compare({"seed": 7}).empty
+
+
+def test_the_comparison_is_shown_whole_in_a_notebook():
+    table = full_run.compare(dict.fromkeys(set().union(*DEFAULTS.values())))
+    assert len(table) > 35 and "…" not in table.to_html() and "..." not in table.to_html()
+
+
+def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = full_run.command("Preprocessing.ipynb", DEFAULTS[PREPROCESSING], 512, "my out.ipynb")
+    assert [line.strip(" \\") for line in command.splitlines()] == [
+        "papermill Preprocessing.ipynb 'my out.ipynb' --inject-output-path",
+        "-f helpers/profiles/full-sd2-512.yaml",
+        "-p input_uri s3://your-bucket/laion2B-en",
+        "-p storage s3://your-bucket/sd2",
+    ]
+    assert "input_uri" not in full_run.command("Training.ipynb", DEFAULTS[TRAINING], 256, "out.ipynb")
+    found = shlex.split(command.replace("\\\n", " "))
+    assert yaml.safe_load(pathlib.Path(found[5]).read_text()) == full_run.PARAMETERS[512]
+
+
+# ---- the executed notebook
+
+
+class Shell:
+    def __init__(self, **variables):
+        self.user_ns = variables
+
+
+def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
+    written, at_exit = tmp_path / "executed.ipynb", []
+    written.write_text("the notebook so far")
+    monkeypatch.setattr(monitoring.atexit, "register", at_exit.append)
+    monkeypatch.setattr(monitoring, "get_ipython", lambda: Shell())
+    monitoring.keep_executed_notebook(str(tmp_path / "run"))
+    assert not at_exit
+    monkeypatch.setattr(monitoring, "get_ipython", lambda: Shell(PAPERMILL_OUTPUT_PATH=str(written)))
+    monitoring.keep_executed_notebook(str(tmp_path / "run"))
+    written.write_text("the whole notebook")
+    at_exit[0]()
+    assert storage.read_text(str(tmp_path / "run" / "executed.ipynb")) == "the whole notebook"
