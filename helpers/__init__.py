@@ -39,6 +39,7 @@ lesson/             what only the notebooks need
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    what the lesson compares with, and breaks
     published_results, estimates, full_run  published numbers, arithmetic on clusters, how the full run differs
+    planner, simulator, network             hours, dollars and machines; whole runs with faults; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
 clusters/           what starts a cluster: Ray's launcher on AWS, KubeRay, Slurm; the image of its nodes
 """

@@ -32,22 +32,24 @@ SD2_TEXT = dict(
 )
 
 
-def _positive(name, value):
+def check_positive(name: str, value: float) -> float:
+    """`value`; ValueError, naming it, unless it is a finite number above 0."""
     number = isinstance(value, (int, float)) or hasattr(value, "__float__")
     if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number above 0.")
     return value
 
 
-def _count(name, value):
-    if _positive(name, value) != int(value):
+def check_count(name: str, value: float) -> int:
+    """`value` as an int; ValueError unless it is a whole number above 0."""
+    if check_positive(name, value) != int(value):
         raise ValueError(f"{name}={value!r} must be a whole number.")
     return int(value)
 
 
 def training_hours(num_samples: float, images_per_second: float) -> float:
     """Hours that `num_samples` take at `images_per_second` (all workers together). ValueError if not above 0."""
-    return _positive("num_samples", num_samples) / _positive("images_per_second", images_per_second) / 3600
+    return check_positive("num_samples", num_samples) / check_positive("images_per_second", images_per_second) / 3600
 
 
 def dollars(hours: float, instances: dict[str, int], prices: dict[str, float] | None = None) -> float:
@@ -63,8 +65,8 @@ def dollars(hours: float, instances: dict[str, int], prices: dict[str, float] | 
     for name, count in instances.items():
         if name not in known:
             raise ValueError(f"instance {name!r} has no price here: give prices={{{name!r}: dollars an hour}}.")
-        per_hour += _count(f"instances[{name!r}]", count) * _positive(f"prices[{name!r}]", known[name])
-    return _positive("hours", hours) * per_hour
+        per_hour += check_count(f"instances[{name!r}]", count) * check_positive(f"prices[{name!r}]", known[name])
+    return check_positive("hours", hours) * per_hour
 
 
 def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
@@ -72,7 +74,7 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
 
     ValueError if a rate is not above 0.
     """
-    ratio = _positive("trainer_rate", trainer_rate) / _positive("encoder_rate", encoder_rate)
+    ratio = check_positive("trainer_rate", trainer_rate) / check_positive("encoder_rate", encoder_rate)
     return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not cost one encoder more
 
 
@@ -105,7 +107,7 @@ def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G", utilizat
     if utilization is None:
         seen = published_results.FACTS["one A10G, online, at least"].value
         utilization = seen * encoder_flops(256) / (1e12 * find_accelerator("A10G").bf16_tflops)
-    return 1e12 * found.bf16_tflops * _positive("utilization", utilization) / encoder_flops(*resolutions)
+    return 1e12 * found.bf16_tflops * check_positive("utilization", utilization) / encoder_flops(*resolutions)
 
 
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:
@@ -113,8 +115,8 @@ def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: floa
 
     Source: the shape of the blog's Figure 6. ValueError if an argument is not above 0.
     """
-    supply = _count("num_encoders", num_encoders) * _positive("encoder_rate", encoder_rate)
-    return min(supply, _positive("trainer_rate", trainer_rate))
+    supply = check_count("num_encoders", num_encoders) * check_positive("encoder_rate", encoder_rate)
+    return min(supply, check_positive("trainer_rate", trainer_rate))
 
 
 # Bytes for each parameter that a ring carries in a step: fp32 gradients once by reduce-scatter or twice by all-reduce,
@@ -144,19 +146,19 @@ def predict_scaling(
     not counted. ValueError for numbers not above 0 and other strategies.
 
     On AWS the default, `FACTS["network of a node, EFA"]`, needs EFA; without it NCCL takes TCP, at a seventeenth
-    (`FACTS["network of a node, TCP"]`). How EFA is switched on, and seen to be on: README.md, "Scale".
+    (`FACTS["network of a node, TCP"]`). `network.explain` says whether it is on.
     """
     if strategy not in _RING_BYTES:
         raise ValueError(f"strategy={strategy!r} is not predicted: choose one of {', '.join(map(repr, _RING_BYTES))}.")
-    _positive("step_seconds", step_seconds)
-    across, within = 1e9 * _positive("gigabytes_per_second", gigabytes_per_second), 1e9 * within_node
+    check_positive("step_seconds", step_seconds)
+    across, within = 1e9 * check_positive("gigabytes_per_second", gigabytes_per_second), 1e9 * within_node
 
     def seconds(ranks, bytes_each, rate):
-        return (ranks - 1) / ranks * bytes_each * _positive("parameters", parameters) / rate
+        return (ranks - 1) / ranks * bytes_each * check_positive("parameters", parameters) / rate
 
     rows = []
     for count in workers:
-        count = _count("workers", count)
+        count = check_count("workers", count)
         here = min(count, ranks_per_node)
         if strategy == "hsdp":
             talk = seconds(here, _RING_BYTES["fsdp"], within) + seconds(count / here, _RING_BYTES["hsdp"], across)

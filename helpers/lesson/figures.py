@@ -740,6 +740,86 @@ def throughput_over_encoders(measured, predicted, *, ceiling=None, others="train
     return fig.described(f"Images a second over the number of encoders. {'; '.join(said) or 'Prediction only'}.")
 
 
+def cost_over_time(plans, *, best=None, deadline_hours=None, title=None):
+    """Dollars over hours, one point a plan, in the colour of its path; both axes logarithmic.
+
+    `plans`: columns path, hours, dollars (`planner.search`, `planner.compare`). `best`: a row of it, which is marked.
+    """
+    plans = _frame(pd.DataFrame(plans).reset_index(), "the plans' frame", "path", "hours", "dollars")
+    fig = DescribedFigure(4.2)
+    ax = _axes(fig, grid="both")
+    said, size, alpha = [], *((10, 0.35) if len(plans) > 100 else (40, 0.9))
+    for number, (path, mine) in enumerate(plans.groupby("path", sort=False)):
+        ax.scatter(
+            mine["hours"], mine["dollars"], s=size, alpha=alpha, lw=0, color=CYCLE[number % len(CYCLE)], label=path
+        )
+        said.append(f"{path} from ${mine['dollars'].min():,.0f} and from {mine['hours'].min():,.1f} hours")
+    by_time = plans.sort_values("hours")
+    front = by_time[by_time["dollars"] <= by_time["dollars"].cummin()]
+    ax.step(front["hours"], front["dollars"], where="post", color="0.2", lw=1, label="the cheapest so far")
+    if best is not None:
+        ax.scatter([best["hours"]], [best["dollars"]], s=160, facecolors="none", edgecolors=RED, lw=2, zorder=4)
+        where = {"textcoords": "offset points", "color": RED, "fontsize": SMALL, "va": "top", "zorder": 5}
+        text = f"${best['dollars']:,.0f}, {best['hours']:,.1f} h"
+        ax.annotate(
+            text, (best["hours"], best["dollars"]), (12, -4), bbox={"fc": "white", "ec": "none", "pad": 1}, **where
+        )
+        ax.margins(y=0.12)
+    if deadline_hours is not None:
+        ax.axvline(deadline_hours, color=RED, ls=":", lw=1.4)
+    ax.set(xscale="log", yscale="log", xlabel="hours", ylabel="$", title=title)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    legend = fig.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=SMALL)
+    for handle in legend.legend_handles:
+        handle.set_alpha(1)
+    return fig.described(f"Cost over time of {len(plans):,} plans: {'; '.join(said)}.")
+
+
+def run_distribution(runs, calm):
+    """How long simulated runs take and what they cost: a histogram of each over the draws.
+
+    `runs`: columns draw, hours, dollars (`simulator.simulate`), a row for each draw and stage; `calm`: the same of one
+    draw without losses, drawn as a line.
+    """
+    totals = _frame(runs, "the runs' frame", "draw", "hours", "dollars").groupby("draw")[["hours", "dollars"]].sum()
+    without = _frame(calm, "the frame of the run without losses", "hours", "dollars")[["hours", "dollars"]].sum()
+    fig = DescribedFigure(3.4)
+    said = []
+    for ax, name, unit, color in zip(_axes(fig, 1, 2), totals, ("hours", "$"), (BLUE, ORANGE), strict=True):
+        ax.hist(totals[name], bins=min(30, max(5, len(totals) // 4)), color=color)
+        _vertical_note(ax, without[name], f"without losses: {without[name]:,.0f}", left=True)
+        first, last = min(without[name], totals[name].min()), max(without[name], totals[name].max())
+        ax.set(xlabel=unit, ylabel="draws", xlim=(first - 0.1 * (last - first or 1), last + 0.02 * (last - first or 1)))
+        low, middle, high = totals[name].quantile([0.1, 0.5, 0.9])
+        said.append(f"{name} {low:,.0f} to {high:,.0f} in 80 % of them, {middle:,.0f} in the middle")
+        ax.set_title(f"{unit}: {low:,.0f} to {high:,.0f} in 80 % of the draws", fontsize=10)
+    return fig.described(f"{len(totals):,} simulated runs: {'; '.join(said)}.")
+
+
+def bus_bandwidth(table, *, expected=None):
+    """Bus bandwidth over the size of the message, one line a collective.
+
+    `table`: columns collective, bytes, "bus bandwidth, GB/s" (`network.measure`). `expected`: label -> GB/s.
+    """
+    table = _frame(table, "the table", "collective", "bytes", "bus bandwidth, GB/s")
+    fig = DescribedFigure(3.6)
+    ax = _axes(fig, grid="both")
+    said = []
+    for number, (name, mine) in enumerate(table.groupby("collective", sort=False)):
+        rates = mine["bus bandwidth, GB/s"]
+        ax.plot(mine["bytes"] / 2**20, rates, marker=".", color=CYCLE[number % len(CYCLE)], label=name)
+        said.append(f"{name} {rates.max():.3g} GB/s at most")
+    for label, rate in (expected or {}).items():
+        ax.axhline(rate, color=RED, ls="--", lw=1.2)
+        ax.annotate(label, (table["bytes"].min() / 2**20, rate), (2, 3), textcoords="offset points", fontsize=SMALL)
+    ax.set(xscale="log", yscale="log", xlabel="size of the message, MiB", ylabel="bus bandwidth, GB/s")
+    ax.legend(frameon=False, fontsize=SMALL)
+    return fig.described(f"Bus bandwidth by the size of the message: {'; '.join(said)}.")
+
+
 def time_shares(table):
     """Where the time of runs goes: one bar a run, split into computing and the shares that are lost.
 

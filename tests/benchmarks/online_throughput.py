@@ -1,4 +1,4 @@
-"""Training throughput over the number of encoders: min(n x encoder rate, trainer rate), with both at a fixed speed.
+"""Training throughput over the number of encoders against the planner's prediction, with both at a fixed speed.
 
     python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 40]
 
@@ -23,7 +23,7 @@ from ray.data import ActorPoolStrategy
 
 from helpers import ingest
 from helpers.config import TrainingConfig
-from helpers.lesson import estimates
+from helpers.lesson import planner
 from helpers.runtime import metrics_log, session
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
@@ -94,7 +94,17 @@ def main():
         made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
         ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
         for count in arguments.encoders:
-            expected = estimates.online_throughput(count, encoder_rate, trainer_rate)
+            expected = planner.estimate(
+                planner.Scenario(
+                    trainer=planner.Rate(trainer_rate),
+                    encoder=planner.Rate(encoder_rate),
+                    trainers=1,
+                    trainers_each=1,
+                    encoders=count,
+                    rows=1e6,
+                ),
+                "online",
+            ).images_per_second
             name = f"online-{count}"
             stream = functools.partial(online_stream, num_encoders=count, started=f"{uri}/{name}")
             rate, waits = measure(uri, name, max(24, int(arguments.seconds * expected / BATCH)), stream)
@@ -106,7 +116,7 @@ def main():
         "online_throughput",
         {
             f"online with {', '.join(str(row[0]) for row in rows)} simulated encoders of {encoder_rate:.0f}, a "
-            f"trainer of {trainer_rate:.0f} images/s, over min(encoders x rate, trainer)": ", ".join(
+            f"trainer of {trainer_rate:.0f} images/s, over the planner's prediction": ", ".join(
                 f"{row[3]:.2f}" for row in rows
             ),
             "the same with the most encoders against stored latents": f"{rows[-1][2]:.0f} of {ceiling:.0f} images/s: "

@@ -15,18 +15,15 @@ import argparse
 import itertools
 import statistics
 import tempfile
-import time
 
 import pandas as pd
 import ray.train
-import torch
-import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
 from helpers import distributed, storage
 from helpers.config import TrainingConfig
-from helpers.lesson import ablations, estimates, published_results
+from helpers.lesson import ablations, estimates, network, published_results
 from helpers.runtime import profiling, session
 from tests.benchmarks import record
 
@@ -36,24 +33,14 @@ def measure_per_worker(values):
     config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
     distributed.use_cores(values["most_workers"])
     found = ablations.measure_step(config, get_device(), steps=values["steps"])
-    bandwidth = bus_bandwidth(get_device()) if distributed.world_size() > 1 else float("nan")
+    bandwidth = float("nan")
+    if distributed.world_size() > 1:
+        size = 2**30 if get_device().type == "cuda" else 2**22
+        bandwidth = network.measure(get_device(), [size])[0]["bus bandwidth, GB/s"]
     if context.get_world_rank() == 0:
         found["hardware"] = profiling.hardware(get_device())
         found["bus bandwidth, GB/s"] = bandwidth
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
-
-
-def bus_bandwidth(device, rounds=5):
-    """GB/s that an all-reduce moves over each link of a ring, the median of several; call it on every rank."""
-    tensor = torch.ones(2**28 if device.type == "cuda" else 2**20, device=device)
-    seconds = []
-    for _ in range(1 + rounds):
-        started = time.perf_counter()
-        dist.all_reduce(tensor)
-        tensor[0].item()  # waits for the GPU
-        seconds.append(time.perf_counter() - started)
-    ranks = dist.get_world_size()
-    return 2e-9 * (ranks - 1) / ranks * tensor.nbytes / statistics.median(seconds[1:])
 
 
 def measure(config, **values):

@@ -42,10 +42,11 @@ def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, mo
         ("memory", "--job preprocessing --rows 60 120"),
         ("million_rows", "--rows 4000 --rows-per-segment 2000 --stand-in"),
         ("read_speed", "--rows 256 --rounds 1"),
+        ("simulated_faults", "--steps 40 --seconds 0.1"),
     ],
 )
 def test_a_benchmark_with_its_own_ray_leaves_its_results(name, arguments, results):
-    """Those of memory tell their processes from others by their session."""
+    """Those of memory tell their processes from others by their session; one has several nodes."""
     command = [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments.split()]
     subprocess.run(command, cwd=ROOT, check=True)
     assert json.loads((results / f"{name}.json").read_text())["summary"]

@@ -45,7 +45,13 @@ PHASES = pd.DataFrame(
 )
 MEMORY = pd.DataFrame({"second": np.linspace(0, 2, 50), "gib": np.linspace(0.5, 0.7, 50)})
 ENCODERS = pd.DataFrame({"num_encoders": [1, 2, 4], "images_per_second": [100.0, 200, 350]})
+PLANS = pd.DataFrame({"path": ["offline", "online"], "hours": [80.0, 120.0], "dollars": [15_000.0, 16_000.0]})
+DRAWS = pd.DataFrame({"draw": range(20), "hours": np.linspace(400, 420, 20), "dollars": np.linspace(9e4, 9.5e4, 20)})
+NETWORK = pd.DataFrame({"collective": "all-reduce", "bytes": [2**20, 2**24], "bus bandwidth, GB/s": [0.5, 2.0]})
 EVERY = {
+    "cost_over_time": lambda: figures.cost_over_time(PLANS, best=PLANS.iloc[0], deadline_hours=100),
+    "run_distribution": lambda: figures.run_distribution(DRAWS, DRAWS[:1]),
+    "bus_bandwidth": lambda: figures.bus_bandwidth(NETWORK, expected={"EFA": 50.0}),
     "architecture": lambda: figures.architecture(),
     "pictures": lambda: figures.pictures([PICTURE] * 7, [CAPTION] * 7, marks=["", "not a circle"] + [""] * 5),
     "transform_steps": lambda: figures.transform_steps(

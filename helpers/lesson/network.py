@@ -1,0 +1,206 @@
+"""The network among the trainers: bus bandwidth by message size, whether EFA is on, and what a step spends on it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import pathlib
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+
+import pandas as pd
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from .. import distributed, storage
+from ..runtime import profiling
+from . import estimates, published_results
+
+# Bytes that each link of a ring carries, in sizes of the message and (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.
+COLLECTIVES = {"all-reduce": 2, "all-gather": 1}
+GPU_SIZES = tuple(2**power for power in range(20, 31, 2))  # bytes: 1 MiB to 1 GiB
+CPU_SIZES = tuple(2**power for power in range(14, 25, 2))
+# Where AWS's installers put NCCL's plugin, beside LD_LIBRARY_PATH and the system's folders.
+_LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
+_LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
+VARIABLES = ("FI_PROVIDER", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+
+
+def time_collective(collective: str, num_bytes: int, device: torch.device | str, rounds: int = 5) -> tuple[int, float]:
+    """`(bytes, seconds)` of one call, by the median of some; call it on every rank of at least two.
+
+    Bytes are those of nccl-tests: what a rank has of an all-reduce, and what it has gathered of an all-gather; they
+    may differ a little from `num_bytes`, so that the ranks' parts are equal.
+    """
+    device, ranks = torch.device(device), dist.get_world_size()
+    count = max(1, num_bytes // 4 // ranks) * ranks
+    tensor = torch.ones(count, device=device)
+    part = tensor[: count // ranks].clone()
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    seconds = []
+    for _ in range(1 + rounds):
+        dist.barrier()
+        started = time.perf_counter()
+        if collective == "all-reduce":
+            dist.all_reduce(tensor)
+        else:
+            gather(tensor, part)
+        tensor[0].item()  # waits for the GPU
+        seconds.append(time.perf_counter() - started)
+    return 4 * count, distributed.max_over_ranks(statistics.median(seconds[1:]), device)
+
+
+def bus_bandwidth(collective: str, num_bytes: int, seconds: float, ranks: int) -> float:
+    """GB/s over each link of a ring: the same for any number of ranks if the links are. As nccl-tests defines it."""
+    return 1e-9 * COLLECTIVES[collective] * (ranks - 1) / ranks * num_bytes / seconds
+
+
+def measure(device: torch.device | str, sizes: Iterable[int] | None = None, rounds: int = 5) -> list[dict]:
+    """Time the `COLLECTIVES` over message `sizes` (bytes; None: `GPU_SIZES` or `CPU_SIZES`); call it on every rank.
+
+    Returns rows with collective, bytes, microseconds, "bus bandwidth, GB/s". ValueError for a single worker.
+    """
+    ranks = distributed.world_size()
+    if ranks < 2:
+        raise ValueError("num_training_workers=1 has no network to measure: give at least 2.")
+    sizes = sizes or (GPU_SIZES if torch.device(device).type == "cuda" else CPU_SIZES)
+    rows = []
+    for collective in COLLECTIVES:
+        for size in sizes:
+            num_bytes, seconds = time_collective(collective, size, device, rounds)
+            rate = bus_bandwidth(collective, num_bytes, seconds, ranks)
+            row = {"collective": collective, "bytes": num_bytes, "microseconds": 1e6 * seconds}
+            rows.append({**row, "bus bandwidth, GB/s": rate})
+    return rows
+
+
+def measure_per_worker(values: dict) -> None:
+    """Training function of Ray Train: rank 0 writes `network.json` to `values["run_uri"]`.
+
+    `values`: also `sizes` and `rounds`, as `measure` takes them. The file holds `ranks`, `ranks_per_node`, `device`,
+    `hardware`, `rows` (`measure`) and `nodes` (`describe_node` of each node).
+    """
+    context, device = ray.train.get_context(), ray.train.torch.get_device()
+    distributed.use_cores(context.get_local_world_size())
+    rows = measure(device, values.get("sizes"), values.get("rounds", 5))
+    here = describe_node() if context.get_local_rank() == 0 else None  # after NCCL has loaded what it uses
+    nodes = distributed.gather_objects(here)
+    if context.get_world_rank() == 0:
+        found = {
+            "ranks": context.get_world_size(),
+            "ranks_per_node": context.get_local_world_size(),
+            "device": device.type,
+            "hardware": profiling.hardware(device),
+            "rows": rows,
+            "nodes": [node for node in nodes if node],
+        }
+        storage.write_json(storage.join(values["run_uri"], "network.json"), found)
+
+
+# ---- which network is used
+
+
+def describe_node() -> dict:
+    """What this process's node has of EFA, as JSON.
+
+    `devices`: EFA interfaces that the kernel's driver serves. `provider`: whether libfabric offers "efa" (`fi_info`);
+    None without that program. `plugins`: files of NCCL's network plugin. `loaded`: those libraries of both that this
+    process has loaded. `variables`: the environment's that decide.
+    """
+    drivers = glob.glob("/sys/class/infiniband/*/device/driver")
+    devices = [path for path in drivers if os.path.basename(os.path.realpath(path)) == "efa"]
+    maps = pathlib.Path("/proc/self/maps")
+    mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), *_LIBRARIES]
+    return {
+        "node": socket.gethostname(),
+        "devices": len(devices),
+        "provider": offers_efa(),
+        "plugins": sorted({path for folder in folders for path in glob.glob(f"{folder}/libnccl-net*.so*")}),
+        "loaded": sorted(path for path in mapped if os.path.basename(path).startswith(("libnccl-net", "libfabric"))),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def offers_efa() -> bool | None:
+    """Whether libfabric on this node has the provider "efa"; None if its program `fi_info` is not installed."""
+    program = shutil.which("fi_info") or shutil.which("fi_info", path="/opt/amazon/efa/bin")
+    if program is None:
+        return None
+    done = subprocess.run([program, "-p", "efa"], capture_output=True, text=True)
+    return done.returncode == 0 and "provider: efa" in done.stdout
+
+
+def explain(node: dict, device: str = "cuda") -> str:
+    """One sentence: whether NCCL on a node (`describe_node`) uses EFA, why, and what to change if it does not."""
+    variables, name = node["variables"], node["node"]
+    if device != "cuda":
+        return f"{name}: workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs."
+    if not node["devices"]:
+        return (
+            f"{name}: EFA is off, NCCL uses TCP or InfiniBand: the machine has no EFA interface. Start an instance "
+            "that has some (p4d, p4de, p5), with EFA network interfaces and a security group that lets all traffic to "
+            "and from itself through."
+        )
+    interfaces = f"{node['devices']} EFA interface(s)"
+    for variable, expected in (("FI_PROVIDER", "efa"), ("NCCL_NET", "AWS Libfabric")):
+        value = variables.get(variable, expected)
+        if value.lower() not in (expected.lower(), "ofi"):
+            return f"{name}: EFA is off although there are {interfaces}: {variable}={value} forbids it. Unset it."
+    if node["provider"] is False:
+        return (
+            f"{name}: EFA is off although there are {interfaces}: `fi_info -p efa` finds no libfabric provider. "
+            "Install AWS's EFA installer in the image."
+        )
+    if not node["plugins"] and not node["loaded"]:
+        return (
+            f"{name}: EFA is off although there are {interfaces}: NCCL's plugin aws-ofi-nccl is not found. Install it, "
+            "and put its folder on LD_LIBRARY_PATH where `ray start` runs."
+        )
+    files = [os.path.basename(path) for path in node["loaded"]]
+    if any(file.startswith("libnccl-net") for file in files) and any(file.startswith("libfabric") for file in files):
+        return f"{name}: EFA is on: {interfaces}, and this worker has loaded {' and '.join(files)}."
+    return (
+        f"{name}: EFA could be on, with {interfaces} and {os.path.basename((node['plugins'] or files)[0])}, but this "
+        "worker has not loaded libfabric: one node alone needs no network, else set NCCL_DEBUG=INFO and look for "
+        "NET/OFI."
+    )
+
+
+def expected_bandwidth() -> dict[str, float]:
+    """{label: GB/s} that a node's network should give on p4d and p4de: the published EFA, and what TCP gave."""
+    facts = published_results.FACTS
+    return {
+        f"{kind}: {facts[f'network of a node, {kind}'].value:g} GB/s": facts[f"network of a node, {kind}"].value
+        for kind in ("EFA", "TCP")
+    }
+
+
+def step_shares(found: dict, parameters: float = 865_910_724, step_seconds: float = 0.69, **options) -> pd.DataFrame:
+    """What each strategy spends of a step on the network: a row each, from the measured bus bandwidth.
+
+    `found`: what `measure_per_worker` wrote; the bandwidth is that of the largest all-reduce. `parameters`: of the
+    U-Net (SD2's); `step_seconds`: of computing alone (128 images at 256 pixels on an A100, published). `options`: as
+    `estimates.predict_scaling` takes them. Columns: seconds of communication, its share of a step if nothing overlaps,
+    and if the backward pass hides it. On one node the bandwidth is that within it; on several, the one across, and
+    that within is an A100's NVLink. ValueError for numbers not above 0.
+    """
+    reduced = [row for row in found["rows"] if row["collective"] == "all-reduce"]
+    rate = max(reduced, key=lambda row: row["bytes"])["bus bandwidth, GB/s"]
+    per_node, rows = found["ranks_per_node"], {}
+    if found["ranks"] <= per_node:
+        options = {"within_node": rate, **options}
+    for strategy in ("ddp", "fsdp", "hsdp", "fsdp-full"):
+        table = estimates.predict_scaling(
+            parameters, step_seconds, rate, (found["ranks"],), strategy=strategy, ranks_per_node=per_node, **options
+        )
+        _, seconds, exposed, hidden = table.iloc[0]
+        rows[strategy] = (seconds, 1 - exposed, 1 - hidden)
+    names = ["communication, s", "share of a step, nothing hidden", "share, hidden behind backward"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=names).rename_axis("strategy")
