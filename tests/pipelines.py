@@ -116,6 +116,9 @@ def draw_and_encode(storage_uri, num_rows):
     return config.storage
 
 
+TWO_WORKERS = {"num_training_workers": 2, "strategy": "fsdp", "resolution": {32: 0.5, 64: 0.5}}
+
+
 def short_run(storage_uri, name, **changes):
     """The parameters of a run of some seconds, two units a step, that saves every ten steps and is not validated."""
     return TrainingConfig(

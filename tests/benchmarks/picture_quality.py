@@ -1,6 +1,6 @@
 """How well the lesson's U-Net draws: the recipe of Training.ipynb beside the one that it replaced.
 
-    python -m tests.benchmarks.picture_quality [--seeds 3] [--scale 1.0] [--prompts 295] [--threads 2]
+    python -m tests.benchmarks.picture_quality [--seeds 3] [--scale 1.0] [--prompts 295] [--threads 2] [--changes JSON]
 
 Both recipes train without Ray on the same 6,000 drawn pictures, encoded once and kept in memory. They take turns, a
 twentieth of their steps at a time, so the ratio of their times is meaningful on a busy machine too. Then each draws the
@@ -38,7 +38,7 @@ from tests.benchmarks import record, storage_cost
 
 TURNS = 20
 NAMES = ["max_steps", "global_batch_size", "learning_rate", "warmup_steps", "adam_beta2", "weight_decay"]
-NAMES += ["min_snr_gamma", "ema_decay", "caption_dropout", "unet_config"]
+NAMES += ["min_snr_gamma", "timestep_sampling", "ema_decay", "caption_dropout", "unet_config"]
 
 
 def lesson_recipe():
@@ -50,10 +50,11 @@ def lesson_recipe():
 
 
 def replaced_recipe(folder):
-    """1,200 steps of 64, and a U-Net with attention in its mid block."""
+    """1,200 steps of 64 rows, all timesteps equally often, and a U-Net with attention in its mid block."""
     path = pathlib.Path(folder, "unet.json")
     path.write_text(json.dumps({**load_unet_config("tiny"), "mid_block_type": "UNetMidBlock2DCrossAttn"}))
-    return {**lesson_recipe(), "max_steps": 1200, "global_batch_size": 64, "unet_config": str(path)}
+    before = {"max_steps": 1200, "global_batch_size": 64, "timestep_sampling": "uniform", "unet_config": str(path)}
+    return {**lesson_recipe(), **before}
 
 
 def encoded_rows(num_rows):
@@ -119,13 +120,14 @@ def main():
     parser.add_argument("--prompts", type=int, default=295, help="295 is all of them")
     parser.add_argument("--rows", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--changes", type=json.loads, default={}, help="of the lesson's recipe, as JSON")
     arguments = parser.parse_args()
     table, manifest = encoded_rows(arguments.rows)
     prompts = captioned_shapes.held_out_prompts(arguments.prompts)
     real, vae = ceilings(arguments.prompts)
     print(f"shape overlap of real pictures {real:.3f}, of the VAE's reconstructions {vae:.3f}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        recipes = {"replaced": replaced_recipe(folder), "lesson": lesson_recipe()}
+        recipes = {"replaced": replaced_recipe(folder), "lesson": {**lesson_recipe(), **arguments.changes}}
         for recipe in recipes.values():
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * arguments.scale))
         found = {name: [] for name in recipes}

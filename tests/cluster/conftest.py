@@ -4,7 +4,7 @@ import pytest
 
 from helpers.config import PreprocessingConfig
 from helpers.lesson import captioned_shapes
-from tests.pipelines import encode, fit, short_run
+from tests.pipelines import TWO_WORKERS, encode, fit, short_run
 
 ROWS = 600
 
@@ -19,6 +19,6 @@ def encoded(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(encoded):
-    """A finished run of two workers, undisturbed and validated: (config, Ray Train's result)."""
-    config = short_run(encoded[0].storage, "first", num_training_workers=2, validate_every=20)
+    """A finished run, undisturbed and validated: (config, Ray Train's result). Two workers shard it, at two sizes."""
+    config = short_run(encoded[0].storage, "first", **TWO_WORKERS, validate_every=20)
     return config, fit(config)

@@ -33,7 +33,7 @@ from tests.faults import (
     variants,
     wait_for_ever,
 )
-from tests.pipelines import build_pipeline, encode, fit, short_run
+from tests.pipelines import TWO_WORKERS, build_pipeline, encode, fit, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +46,7 @@ def straight(run):
 
 
 def run_of(run, name, **changes):
-    values = {"num_training_workers": 2, "max_failures": 10, **changes}
+    values = {**TWO_WORKERS, "max_failures": 10, **changes}
     return short_run(run[0].storage, name, **values)
 
 
@@ -76,10 +76,8 @@ def test_killed_worker_and_driver_and_damaged_checkpoint_lose_nothing(run, strai
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in capsys.readouterr().out
     assert attempts_of(config) == [1, 11, 21] and not storage.exists(torn)
     assert_same_run(config, straight)
-    assert [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)] == [
-        checkpoint.checkpoint_name(40, 3),
-        checkpoint.checkpoint_name(30, 3),
-    ]
+    newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
+    assert newest == [checkpoint.checkpoint_name(40, 3), checkpoint.checkpoint_name(30, 3)]
 
 
 @variants
@@ -245,6 +243,7 @@ class FooterlessFiles(pa.fs.FSSpecHandler):
         return super().open_input_file(path)
 
 
+@variants
 def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, monkeypatch, capsys):
     """Ray Data does not replace it (`FooterReader`), so that its loss ends a dataset."""
     finished, expected = encoded

@@ -19,7 +19,7 @@ from helpers.runtime import metrics_log, session
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
 from tests.faults import variants
-from tests.pipelines import bare, fit, short_run
+from tests.pipelines import TWO_WORKERS, bare, fit, short_run
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def validating_loop(folder):
 def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
     """The same run and the same losses; by both workers in its middle, by a Ray task at its end."""
     first, _ = run
-    config = short_run(first.storage, "no-gpu-left", num_training_workers=2, validate_every=20)
+    config = short_run(first.storage, "no-gpu-left", **TWO_WORKERS, validate_every=20)
 
     fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
@@ -155,6 +155,7 @@ def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
     assert ids() == expected and len(plan.chunk_range(3, 3 * plan.steps_per_epoch)) == 6
 
 
+@variants
 def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
     """Another run's weights, two resolutions, sharded on two workers: as a bare loop computes; its weights export.
 
@@ -267,7 +268,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
     mine = evaluate.sample(config.to_dict(), [prompt], result.checkpoint)[0]
-    theirs = evaluate.generate(opened, [prompt], resolution=32)[0]
+    theirs = evaluate.generate(opened, [prompt], resolution=config.largest_resolution)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint.load_weights(folder, build_unet("tiny"), "ema").state_dict()
@@ -288,7 +289,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
             r"unet_config='huge' is unknown: choose 'tiny', 'small', 'sd2-base'",
         ),
         ({"global_batch_size": 4096, "run_name": "new"}, r"global_batch_size=4096 is more than the 5.. rows"),
-        ({"learning_rate": 1.0}, r"run_name='first' was started with learning_rate=0.003, not 1.0"),
+        ({**TWO_WORKERS, "learning_rate": 1.0}, r"run_name='first' was started with learning_rate=0.003, not 1.0"),
         ({"init_from": "nobody", "run_name": "new"}, r"init_from='nobody' is neither a run with a checkpoint"),
         ({"latents_uri": {"/no/such/folder": 1}, "run_name": "new"}, r"[Nn]o latents at .*/no/such/folder"),
     ],
@@ -304,7 +305,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
 
     def latents_with(**changes):
         storage.write_json(tmp_path / "manifest.json", {**manifest, **changes})
-        return small(data, latents_uri=str(tmp_path))
+        return small(data, **TWO_WORKERS, latents_uri=str(tmp_path))
 
     run_setup.open_run(latents_with())  # the same data at another place
     with pytest.raises(

@@ -216,7 +216,7 @@ FAULTS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(FAULTS, st.sampled_from([4, (1, 4), (3, 4)]), st.sampled_from([7, 100, 1000]), st.integers(0, 10**6))
 def test_every_draw_of_a_training_adds_up(faults, workers, every, seed):
     stage = training(faults, workers=workers, checkpoint_every=every, max_steps=500, max_failures=5)
@@ -227,10 +227,10 @@ def test_every_draw_of_a_training_adds_up(faults, workers, every, seed):
     pace = stage.compute_seconds(4)
     least = (500 + found.repeated) * pace + found.down_seconds + found.stalled_seconds
     assert seconds >= least - 1e-6
-    # Steps on fewer workers are slower, each group may end within a step, and the last upload is waited for.
+    # Steps on fewer workers are slower; each group may end within a step or while it waits for an upload, as the last.
     slower = stage.compute_seconds(stage.config.fewest_workers)
     groups = found.restarts + 1
-    assert seconds <= least + found.shrunk_seconds + groups * slower + faults.upload_seconds + 1e-6
+    assert seconds <= least + found.shrunk_seconds + groups * (slower + faults.upload_seconds) + 1e-6
     assert found.dollars <= 40 * found.hours + 1e-6 and found.resizes <= found.restarts
     assert found.shrunk_seconds == 0 or isinstance(workers, tuple)
     assert found == draw(stage, seed)  # the same seed, the same draw
