@@ -52,7 +52,8 @@ def test_a_profile_passes_the_checks_of_all_notebooks(name):
     training = TrainingConfig.from_parameters(applied(name, TRAINING))
     assert training.resolution in full_run.read_profile(name)["resolutions"]
     online = applied(name, ONLINE)
-    assert TrainingConfig.from_parameters(online).unit_rows * training.units_per_step == training.global_batch_size
+    both = TrainingConfig.from_parameters(online)
+    assert both.unit_rows * both.units_per_step == both.global_batch_size
     assert OnlineConfig.from_parameters({**online, "resolutions": [training.resolution]})
 
 
