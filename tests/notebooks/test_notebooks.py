@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import io
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -290,7 +291,9 @@ def test_nbval_runs_a_notebook(name, times, workspace):
         "no:cacheprovider",
         name,
     ]
-    done = subprocess.run(command, cwd=workspace, capture_output=True, text=True)
+    # pytest-xdist puts the repository on the path, where the kernel would find `helpers` by its old name too.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-6000:]
     num_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     assert f"{num_cells} passed" in done.stdout
