@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers import encoder
+from helpers import encoder, ingest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import full_run
 from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
@@ -60,6 +60,7 @@ def trainer_requests(profile):
         config=config,
         TorchTrainer=trainer,
         ScalingConfig=ScalingConfig,
+        ingest=stand_in(ingest, execution_options=lambda config: None),  # which read the latents
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
     )
     build(config)
