@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import html
+import math
 import os
 import signal
 import sys
@@ -185,8 +186,11 @@ def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[trac
                 track_all(step, values)
             if lines and ray.is_initialized() and time.monotonic() - asked_nodes > 10:
                 asked_nodes = time.monotonic()
-                with contextlib.suppress(Exception):  # whatever it is, it is not worth a run
+                try:
                     track_all(next(reversed(lines)), nodes.values())
+                except Exception as error:  # whatever it is, it is not worth a run
+                    asked_nodes = math.inf
+                    progress.message(f"The use of the nodes is no longer tracked: {type(error).__name__}: {error}")
         for line in new:
             lines.pop(line["step"], None)  # a step that is repeated after a failure counts once, as the newest
             lines[line["step"]] = line
