@@ -27,14 +27,28 @@ def resolve(uri: str | os.PathLike) -> str:
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
-    """`(filesystem, path)` of a local path or URI (`s3://`, `gs://`, ...; credentials from the environment)."""
-    uri = resolve(uri)
-    if not uri.startswith("s3://"):
-        return fs.FileSystem.from_uri(uri)
-    path = uri.removeprefix("s3://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-    env = os.environ
-    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-    return _open_s3(path.partition("/")[0], endpoint, env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")), path
+    """`(filesystem, path)` of a local path or a URI; credentials from the environment.
+
+    `s3://bucket/path`; `gs://bucket/path`; `abfs://container@account.dfs.core.windows.net/path` or, with
+    `AZURE_STORAGE_ACCOUNT` set, `abfs://container/path`. Raises ValueError if Azure's account is not given.
+    """
+    uri, env = resolve(uri), os.environ
+    scheme, _, path = uri.rpartition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
+    bucket, slash, below = path.partition("/")
+    if scheme == "s3":
+        endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+        return _open_s3(bucket, endpoint, env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")), path
+    if scheme in ("abfs", "abfss"):
+        container, _, host = bucket.partition("@")
+        account = host.partition(".")[0] or env.get("AZURE_STORAGE_ACCOUNT")
+        if not account:
+            raise ValueError(
+                f"{uri} names no storage account: write abfs://{container}@account.dfs.core.windows.net/..., or set "
+                "AZURE_STORAGE_ACCOUNT."
+            )
+        names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SERVICE_ENDPOINT")
+        return _open_azure(account, *map(env.get, names)), container + slash + below
+    return fs.FileSystem.from_uri(uri)
 
 
 @functools.lru_cache(maxsize=16)
@@ -52,6 +66,19 @@ def _open_s3(bucket: str, endpoint: str | None, region: str | None) -> fs.S3File
         region = region or fs.resolve_s3_region(bucket)
     retries = fs.AwsStandardS3RetryStrategy(max_attempts=max_attempts())
     return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_azure(account: str, key: str | None, sas_token: str | None, endpoint: str | None) -> fs.AzureFileSystem:
+    """A key, else a token, else Azure's default credentials; `endpoint` is an emulator's, as `http://localhost:10000`."""
+    where = {}
+    if endpoint:
+        scheme, _, host = endpoint.rpartition("://")
+        authority, scheme = host.partition("/")[0], scheme or "https"
+        where = {"blob_storage_authority": authority, "blob_storage_scheme": scheme}
+        where |= {"dfs_storage_authority": authority, "dfs_storage_scheme": scheme}
+    secret = {"account_key": key} if key else {"sas_token": sas_token} if sas_token else {}
+    return fs.AzureFileSystem(account, **secret, **where)
 
 
 def max_attempts() -> int:
@@ -173,7 +200,9 @@ def delete(uri: str | os.PathLike) -> None:
     if kind == fs.FileType.File:
         filesystem.delete_file(path)
     elif kind == fs.FileType.Directory:
-        filesystem.delete_dir(path)
+        filesystem.delete_dir_contents(path)
+        if filesystem.get_file_info(path).type == fs.FileType.Directory:  # on a store it may end with its last file
+            filesystem.delete_dir(path)
 
 
 def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:

@@ -94,7 +94,7 @@ def loop_with(*events):
     return loop
 
 
-def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
+def loop_with_cut_off_upload(flag, step):
     """A worker loop whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
 
     def half_a_checkpoint(folder, uri):
@@ -119,7 +119,7 @@ def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_die
-        inner(values)
+        train.train_loop_per_worker(values)
 
     return loop
 
@@ -179,7 +179,7 @@ DRIVER = """
     from helpers import preprocess, storage, train
     from helpers.config import PreprocessingConfig, TrainingConfig
     from helpers.runtime import monitoring, session
-    from tests.faults import is_listed, loop_with, loop_with_cut_off_upload, steps_done, wait_for_ever
+    from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
     def die_when(reached):

@@ -20,14 +20,16 @@ from .. import storage
 from ..config import TrainingConfig
 from . import fault_tolerance
 
+STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # how their names begin
+
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     """Start Ray on this machine ("local"), or join the cluster at an address; once a process.
 
-    Workers get this package and the `AWS_*` variables through the runtime environment: a cluster's nodes need no more
-    than requirements.txt. Ray that is started here is quiet, and told of at least four CPUs, so that on a small machine
-    stages that wait for each other share a core. On a cluster, logs and signal handlers stay as they are, and the
-    dashboard's address is printed where there is one.
+    Workers get this package and the variables of object stores (`STORE_VARIABLES`) through the runtime environment: a
+    cluster's nodes need no more than requirements.txt. Ray that is started here is quiet, and told of at least four
+    CPUs, so that on a small machine stages that wait for each other share a core. On a cluster, logs and signals'
+    handlers stay as they are, and the dashboard's address is printed where there is one.
     """
     if ray.is_initialized():
         return
@@ -72,10 +74,11 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
 def worker_variables() -> dict[str, str]:
     """Environment of the workers.
 
-    This process's `AWS_*` variables, with which workers on other machines reach the same object store; and NCCL keeps
-    its last collectives, for `fault_tolerance.dump_flight_recorder`.
+    This process's variables of object stores, with which workers on other machines reach the same one (a file that
+    `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node); and NCCL keeps its last collectives, for
+    `fault_tolerance.dump_flight_recorder`.
     """
-    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    store = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
     recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # and the rank; not another job's on this machine
     files = dict.fromkeys([fault_tolerance.PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
     return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}

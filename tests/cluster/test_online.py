@@ -64,14 +64,18 @@ def straight(raw):
     return metrics_log.read_metrics(config.run_uri)
 
 
-@pytest.fixture(scope="module")
-def disturbed(raw, tmp_path_factory):
-    """A run of two workers and an encoder; a worker and the encoder are killed: (config, metrics)."""
-    config, folder = run_of(raw, "disturbed", num_training_workers=2, max_failures=5), tmp_path_factory.mktemp("flags")
+def fit_with_kills(raw, config, folder):
+    """The worker of rank 0 and an encoder are killed: (config, metrics)."""
     flags = [str(folder / name) for name in ("trainer", "encoder")]
     fit_online(raw, config, loop_with((die, 13, 0, flags[0])), latent_encoder=mortal(flags[1]))
-    assert all(map(os.path.exists, flags))
+    assert all(map(os.path.exists, flags)) and attempts_of(config)[:2] == [1, 9]
     return config, metrics_log.read_metrics(config.run_uri)
+
+
+@pytest.fixture(scope="module")
+def disturbed(raw, tmp_path_factory):
+    """A run of one worker and an encoder, both of which are killed: (config, metrics)."""
+    return fit_with_kills(raw, run_of(raw, "disturbed", max_failures=5), tmp_path_factory.mktemp("flags"))
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +121,19 @@ def assert_expected(expected, losses, samples):
 
 
 def test_an_online_run_with_kills_is_a_bare_loop(disturbed, expected):
-    config, found = disturbed
+    _, found = disturbed
     assert_expected(expected, found["loss"], found["samples_crc32"])
-    assert attempts_of(config)[:2] == [1, 9]
 
 
 @variants
-def test_one_worker_and_one_encoder_are_a_bare_loop(straight, expected):
-    assert_expected(expected, straight["loss"], straight["samples_crc32"])
+def test_kills_change_no_bit(disturbed, straight):
+    assert_same_run(disturbed[0], straight)
+
+
+@variants
+def test_two_workers_with_kills_are_a_bare_loop(raw, expected, tmp_path):
+    _, found = fit_with_kills(raw, run_of(raw, "two", num_training_workers=2, max_failures=5), tmp_path)
+    assert_expected(expected, found["loss"], found["samples_crc32"])
 
 
 def schema_of(config):
@@ -176,14 +185,6 @@ def mortal(flag, action=die):
             return super().__call__(rows)
 
     return MortalEncoder
-
-
-@variants
-def test_killed_trainer_and_encoder_change_no_bit(raw, straight, tmp_path):
-    config, flags = run_of(raw, "killed", max_failures=5), [str(tmp_path / name) for name in ("trainer", "encoder")]
-    fit_online(raw, config, loop_with((die, 13, 0, flags[0])), latent_encoder=mortal(flags[1]))
-    assert all(map(os.path.exists, flags)) and attempts_of(config)[:2] == [1, 9]
-    assert_same_run(config, straight)
 
 
 @variants

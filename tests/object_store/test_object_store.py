@@ -179,7 +179,7 @@ def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
 
 def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
     """While the store fails every tenth request."""
-    values = {"num_training_workers": 2, "checkpoint_every": 6, "max_failures": 1}
+    values = {"checkpoint_every": 6, "max_failures": 1}
     config = short_run("s3://bucket/sd", "run", max_steps=STEPS, **values)
     server.fail_every = 10
     fit(config)
