@@ -9,9 +9,9 @@ Core
     schema          the layout of latents on disk: columns, their shapes and codecs, the manifest
     images          encoded bytes to square RGB pictures; captions to token ids
   * encoder         the actor that turns pictures and captions into latents and embeddings
+  * ingest          the epoch plan: which rows make which step, on any number of workers
     resumable_job   the commit protocol of a preprocessing job
   * preprocess      what the preprocessing pipeline maps over rows: transform, write
-  * ingest          the epoch plan: which rows make which step, on any number of workers
     online          the epoch plan over raw pictures, which are encoded on the way to the trainers
     distributed     rank, world size, gathering, shards
     diffusion       the objective: noise, v-prediction, min-SNR weights, EMA

@@ -11,7 +11,7 @@ import transformers
 from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from . import checkpoint, diffusion, encoder, images, schema, storage
+from . import checkpoint, diffusion, encoder, images, ingest, schema, storage
 from .config import TrainingConfig
 from .train import record_validation, validation_rows
 from .train_step import validation_loss
@@ -20,7 +20,7 @@ from .unet import build_unet
 
 def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
     """The manifest of the run's latents; of a mixture the first, since all its data sets share one encoder."""
-    return schema.Manifest.read(next(iter(config.proportions)))
+    return ingest.read_manifest(next(iter(config.proportions)))
 
 
 def build_pipeline(

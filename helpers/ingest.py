@@ -342,7 +342,19 @@ def read_manifests(config: TrainingConfig, heads: bool = False) -> dict[str, sch
 
     `heads`: without their files (`read_head`).
     """
-    return {uri: read_head(uri) if heads else schema.Manifest.read(uri) for uri in config.proportions}
+    return {uri: read_head(uri) if heads else read_manifest(uri) for uri in config.proportions}
+
+
+def read_manifest(latents_uri: str) -> schema.Manifest:
+    """The manifest of a finished job. Raises FileNotFoundError that says how to make one."""
+    try:
+        return schema.Manifest.from_dict(storage.read_json(storage.join(latents_uri, schema.MANIFEST)))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"No latents at latents_uri={latents_uri!r} (no {schema.MANIFEST} there): make them first with "
+            f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
+            "Preprocessing.ipynb."
+        ) from None
 
 
 def read_head(latents_uri: str) -> schema.Manifest:
@@ -351,7 +363,7 @@ def read_head(latents_uri: str) -> schema.Manifest:
     text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("{}", "", "")
     values = json.loads(text + segments + "]}" if found else text)
     if "written" not in values:  # of an earlier version, with the counts at the end
-        values = schema.Manifest.read(latents_uri).to_dict()
+        values = read_manifest(latents_uri).to_dict()
     counts = {count: values[count] for count in ("read", "written", "filtered", "rejected")}
     return schema.Manifest.from_dict({**values, "segments": [{"files": [], **counts}]})
 
@@ -654,7 +666,7 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
         wanted = max(1, round(num_rows * config.proportions[uri]))
         if manifest.online:
             uri = storage.join(uri, VALIDATION)
-            manifest = schema.Manifest.read(uri)
+            manifest = read_manifest(uri)
         tables += _held_out_rows(manifest, uri, config, wanted)
     return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
 

@@ -65,7 +65,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
     )
     manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
     with lease.hold(uri, f"latents_uri={uri!r}"):
-        if not storage.exists(manifest_uri) or not same_data(schema.Manifest.read(uri), manifest):
+        if not storage.exists(manifest_uri) or not same_data(ingest.read_manifest(uri), manifest):
             storage.delete(validation_uri)
             storage.write_json(manifest_uri, manifest.to_dict())
         if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):

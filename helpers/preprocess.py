@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
-from . import images, resumable_job, schema, storage
+from . import images, ingest, resumable_job, schema, storage
 from .config import PreprocessingConfig
 from .data_io import checks, inputs
 
@@ -281,7 +281,7 @@ def revision(model: str, vae_config: dict) -> str:
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
-    name, row_groups = schema.Manifest.read(latents_uri).files[0]
+    name, row_groups = ingest.read_manifest(latents_uri).files[0]
     filesystem, path = storage.open_filesystem(storage.join(latents_uri, "data", name))
     with pq.ParquetFile(path, filesystem=filesystem) as file:
         return file.read_row_groups(range(min(len(row_groups), -(-num_rows // row_groups[0])))).slice(0, num_rows)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import pyarrow as pa
 import ray
 
-from . import schema, storage
+from . import ingest, schema, storage
 from .data_io import inputs
 from .runtime import lease
 
@@ -128,7 +128,7 @@ class Job:
     def check_same(self) -> None:
         """Raises ValueError if the folder holds other files, or was made with other parameters (names the first)."""
         if self.finished:
-            earlier = schema.Manifest.read(self.latents_uri).job
+            earlier = ingest.read_manifest(self.latents_uri).job
         elif storage.exists(self.uri(SEGMENTS, JOB)):
             earlier = storage.read_json(self.uri(SEGMENTS, JOB))
         elif files := self.written_files():
@@ -154,7 +154,7 @@ class Job:
     def committed(self) -> dict[int, dict]:
         """Entries of the committed segments by index, in order."""
         if self.finished:
-            entries = schema.Manifest.read(self.latents_uri).segments
+            entries = ingest.read_manifest(self.latents_uri).segments
         else:
             uris = storage.list_files(self.uri(SEGMENTS), ".json")
             entries = [storage.read_json(uri) for uri in uris if storage.name(uri) not in (JOB, PLAN)]
@@ -182,7 +182,7 @@ class Job:
         RuntimeError if another driver does this job at the same time (`runtime.lease`).
         """
         if self.finished:
-            manifest = schema.Manifest.read(self.latents_uri)
+            manifest = ingest.read_manifest(self.latents_uri)
             print(f"Nothing to do: all {manifest.total('read'):,} rows are encoded at {self.latents_uri}")
             return manifest
         with lease.hold(self.latents_uri, f"latents_uri={self.latents_uri!r}") as self.lease:

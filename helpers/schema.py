@@ -16,8 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import storage
-
 SCHEMA_VERSION = 2  # version 1 had `shapes` and `text_precision` in place of `columns`; it is still read
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
@@ -252,18 +250,6 @@ class Manifest:
         names = {field.name for field in dataclasses.fields(cls)} & values.keys()
         known = {name: values[name] for name in names}
         return cls(**{**known, "columns": columns, "schema_version": SCHEMA_VERSION})
-
-    @classmethod
-    def read(cls, latents_uri: str) -> Manifest:
-        """The manifest of a finished job. Raises FileNotFoundError that says how to make one."""
-        try:
-            return cls.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST)))
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
-                f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
-                "Preprocessing.ipynb."
-            ) from None
 
 
 def encode_embedding(array: np.ndarray) -> str:

@@ -78,7 +78,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def build_manifest():
-    """A function that makes a finished job's manifest, as `Manifest.read` gives it; keyword arguments change fields."""
+    """A function that makes a finished job's manifest, as `ingest.read_manifest` gives it; keywords change fields."""
 
     def build(row_groups=(64, 64), shapes=None, **changes):
         rows = sum(row_groups)

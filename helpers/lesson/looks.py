@@ -197,7 +197,7 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
 def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     """Captions of the first rows that a run is trained on, encoded before or during it."""
     uri = next(iter(training.proportions))
-    raw = schema.Manifest.read(uri).online
+    raw = ingest.read_manifest(uri).online
     if raw is None:
         return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig.from_dict(raw)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import images, ingest, online, preprocess, schema, storage
+from helpers import images, ingest, online, preprocess, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.data_io import filters, inputs, readers
 from helpers.lesson import captioned_shapes, looks
@@ -216,7 +216,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     assert {key: (text or "", keep) for key, (text, keep, _) in found.items()} == expected
     bad = {key: reason for key, (_, _, reason) in found.items() if reason}
     assert set(bad.values()) == {"not an image", "empty caption"}
-    validation = schema.Manifest.read(storage.join(training.latents_uri, ingest.VALIDATION))
+    validation = ingest.read_manifest(storage.join(training.latents_uri, ingest.VALIDATION))
     assert 0 < validation.total("written") <= validation.total("read")
 
 

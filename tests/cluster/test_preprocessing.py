@@ -16,7 +16,7 @@ import ray
 import torch
 from PIL import Image
 
-from helpers import diffusion, encoder, images, preprocess, resumable_job, schema, storage
+from helpers import diffusion, encoder, images, ingest, preprocess, resumable_job, storage
 from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes, looks
@@ -78,7 +78,7 @@ def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
 
 def test_the_manifest_knows_each_file_and_its_row_groups(finished):
     config, manifest = finished
-    assert schema.Manifest.read(config.latents_uri) == manifest
+    assert ingest.read_manifest(config.latents_uri) == manifest
     names = [storage.name(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
     assert sorted(names) == sorted(name for name, _ in manifest.files)
     for name, row_groups in manifest.files:
@@ -237,7 +237,7 @@ def test_a_rerun_does_only_the_segments_that_are_missing(cluster, tmp_path, monk
         job.run(interrupted)
     assert not storage.exists(storage.join(config.latents_uri, "manifest.json"))
     with pytest.raises(FileNotFoundError, match="No latents at"):
-        schema.Manifest.read(config.latents_uri)
+        ingest.read_manifest(config.latents_uri)
     first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(storage.join(config.latents_uri, "data"))}
     assert sum(pq.read_metadata(path).num_rows for path in first) == 20
 

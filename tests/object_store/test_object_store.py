@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import checkpoint, ingest, schema, storage, train
+from helpers import checkpoint, ingest, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log
@@ -143,7 +143,7 @@ def test_a_server_that_fails_now_and_then_loses_no_row(finished):
         for uri in (config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects")
     )
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
-    assert manifest == schema.Manifest.read(config.latents_uri) and manifest.total("read") == ROWS
+    assert manifest == ingest.read_manifest(config.latents_uri) and manifest.total("read") == ROWS
     assert sorted(name for name, _ in manifest.files) == sorted(
         storage.name(path) for path in storage.list_files(f"{config.latents_uri}/data")
     )

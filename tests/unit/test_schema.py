@@ -204,10 +204,10 @@ def test_fields_that_a_later_version_adds_do_not_matter(build_manifest):
 def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest):
     uri = str(tmp_path / "latents")
     with pytest.raises(FileNotFoundError) as error:
-        schema.Manifest.read(uri)
+        ingest.read_manifest(uri)
     assert uri in str(error.value) and "Preprocessing.ipynb" in str(error.value)
     storage.write_json(storage.join(uri, schema.MANIFEST), build_manifest().to_dict())
-    assert schema.Manifest.read(uri) == build_manifest()
+    assert ingest.read_manifest(uri) == build_manifest()
 
 
 # ---- held-out rows
