@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,11 @@ from tests.object_store.s3_server import S3Server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# README's test command does not compile the packages: each module is compiled by the first process that imports it.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Ray would start a process a CPU before there is work for it.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Ray Train checks its workers every half second in place of every two: short runs end sooner.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 # Threads of PyTorch that wait for each other leave the cores to other processes, of which there are many.

@@ -53,6 +53,8 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(2 * num_cpus))
     # Ray Data would start 32 processes for each read of Parquet files, to read their footers on a cluster's nodes.
     os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
+    # A cloud takes nodes away, not the machine that this runs on; the watcher is a process more for each run.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     # Ray's C++ layer warns about Ray Data's own workings. While it starts it also reports this setting.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with stderr_closed():

@@ -11,6 +11,8 @@ from helpers.lesson import network
 
 SIZES = [2**14, 2**20]
 
+pytestmark = pytest.mark.variants
+
 
 def check_rows(rows):
     expected = [(name, size) for name in network.COLLECTIVES for size in SIZES]
@@ -32,7 +34,6 @@ def test_workers_measure_the_network_among_them(cluster, tmp_path):
     assert slowest[0] == slowest[1]  # the slowest rank's, on every rank
 
 
-@pytest.mark.variants
 def test_the_trainers_leave_what_they_measured(cluster, tmp_path):
     run_uri = storage.join(str(tmp_path), "network")
     TorchTrainer(

@@ -37,6 +37,7 @@ ENCODER = {"accelerator_type:A10G": 1}
 def nodes(encoded):
     """A head node that reads and decodes; tests add nodes for trainers and encoders. The shared cluster is stopped."""
     ray.shutdown()
+    os.environ.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # set where Ray is started locally
     # Nodes come while a run goes on, from threads, in which Python cannot register handlers for the exit.
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3}, shutdown_at_exit=False)
     # Ray Train would ask this cluster for its state long after it is gone.

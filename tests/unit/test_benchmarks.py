@@ -23,6 +23,7 @@ def results(tmp_path, monkeypatch):
 TINY = ["--unet", "tiny", "--resolution", "32", "--steps", "1"]
 
 
+@pytest.mark.variants
 def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     """And tells what the fastest spends its time on; on a CPU here, where nothing is compiled."""
 
@@ -184,6 +185,7 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert gpu_all.run("hangs", part, 0.01, tmp_path, lambda: merged.append(1)) == "stopped: out of time"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
