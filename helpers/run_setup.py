@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import zlib
+from typing import Any
 
 from . import checkpoint, ingest, schema, storage, train
 from .config import TrainingConfig
@@ -14,6 +15,12 @@ from .runtime import fault_tolerance, lease, metrics_log
 from .unet import load_unet_config
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
+
+
+def run_folder(config: TrainingConfig) -> dict[str, Any]:
+    """`ray.train.RunConfig`'s arguments for where a run is kept, on any store that `storage` opens."""
+    filesystem, path = storage.open_filesystem(storage.join(config.storage, "runs"))
+    return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
 
 
 def open_run(config: TrainingConfig) -> schema.Manifest:

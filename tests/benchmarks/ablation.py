@@ -16,7 +16,7 @@ import pandas as pd
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from helpers import storage
+from helpers import run_setup, storage
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, published_results
 from helpers.runtime import session
@@ -33,7 +33,7 @@ def measure(config, steps):
             use_gpu=config.use_gpu,
             accelerator_type=config.training_accelerator_type,
         ),
-        run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
+        run_config=RunConfig(**run_setup.run_folder(config)),
     )
     trainer.fit()
     found = storage.read_json(storage.join(config.run_uri, "ablation.json"))

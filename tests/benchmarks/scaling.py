@@ -21,7 +21,7 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
-from helpers import distributed, storage
+from helpers import distributed, run_setup, storage
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, network, published_results
 from helpers.runtime import profiling, session
@@ -52,7 +52,7 @@ def measure(config, **values):
             use_gpu=config.use_gpu,
             accelerator_type=config.training_accelerator_type,
         ),
-        run_config=RunConfig(name=config.run_name, storage_path=storage.join(config.storage, "runs")),
+        run_config=RunConfig(**run_setup.run_folder(config)),
     ).fit()
     return storage.read_json(storage.join(config.run_uri, "speed.json"))
 
