@@ -145,13 +145,13 @@ class Loss:
     """A loss that is given in place of drawn ones.
 
     Args:
-        seconds: after the first step began.
+        step: steps that are done when it happens, such as 40.5 for half-way through the next one.
         machine: its number in the fleet; None: a worker's process alone, whose machine stays.
         back_after: seconds until it, or another in its place, has joined; None: never.
-        notice_seconds: before the loss that a notice came; 0: none came.
+        notice_seconds: that a notice comes before the loss, then at `step`; 0: none comes.
     """
 
-    seconds: float
+    step: float
     machine: int | None = None
     back_after: float | None = None
     notice_seconds: float = 0.0
@@ -349,19 +349,30 @@ class TrainingRun:
         self.complete, self.uploaded_at = 0, 0.0
         self.first = 0  # step of the group
         self.down_since, self.started = 0.0, 0.0
-        for loss in losses or ():
-            self.give(loss)
+        self.losses = sorted(losses or (), key=lambda loss: loss.step)
         self.start(seconds=0.0)
 
-    def give(self, loss: Loss) -> None:
-        back = math.inf if loss.back_after is None else loss.back_after
-        if loss.machine is None:
-            self.clock.after(loss.seconds, self.crash)
-        elif loss.notice_seconds:
-            before = loss.seconds - loss.notice_seconds
-            self.clock.after(before, self.machines.notice, loss.machine, loss.notice_seconds, back)
-        else:
-            self.clock.after(loss.seconds, self.machines.lose, loss.machine, False, back)
+    def happen(self, attempt: int, version: int) -> None:
+        """The next of the given losses, and those of the same step."""
+        if (attempt, version) != (self.attempt, self.version):
+            return
+        step = self.losses[0].step
+        now = [loss for loss in self.losses if loss.step == step]
+        self.losses = self.losses[len(now) :]
+        self.plan_loss()
+        for loss in now:
+            back = math.inf if loss.back_after is None else loss.back_after
+            if loss.machine is None:
+                self.crash()
+            elif loss.notice_seconds:
+                self.machines.notice(loss.machine, loss.notice_seconds, back)
+            else:
+                self.machines.lose(loss.machine, False, back)
+
+    def plan_loss(self) -> None:
+        if self.losses:
+            seconds = self.since - self.clock.now + (self.losses[0].step - self.step) * self.seconds
+            self.clock.after(max(0.0, seconds), self.happen, self.attempt, self.version)
 
     def finished(self) -> bool:
         return self.complete >= self.config.max_steps
@@ -437,6 +448,7 @@ class TrainingRun:
         self.version += 1
         seconds = self.since - self.clock.now + (step - self.step) * self.seconds
         self.clock.after(seconds, self.save, self.attempt, self.version, step)
+        self.plan_loss()
 
     def save(self, attempt: int, version: int, step: int) -> None:
         """Training stands still until the upload before this one is complete, and while the state is copied."""

@@ -5,8 +5,8 @@
 A cluster of nodes on this machine trains with two workers, one a node, whose steps only take time (a unit `--seconds`);
 all else is real: plan, stream, checkpoints, uploads, Ray Train's restarts. In the first run a worker is killed twice;
 it gives what the simulator is told: seconds of a step, of a checkpoint and of its upload, and of a restart. Another run
-loses workers at other steps, and an elastic one a node, which comes back: the simulator is told when, and must say the
-rest. How long a restart takes varies with what else the cores do: run it on a machine that does nothing else.
+loses workers at other steps, and an elastic one a node, which comes back: the simulator is told at which steps, and
+must say the rest. How long a restart takes varies with what else the cores do: run it on a machine that is idle.
 """
 
 import argparse
@@ -138,11 +138,13 @@ class RealRun:
         return self.steps["began"].iloc[0]
 
     def given_losses(self):
-        """What the simulator is told: `simulator.Loss` of each fault."""
+        """What the simulator is told: `simulator.Loss` of each fault, at the step that was being done."""
         found = []
         for when, fields in self.losses:
-            fields = dict(fields)
-            found.append(simulator.Loss(seconds=fields.pop("since", when) - self.first, **fields))
+            when = fields.get("since", when)
+            before = self.steps[self.steps["ended"] <= when]
+            told = {name: value for name, value in fields.items() if name != "since"}
+            found.append(simulator.Loss(before["step"].iloc[-1] + 0.5, **told))
         return found
 
     def restarts(self):
@@ -218,13 +220,14 @@ def main():
         made_up.write_latents(folder, 2_000, shapes, rows_per_file=500)
         real = functools.partial(RealRun, cluster, folder, steps=given.steps, unit_seconds=given.seconds)
 
-        def at(*shares, action=RealRun.kill_worker):
-            return [(max(1, round(share * given.steps)), action) for share in shares]
+        def at(*places, action=RealRun.kill_worker):
+            """In checkpoint intervals, towards their end, when the upload is complete: how long it takes varies."""
+            return [(round(place * (given.steps // 8)), action) for place in places]
 
-        first = real("first", at(0.2, 0.7), workers=2).run()
-        killed = real("killed", at(0.06, 0.35, 0.6), workers=2).run()
+        first = real("first", at(1.7, 5.7), workers=2).run()
+        killed = real("killed", at(0.7, 2.7, 4.7), workers=2).run()
         lose = functools.partial(RealRun.lose_node, node=second, seconds=0.3 * given.steps * given.seconds)
-        elastic = real("elastic", at(0.3, action=lose), workers=(1, 2)).run()
+        elastic = real("elastic", at(2.7, action=lose), workers=(1, 2)).run()
 
     pace = (first.steps["began"].shift(-1) - first.steps["began"])[
         first.steps["group"].shift(-1) == first.steps["group"]

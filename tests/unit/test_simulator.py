@@ -163,24 +163,24 @@ def test_fewer_than_the_least_workers_wait():
 
 def test_a_notice_is_answered_with_a_checkpoint():
     faults = dataclasses.replace(CALM, restart_seconds=10.0, upload_seconds=5.0)
-    loss = simulator.Loss(270.5, machine=0, back_after=0.0, notice_seconds=120.0)
+    loss = simulator.Loss(150.5, machine=0, back_after=0.0, notice_seconds=120.0)
     found = draw(training(faults, stage={"seen_seconds": 7.0}), losses=[loss])
     # Notice at 150.5, seen at 157.5, saved after step 158; the one of step 200 is due by itself, and newer.
     assert found.repeated == 70 and found.notices == 1
     late = draw(training(faults, checkpoint_every=1000, stage={"seen_seconds": 7.0}), losses=[loss])
     assert late.repeated == 270 - 158
-    cut_short = dataclasses.replace(loss, notice_seconds=8.0)
+    cut_short = dataclasses.replace(loss, step=262.5, notice_seconds=8.0)
     assert draw(training(faults, checkpoint_every=1000), losses=[cut_short]).repeated == 270
 
 
 def test_after_too_many_failures_somebody_starts_the_run_again():
     stage = training(CALM, max_failures=1, stage={"relaunch_seconds": 500.0})
     stage = dataclasses.replace(stage, fleet=fleet(4, faults=dataclasses.replace(CALM, restart_seconds=10.0)))
-    losses = [simulator.Loss(seconds) for seconds in (110.5, 230.5, 900.5)]
+    losses = [simulator.Loss(step) for step in (110.5, 230.5, 900.5)]
     found = draw(stage, losses=losses)
     assert (found.relaunches, found.restarts) == (1, 3) and found.down_seconds == pytest.approx(530)
     # Announced losses do not count (Ray Train's `max_preemption_failures`).
-    losses = [simulator.Loss(second, 0, back_after=0.0, notice_seconds=60.0) for second in (110.5, 310.5, 510.5)]
+    losses = [simulator.Loss(step, 0, back_after=0.0, notice_seconds=60.0) for step in (110.5, 310.5, 510.5)]
     assert draw(stage, losses=losses).relaunches == 0
 
 
