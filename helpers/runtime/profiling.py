@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,6 +79,7 @@ def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
     On a GPU it holds kernels and copies, on a CPU PyTorch's outermost operations and gloo's collectives.
     """
     on_gpu, events = torch.device(device).type == "cuda", []
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else PyTorch's profiler prints when it starts and stops
     if on_gpu:
         torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
