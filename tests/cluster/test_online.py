@@ -140,6 +140,7 @@ def schema_of(config):
     return ingest.read_manifests(config)[config.latents_uri]
 
 
+@variants
 def test_the_data_loader_baseline_has_the_same_losses(raw, expected):
     """A plain DataLoader, and encoders on the trainer's device, without Ray."""
     config = run_of(raw, "loader")
@@ -277,6 +278,7 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     assert encoded_when_it_stops() - taken < 1.5 * ahead
 
 
+@variants
 def test_a_resumed_run_encodes_no_more_than_its_block(raw, tmp_path):
     config, counted = run_of(raw, "resumed", max_steps=60), tmp_path / "counted"
     plan = ingest.plan_run({config.latents_uri: online.prepare(raw, config)}, config)

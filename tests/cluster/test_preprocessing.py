@@ -401,6 +401,7 @@ def test_an_input_without_rows_is_refused(tmp_path):
         preprocess.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
 
+@pytest.mark.variants
 def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
     config, manifest = finished
     small = PreprocessingConfig(

@@ -48,6 +48,7 @@ def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     assert set(found["details"]["ceilings"]) == {"matrix product", "bytes", "convolution", "attention"}
 
 
+@pytest.mark.variants
 def test_each_result_is_written_when_it_is_there(monkeypatch, results):
     """So that one that crashes the process costs nothing else; and after the last minute none is begun."""
 
@@ -84,6 +85,7 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch, results):
     assert len(tried) == len(gpu_step.SETTINGS) + 2 + 1 + len(gpu_step.CONTROLS)
 
 
+@pytest.mark.variants
 def test_plain_bf16_weights_learn_by_an_fp32_copy():
     """Updates too small for bf16 add up in the copy; losses stay near those of fp32 weights under autocast."""
     losses = {}

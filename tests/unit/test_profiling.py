@@ -199,6 +199,7 @@ def held(tmp_path_factory, build_manifest, build_latents, request):
     return json.loads((folder / "memory.json").read_text())
 
 
+@pytest.mark.variants
 def test_ranks_hold_the_bytes_that_were_estimated(held):
     assert len(held) in (4, 8)
     for name, found in held.items():
@@ -212,6 +213,7 @@ def test_ranks_hold_the_bytes_that_were_estimated(held):
         assert found["kept"] == expected["gathered" if strategy in ("fsdp", "hsdp") else "parameters"], name
 
 
+@pytest.mark.variants
 def test_communication_is_a_share_of_the_step(held):
     assert all(0 < found["communication"] < 1 for found in held.values())
 
@@ -219,6 +221,7 @@ def test_communication_is_a_share_of_the_step(held):
 # ---- the ablation
 
 
+@pytest.mark.variants
 def test_the_ablation_compares_each_setting_with_the_first(monkeypatch):
     monkeypatch.setattr(ablations, "has_compiler", lambda: False)  # compiling has tests of its own, and takes a minute
     config = TrainingConfig(global_batch_size=4, resolution=32)

@@ -115,6 +115,7 @@ def test_scaled_latents_have_unit_variance(vae):
     assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.variants
 def test_the_text_encoder_separates_every_attribute(text_encoder, tokenizer):
     separation = build_tiny_sd.attribute_separation(text_encoder, tokenizer)
     assert set(build_tiny_sd.ATTRIBUTES) < set(separation)
