@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 # pyarrow does not retry a read if the store's error message is longer than the file. It
@@ -30,10 +31,11 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     """`(filesystem, path)` of a local path or a URI; credentials from the environment.
 
     `s3://bucket/path`; `gs://bucket/path`; `abfs://container@account.dfs.core.windows.net/path` or, with
-    `AZURE_STORAGE_ACCOUNT` set, `abfs://container/path`. Raises ValueError if Azure's account is not given.
+    `AZURE_STORAGE_ACCOUNT` set, `abfs://container/path`. Raises ValueError if Azure's account is not given, or the
+    URI is of no store that is known.
     """
     uri, env = resolve(uri), os.environ
-    scheme, _, path = uri.rpartition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
+    scheme, _, path = uri.partition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
     bucket, slash, below = path.partition("/")
     if scheme == "s3":
         endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
@@ -48,7 +50,11 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
             )
         names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SERVICE_ENDPOINT")
         return _open_azure(account, *map(env.get, names)), container + slash + below
-    return fs.FileSystem.from_uri(uri)
+    try:
+        return fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid as error:
+        known = "s3://bucket/folder, gs://bucket/folder or abfs://container@account.dfs.core.windows.net/folder"
+        raise ValueError(f"{uri} cannot be opened ({error}): give a folder, or a URI such as {known}.") from None
 
 
 @functools.lru_cache(maxsize=16)
