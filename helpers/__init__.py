@@ -7,7 +7,7 @@ Core
     storage         files on a disk or an object store, by one path or URI
     config          the notebooks' parameters, checked when they are built
     schema          the layout of latents on disk: columns, their shapes and codecs, the manifest
-    images          encoded bytes to square RGB pictures; captions to token ids
+    images          encoded bytes to RGB pictures of a given shape; captions to token ids
   * encoder         the actor that turns pictures and captions into latents and embeddings
   * ingest          the epoch plan: which rows make which step, on any number of workers
     resumable_job   the commit protocol of a preprocessing job

@@ -129,6 +129,13 @@ class PreprocessingConfig(Parameters):
         Field(min_length=1, strict=False),  # a list or a tuple
         AfterValidator(lambda sizes: tuple(sorted(set(sizes)))),
     ] = (32, 64)
+    aspect_ratios: Annotated[
+        tuple[Annotated[float, Field(gt=0)], ...],
+        "a list of numbers of more than 0 (width / height), such as [0.5, 0.75, 1, 1.33, 2]",
+        Field(min_length=1, strict=False),
+        AfterValidator(lambda ratios: tuple(sorted(set(ratios)))),
+    ] = (1.0,)
+    size_multiple: Count = 16  # pixels; sides of pictures that are not square are multiples of it
     upscale: Switch = False
     max_aspect_ratio: Annotated[
         float | None, "a number of at least 1 (longer side / shorter side), or None", Field(ge=1)
@@ -140,6 +147,7 @@ class PreprocessingConfig(Parameters):
     encoder_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     encoder_batch_size: Count = 32
     # the output
+    validation_share: Share = 0.02  # of the rows, chosen by a hash of their id
     latents: Literal["moments", "mean"] = "moments"
     text_precision: Literal["fp16", "fp8"] = "fp16"
     latents_uri: Location = ""
@@ -162,6 +170,38 @@ class PreprocessingConfig(Parameters):
             ending = f"@{self.encoder_revision}"
             self.derive(encoder_model=self.encoder_model.removesuffix(ending) + ending)
 
+        self.check_shapes()
+
+    def check_shapes(self) -> None:
+        """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""
+        known = {}
+        for resolution, shapes in self.shapes.items():
+            for width, height in shapes:
+                if min(width, height) == 0 or known.setdefault((width, height), resolution) != resolution:
+                    what = "has a side of 0" if min(width, height) == 0 else f"is one of {known[width, height]} too"
+                    raise ValueError(
+                        f"aspect_ratios={list(self.aspect_ratios)} and size_multiple={self.size_multiple} come to "
+                        f"{width} x {height} pixels at resolution {resolution}, which {what}: leave that ratio out, or "
+                        "use a smaller size_multiple."
+                    )
+
+    @property
+    def shapes(self) -> dict[int, list[tuple[int, int]]]:
+        """{resolution: (width, height) of its pictures}, by rising ratio.
+
+        The sides are the multiples of `size_multiple` nearest to the resolution times, and divided by, the root of the
+        ratio; the square is the resolution's own.
+        """
+
+        def shape(resolution: int, ratio: float) -> tuple[int, int]:
+            if ratio == 1:
+                return resolution, resolution
+            sides = resolution * ratio**0.5, resolution / ratio**0.5
+            width, height = (int(side / self.size_multiple + 0.5) * self.size_multiple for side in sides)
+            return width, height
+
+        return {one: list(dict.fromkeys(shape(one, ratio) for ratio in self.aspect_ratios)) for one in self.resolutions}
+
     @property
     def raw_uri(self) -> str:
         """Where the drawn sample data is kept when no `input_uri` is given."""
@@ -173,10 +213,22 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
+def check_square(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if set(ratios) != {1.0}:
+        raise ValueError("not square")
+    return ratios
+
+
 @checked
 class OnlineConfig(PreprocessingConfig):
     """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
 
+    aspect_ratios: Annotated[
+        tuple[float, ...],
+        "[1]: pictures that are encoded on the way to the trainers are squares",
+        Field(strict=False, min_length=1),
+        AfterValidator(check_square),
+    ] = (1.0,)
     random_crop: Annotated[
         float, "a share of the picture's shorter side: more than 0, at most 1 (the centre square)", Field(gt=0, le=1)
     ] = 1.0
@@ -274,7 +326,7 @@ class TrainingConfig(Parameters):
     checkpoint_every: Count = 250
     checkpoints_kept: Count = 2
     validate_every: CountOrZero = 500
-    validation_share: Share = 0.02
+    validation_share: Share = 0.02  # online, and of latents of earlier versions; elsewhere 0 turns validation off
     max_failures: CountOrZero = 3
     max_skipped_steps: CountOrZero = 0  # in a row, whose loss or gradient is not finite; one more ends the run
     hang_timeout: Annotated[float, "a number of seconds of more than 0", Field(gt=0)] = 600
@@ -349,6 +401,12 @@ class TrainingConfig(Parameters):
         return sorted(self.resolution) if isinstance(self.resolution, dict) else [self.resolution]
 
     @property
+    def resolution_shares(self) -> dict[int, float]:
+        """{size: its share of the steps}; they add up to 1."""
+        shares = self.resolution if isinstance(self.resolution, dict) else {self.resolution: 1.0}
+        return {size: share / sum(shares.values()) for size, share in shares.items()}
+
+    @property
     def largest_resolution(self) -> int:
         """What is validated and sampled at."""
         return self.resolutions[-1]
@@ -356,6 +414,7 @@ class TrainingConfig(Parameters):
     def resolution_at(self, step: int) -> int:
         """The size of all pictures of step `step` (from 0): the same on every worker and after every resume.
 
+        Where rows do not lie by bucket, as online; elsewhere `ingest.Plan.latents_at` says it.
         Multiples of the golden ratio spread evenly over [0, 1), so every window of steps has each size in its share.
         """
         if not isinstance(self.resolution, dict):

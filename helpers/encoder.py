@@ -38,25 +38,36 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTex
 
 
 def stored_columns(
-    model: str, resolutions: list[int], latents: str = "moments", text_precision: str = "fp16"
+    model: str,
+    shapes: dict[int, list[tuple[int, int]]],
+    latents: str = "moments",
+    text_precision: str = "fp16",
 ) -> list[schema.ColumnSpec]:
     """The columns that a model's latents and embeddings are stored in, from its configs; no weights are read.
 
-    `latents`: "moments" for the VAE posterior's mean and standard deviation, "mean" for the mean alone.
-    `text_precision`: the codec of the embeddings.
+    `shapes`: {resolution: [(width, height)]}. `latents`: "moments" for the VAE posterior's mean and standard deviation,
+    "mean" for the mean alone. `text_precision`: the codec of the embeddings.
     """
     vae = AutoencoderKL.load_config(**model_source(model), subfolder="vae")
     width = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder").hidden_size
     downsampling, channels = 2 ** (len(vae["block_out_channels"]) - 1), vae["latent_channels"]
-    shapes = {r: (MOMENTS[latents], channels, r // downsampling, r // downsampling) for r in resolutions}
+    columns = [
+        schema.ColumnSpec(
+            schema.latents_column(width, height),
+            (MOMENTS[latents], channels, height // downsampling, width // downsampling),
+            resolution=resolution,
+        )
+        for resolution, sizes in shapes.items()
+        for width, height in sizes
+    ]
     text = schema.ColumnSpec(schema.EMBEDDINGS, (load_tokenizer(model).model_max_length, width), text_precision)
-    return [*(schema.ColumnSpec(schema.latents_column(r), shape) for r, shape in shapes.items()), text]
+    return [*columns, text]
 
 
 def arguments(config) -> tuple:
     """`LatentEncoder`'s arguments, from a `PreprocessingConfig`."""
     model = config.encoder_model
-    columns = stored_columns(model, config.resolutions, config.latents, config.text_precision)
+    columns = stored_columns(model, config.shapes, config.latents, config.text_precision)
     return model, columns, config.encoder_precision
 
 
@@ -120,10 +131,15 @@ class LatentEncoder:
         """`(values (B, ...) fp16, encoded (B,) bool)` of one stored column; zeros where a row is not encoded."""
         if spec.name == schema.EMBEDDINGS:
             ids_BL, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
-            return encode_masked(self.encode_captions, ids_BL, good_B, self.batch_size), good_B
-        size = spec.resolution
-        pixels_BHWC, fits_B = schema.from_binary(rows[schema.pixels_column(size)], (size, size, 3), np.uint8)
-        return encode_masked(self.encode_images, pixels_BHWC, good_B & fits_B, self.batch_size), good_B & fits_B
+            return encode_masked(self.encode_captions, ids_BL[good_B], good_B, spec.shape, self.batch_size), good_B
+        width, height = spec.size
+        pixels_VHWC, fits_B = schema.from_sparse(rows[schema.pixels_column(spec.name)], (height, width, 3))
+        mine_B = good_B & fits_B
+
+        def encode(pixels_BHWC):  # the mean alone, or both
+            return self.encode_images(pixels_BHWC)[:, : spec.shape[0]]
+
+        return encode_masked(encode, pixels_VHWC[good_B[fits_B]], mine_B, spec.shape, self.batch_size), mine_B
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """Transformed rows -> the same rows with stored columns in place of pixels and token ids, and `encoder_call`.
@@ -136,10 +152,9 @@ class LatentEncoder:
         encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
         # One value per row is enough: see `nan_fill_nonfinite`.
         finite_B = np.all([np.isfinite(v.reshape(len(v), -1)[:, 0]) for v, _ in encoded.values()], axis=0)
-        inputs = {schema.CAPTION_IDS, *(schema.pixels_column(s.resolution) for s in self.columns if s.resolution)}
+        inputs = {schema.CAPTION_IDS, *(schema.pixels_column(s.name) for s in self.columns)}
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
         for spec, (values, encoded_B) in encoded.items():
-            values = values if spec.resolution is None else values[:, : spec.shape[0]]  # the mean alone, or both
             columns[spec.name] = spec.encode(values, encoded_B & finite_B)
         reason = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
         call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
@@ -153,16 +168,17 @@ def nan_fill_nonfinite(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode_masked(
-    encode: Callable[[np.ndarray], np.ndarray], inputs: np.ndarray, rows: np.ndarray, batch_size: int | None = None
+    encode: Callable[[np.ndarray], np.ndarray],
+    inputs: np.ndarray,
+    rows_B: np.ndarray,
+    shape: tuple[int, ...],
+    batch_size: int | None = None,
 ) -> np.ndarray:
-    """`encode(inputs[rows])` at the rows of a (B,) mask, `batch_size` at a time; zeros elsewhere."""
-    # One row at least, so that the result's shape is known when every row is rejected.
-    places = np.flatnonzero(rows) if rows.any() else np.array([0])
-    size = batch_size or len(places)
-    parts = [encode(inputs[places[start : start + size]]) for start in range(0, len(places), size)]
-    result = np.zeros((len(inputs), *parts[0].shape[1:]), dtype=parts[0].dtype)
-    if rows.any():
-        result[places] = np.concatenate(parts)
+    """(B, *shape) fp16: `encode(inputs)`, `batch_size` at a time, at the rows of a (B,) mask; zeros elsewhere."""
+    result, size = np.zeros((len(rows_B), *shape), dtype=schema.DTYPE), batch_size or max(1, len(inputs))
+    parts = [encode(inputs[start : start + size]) for start in range(0, len(inputs), size)]
+    if parts:
+        result[rows_B] = np.concatenate(parts)
     return result
 
 

@@ -61,20 +61,25 @@ def generate(
     prompts: list[str],
     *,
     resolution: int,
+    width: int | None = None,
+    height: int | None = None,
     seed: int = 0,
     steps: int = 20,
     guidance_scale: float = 2.0,
     batch_size: int = 32,
 ) -> list[np.ndarray]:
-    """One image a prompt, (H, W, 3) uint8 arrays; image i depends on prompt i and seed + i only."""
+    """One image a prompt, (H, W, 3) uint8 arrays; image i depends on prompt i and seed + i only.
+
+    Squares of `resolution`, unless `width` and `height` are given.
+    """
     pictures = []
     for start in range(0, len(prompts), batch_size):
         part = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
         made = pipeline(
             part,
-            height=resolution,
-            width=resolution,
+            height=height or resolution,
+            width=width or resolution,
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
             generator=generators,
@@ -84,17 +89,27 @@ def generate(
     return pictures
 
 
-def sample(config: dict, prompts: list[str], saved: ray.train.Checkpoint | None, *, seed: int = 0) -> list[np.ndarray]:
+def sample(
+    config: dict,
+    prompts: list[str],
+    saved: ray.train.Checkpoint | None,
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+) -> list[np.ndarray]:
     """Images of prompts from a checkpoint's EMA weights, or from an untrained U-Net if `saved` is None; see `generate`.
 
-    On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`.
+    On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`; squares of its largest resolution,
+    unless `width` and `height` are given.
     """
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
     pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    return generate(pipeline, prompts, resolution=config.largest_resolution, seed=seed)
+    size = {"resolution": config.largest_resolution, "width": width, "height": height}
+    return generate(pipeline, prompts, **size, seed=seed)
 
 
 def save_pictures(pictures: list[np.ndarray], uri: str) -> None:

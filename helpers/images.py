@@ -1,7 +1,8 @@
-"""Encoded bytes -> a square RGB picture: decode, crop, resize, normalise; captions -> token ids. Pure functions."""
+"""Encoded bytes -> an RGB picture of a given shape; captions -> token ids. Pure functions."""
 
 import functools
 import io
+import math
 import pathlib
 import struct
 import warnings
@@ -97,18 +98,29 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
+    """The largest centre crop whose width is `ratio` times its height."""
+    width = max(1, min(image.width, round(image.height * ratio)))
+    height = max(1, min(image.height, round(image.width / ratio)))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
 def center_square(image: Image.Image) -> Image.Image:
     """The largest centre crop that is square."""
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return image.crop((left, top, left + side, top + side))
+    return center_crop(image)
 
 
-def resize(image: Image.Image, resolution: int) -> Image.Image:
-    """A square picture resized to `resolution` x `resolution` pixels, by an antialiased Lanczos filter."""
-    if image.size == (resolution, resolution):
-        return image
-    return image.resize((resolution, resolution), Image.Resampling.LANCZOS)
+def resize(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
+    """A picture resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
+    size = width, width if height is None else height
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+def nearest_shape(size: tuple[int, int], shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Of `shapes` (width, height) the one of which a centre crop cuts the least away from a picture of this size."""
+    ratio = size[0] / size[1]
+    return min(shapes, key=lambda shape: abs(math.log(ratio * shape[1] / shape[0])))
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:

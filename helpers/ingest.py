@@ -1,6 +1,12 @@
 """The epoch plan: which rows make which step, on any number of workers, starting at any step.
 
-The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch:
+A step trains on pictures of one shape, and row groups hold rows of one *bucket*: those that have latents in the same
+columns, and are trained on, not held out. Which shape a step has depends on its number alone: each shape gets steps in
+proportion to its rows, evenly spread over the epoch, and each resolution its share of them. An epoch ends when a
+resolution runs out; a row is used at one size in it, and what is left over is less than a batch of each shape, but for
+rows of a resolution that had more than its share. So every row of a batch is trained on.
+
+The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch, here of one shape:
 
     row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        as they lie in the Parquet files
                         shuffled anew in each epoch, concatenated
@@ -15,15 +21,17 @@ The plan is a pure function of the data sets' row groups, their proportions, the
 Every number of workers trains on the same global batches, and a run can start at any step by starting at that step's
 first unit. If the workers do not divide `units_per_step`, some get a unit more than others in a step; these compute
 masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole step are left out of that
-epoch; so are the remaining rows of the larger data sets once the first data set of a mixture runs out.
+epoch; so are the remaining rows of the larger data sets once the first data set of a mixture runs out. Of several
+shapes, each has such a line of row groups; a chunk holds the rows of its steps from each of them.
 
 One task reads some chunks, and Ray Data hands their blocks out in order (`preserve_order`,
 `streaming_split(equal=True)`). A block costs some milliseconds whatever its size, so small units travel together: one
 block holds the units with the same place in `block_steps` consecutive steps. Ray does not promise this order in its
 documentation, so each row carries its unit's number and `worker_units` checks it.
 
-Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Unwanted
-rows are masked out of the loss instead.
+Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
+are not known beforehand to be unwanted are masked out of the loss instead: online, and of latents that earlier versions
+wrote, where all rows are one bucket whatever their size, and held-out ones lie among the others.
 """
 
 from __future__ import annotations
@@ -36,8 +44,7 @@ import json
 import os
 import statistics
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -49,6 +56,7 @@ import ray.data
 
 from . import schema, storage
 from .config import TrainingConfig
+from .schema import held_out
 
 UNIT, KEEP = "unit", "keep"
 VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
@@ -79,9 +87,22 @@ class RowRange(NamedTuple):
 ReadRows = Callable[[list[RowRange], "Source"], pa.Table]
 
 
+class Pool(NamedTuple):
+    """Rows of one bucket of a data set that are trained on at one shape.
+
+    In each epoch the row groups are shuffled, by `key` and the epoch, and put in line; these are the rows `start` to
+    `stop` of it. Another shape may have others, of the same row groups.
+    """
+
+    groups: np.ndarray
+    start: int
+    stop: int
+    key: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """One data set of a mixture.
+    """One data set of a mixture, or its rows that are trained on at one shape.
 
     Args:
         uri: its folder, as `latents_uri`.
@@ -89,7 +110,10 @@ class Source:
             them in Ray's object store.
         group_rows: (row groups of all files,) rows of each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
-        proportion: its share of every batch; those of a mixture add up to 1.
+        proportion: its share of every batch, relative to the others' that are mixed with it.
+        latents: the column that its rows are trained on at; None: that of the step's resolution, where a row has it.
+        pools: its rows, where they are not all rows.
+        padded_to: bytes of the latents of a row on the way to the trainers; 0: as they are stored.
     """
 
     uri: str
@@ -97,6 +121,9 @@ class Source:
     group_rows: np.ndarray
     first_group: np.ndarray
     proportion: float = 1.0
+    latents: schema.ColumnSpec | None = None
+    pools: tuple[Pool, ...] = ()
+    padded_to: int = 0
 
     @classmethod
     def of(cls, uri: str, files: list[tuple[str, list[int]]], proportion: float = 1.0) -> Source:
@@ -111,7 +138,34 @@ class Source:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        return int(self.group_rows.sum())
+        return sum(pool.stop - pool.start for pool in self.pools) if self.pools else int(self.group_rows.sum())
+
+    @property
+    def num_groups(self) -> int:
+        return sum(len(pool.groups) for pool in self.pools) if self.pools else len(self.group_rows)
+
+    def order(self, seed: int, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+        """`(order, ends, first rows)`: the row groups as shuffled in an epoch, and the row at which each ends.
+
+        Of those in "first rows", not all rows count, but only those from there on. `number`: of this source.
+        """
+        if not self.pools:
+            order = np.random.default_rng([seed, epoch, number]).permutation(len(self.group_rows))
+            return order.astype(np.int32), np.cumsum(self.group_rows[order]), {}
+        parts, first_rows = [], {}
+        for pool in self.pools:
+            groups = np.random.default_rng([seed, epoch, *pool.key]).permutation(pool.groups)
+            ends = np.cumsum(self.group_rows[groups])
+            mine = slice(np.searchsorted(ends, pool.start, side="right"), np.searchsorted(ends, pool.stop) + 1)
+            groups, bounds = groups[mine], np.minimum(ends[mine], pool.stop)
+            if len(groups):
+                first_rows[int(groups[0])] = int(pool.start - ends[mine][0] + self.group_rows[groups[0]])
+            parts.append((groups, np.diff(bounds, prepend=pool.start)))
+        order, rows = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if len(parts) > 1:
+            mixed = np.random.default_rng([seed, epoch, number, 0, 1]).permutation(len(order))
+            order, rows = order[mixed], rows[mixed]
+        return order, np.cumsum(rows), first_rows
 
     def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
         """Rows of row group number `group` of the data set, by file."""
@@ -120,17 +174,66 @@ class Source:
             self.file_names[file].as_py(), int(group - self.first_group[file]), int(first_row), int(num_rows)
         )
 
-    def row_ranges(self, order: np.ndarray, ends: np.ndarray, start: int, stop: int) -> list[RowRange]:
-        """Rows `start` to `stop` of the row groups concatenated in `order`; `ends`: the row at which each one ends."""
+    def row_ranges(
+        self, order: np.ndarray, ends: np.ndarray, first_rows: dict[int, int], start: int, stop: int
+    ) -> list[RowRange]:
+        """Rows `start` to `stop` of the row groups in a line, as `order` returns it."""
         if start == stop:
             return []
         ranges = []
         for position in range(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left") + 1):
-            group, end = order[position], ends[position]
-            begin = end - self.group_rows[group]
-            first, last = max(start, begin), min(stop, end)
-            ranges.append(self.row_range(group, first - begin, last - first))
+            group, begin = order[position], ends[position - 1] if position else 0
+            first, last = max(start, begin), min(stop, ends[position])
+            ranges.append(self.row_range(group, first_rows.get(int(group), 0) + first - begin, last - first))
         return ranges
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bucket:
+    """Rows that are trained on at one shape, mixed from the sources in proportion: a step's rows are all of one."""
+
+    sources: list[Source]
+
+    @property
+    def latents(self) -> schema.ColumnSpec | None:
+        return self.sources[0].latents
+
+    @property
+    def resolution(self) -> int:
+        return self.latents.resolution if self.latents else 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(source.num_rows for source in self.sources)
+
+    @functools.cached_property
+    def mixing_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD,) the source of each consecutive row."""
+        return mixing_schedule(tuple(source.proportion for source in self.sources))
+
+    @functools.cached_property
+    def _cumulative_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD + 1, sources) rows of each source among the first rows of the schedule."""
+        counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
+        counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
+        return np.cumsum(counts, axis=0)
+
+    def rows_by_source(self, num_rows: int) -> np.ndarray:
+        """(sources,) how many of an epoch's first `num_rows` rows come from each source."""
+        periods, rest = divmod(num_rows, MIXING_PERIOD)
+        return periods * self._cumulative_schedule[-1] + self._cumulative_schedule[rest]
+
+    def most_steps(self, batch_rows: int) -> int:
+        """Whole steps before the first source runs out."""
+        available = np.array([source.num_rows for source in self.sources])
+        fits, too_many = 0, int(available.sum()) // batch_rows + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if (self.rows_by_source(middle * batch_rows) <= available).all():
+                fits = middle
+            else:
+                too_many = middle
+        return fits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +241,7 @@ class Plan:
     """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
 
     Args:
-        sources: the data sets that are mixed; usually one.
+        sources: the data sets that are mixed; those with the same `latents` make a bucket, and stand together.
         unit_rows: rows of a unit.
         units_per_step: units of a global batch.
         chunk_units: units of a chunk; more mix better and take more memory.
@@ -147,6 +250,7 @@ class Plan:
             `block_steps * units_per_step`.
         worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
         orders: {epoch: what `row_group_order` returns}, in Ray's object store, if it is too large for every process.
+        shares: of the steps that each resolution gets, where buckets are of several; they add up to 1.
     """
 
     sources: list[Source]
@@ -157,6 +261,11 @@ class Plan:
     block_steps: int = 1
     worker_counts: range = range(1, 2)
     orders: dict[int, ray.ObjectRef] = dataclasses.field(default_factory=dict)
+    shares: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        ordered = [source for bucket in self.buckets for source in bucket.sources]
+        object.__setattr__(self, "sources", ordered)
 
     @property
     def batch_rows(self) -> int:
@@ -172,51 +281,66 @@ class Plan:
         """Rows of all sources."""
         return sum(source.num_rows for source in self.sources)
 
-    # ---- mixing
+    # ---- buckets
 
     @functools.cached_property
-    def mixing_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD,) the source of each consecutive row: always the one that is furthest behind its share."""
-        if len(self.sources) == 1:
-            return np.zeros(MIXING_PERIOD, dtype=np.int64)
-        shares = np.array([source.proportion for source in self.sources])
-        left, behind = np.round(shares * MIXING_PERIOD), np.zeros(len(shares))
-        left[np.argmax(left)] += MIXING_PERIOD - left.sum()
-        shares, schedule = left / MIXING_PERIOD, np.empty(MIXING_PERIOD, dtype=np.int64)
-        for position in range(MIXING_PERIOD):
-            behind += shares
-            chosen = np.argmax(np.where(left > 0, behind, -np.inf))
-            schedule[position] = chosen
-            behind[chosen] -= 1
-            left[chosen] -= 1
-        return schedule
+    def buckets(self) -> list[Bucket]:
+        """The sources by shape."""
+        by_name = {}
+        for source in self.sources:
+            by_name.setdefault(source.latents and source.latents.name, []).append(source)
+        return list(map(Bucket, by_name.values()))
 
     @functools.cached_property
-    def _cumulative_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD + 1, sources) rows of each source among the first rows of the schedule."""
-        counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
-        counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
-        return np.cumsum(counts, axis=0)
+    def bucket_steps(self) -> np.ndarray:
+        """(buckets,) steps of each in an epoch, which ends when the first resolution runs out of whole batches."""
+        most = np.array([bucket.most_steps(self.batch_rows) for bucket in self.buckets])
+        sizes = np.array([bucket.resolution for bucket in self.buckets])
+        shares = {int(size): self.shares.get(int(size), 1.0) for size in dict.fromkeys(sizes)}
+        rows = {size: int(most[sizes == size].sum()) for size in shares}
+        total = min(int(rows[size] / share + 1e-9) for size, share in shares.items())
+        for size, count in zip(shares, apportion(total, list(shares.values())), strict=True):
+            most[sizes == size] = apportion(count, most[sizes == size])
+        return most
 
-    def rows_by_source(self, num_rows: int) -> np.ndarray:
-        """(sources,) how many of an epoch's first `num_rows` rows come from each source."""
-        periods, rest = divmod(num_rows, MIXING_PERIOD)
-        return periods * self._cumulative_schedule[-1] + self._cumulative_schedule[rest]
+    @functools.cached_property
+    def bucket_schedule(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(bucket, steps of the same bucket before)` of each step of an epoch, (steps,) both.
+
+        Resolutions are spread evenly over the epoch, and buckets over the steps of their resolution.
+        """
+        counts, sizes = self.bucket_steps, np.array([bucket.resolution for bucket in self.buckets])
+        of_step = spread([counts[sizes == size].sum() for size in dict.fromkeys(sizes)])
+        schedule, before = np.empty(len(of_step), np.int16), np.empty(len(of_step), np.int64)
+        for number, size in enumerate(dict.fromkeys(sizes)):
+            members = np.flatnonzero(sizes == size)
+            schedule[of_step == number] = members[spread(counts[members])]
+        for bucket, count in enumerate(counts):
+            before[schedule == bucket] = np.arange(count)
+        return schedule, before
+
+    def latents_at(self, step: int) -> schema.ColumnSpec | None:
+        """The column that step `step` trains on; None if its resolution says it."""
+        return self.buckets[self.bucket_schedule[0][step % self.steps_per_epoch]].latents
+
+    def describe_buckets(self) -> list[dict]:
+        """Of each bucket {"bucket": the size of its pictures, "rows", "steps" an epoch, "left_over": rows of it}."""
+        return [
+            {
+                "bucket": bucket.latents and "x".join(map(str, bucket.latents.size)),
+                "rows": bucket.num_rows,
+                "steps": int(steps),
+                "left_over": bucket.num_rows - int(steps) * self.batch_rows,
+            }
+            for bucket, steps in zip(self.buckets, self.bucket_steps, strict=True)
+        ]
 
     # ---- the size of an epoch
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Whole steps before the first source runs out."""
-        available = np.array([source.num_rows for source in self.sources])
-        fits, too_many = 0, int(available.sum()) // self.batch_rows + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if (self.rows_by_source(middle * self.batch_rows) <= available).all():
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        """Whole steps of all buckets."""
+        return int(self.bucket_steps.sum())
 
     @property
     def units_per_epoch(self) -> int:
@@ -286,21 +410,16 @@ class Plan:
         num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
         return max(-num_blocks % count for count in self.worker_counts)
 
-    def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each source `(order, ends)`: its row groups as shuffled in this epoch, and the row at which each ends."""
+    def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray, dict[int, int]]]:
+        """For each source its row groups as shuffled in this epoch (`Source.order`)."""
         if epoch in self.orders:
             return ray.get(self.orders[epoch])
-        orders = []
-        for number, source in enumerate(self.sources):
-            key = [self.seed, epoch, number] if number else [self.seed, epoch]
-            order = np.random.default_rng(key).permutation(len(source.group_rows))
-            orders.append((order.astype(np.int32), np.cumsum(source.group_rows[order])))
-        return orders
+        return [source.order(self.seed, epoch, number) for number, source in enumerate(self.sources)]
 
     def shared(self, chunks: range) -> ray.ObjectRef:
         """This plan for the tasks that read these chunks, with the orders of large epochs once a node."""
         plan = ray.put(self)
-        if not chunks or sum(len(source.group_rows) for source in self.sources) <= OWN_ORDER:
+        if not chunks or sum(source.num_groups for source in self.sources) <= OWN_ORDER:
             return plan
         order = ray.remote(Plan.row_group_order)
         epochs = range(chunks[0] // self.chunks_per_epoch, chunks[-1] // self.chunks_per_epoch + 1)
@@ -312,18 +431,62 @@ class Plan:
         Row i of the chunk is row `permutation[i]` of all its row ranges concatenated, one source after another.
         """
         epoch, index = divmod(chunk, self.chunks_per_epoch)
-        start = index * self.chunk_units * self.unit_rows  # in rows of the epoch
-        stop = start + len(self.unit_range(chunk)) * self.unit_rows
-        source_of_row = np.take(self.mixing_schedule, np.arange(start, stop), mode="wrap")
-        starts, stops = self.rows_by_source(start), self.rows_by_source(stop)
-        random = np.random.default_rng([self.seed, epoch, index])
-        ranges, permutation, offset = [], np.empty(stop - start, dtype=np.int64), 0
-        for number, (order, ends) in enumerate(_cached_row_group_order(self, epoch)):
-            count = int(stops[number] - starts[number])
-            ranges.append(self.sources[number].row_ranges(order, ends, starts[number], stops[number]))
-            permutation[source_of_row == number] = offset + random.permutation(count)
-            offset += count
+        units = self.unit_range(chunk)
+        steps, places = np.divmod(
+            np.arange(units.start, units.stop) - epoch * self.units_per_epoch, self.units_per_step
+        )
+        bucket_of_unit, steps_before = (values[steps] for values in self.bucket_schedule)
+        random, orders = np.random.default_rng([self.seed, epoch, index]), iter(_cached_row_group_order(self, epoch))
+        ranges, permutation, offset = [], np.empty(len(units) * self.unit_rows, dtype=np.int64), 0
+        for number, bucket in enumerate(self.buckets):
+            mine = bucket_of_unit == number
+            lines = list(itertools.islice(orders, len(bucket.sources)))
+            if not mine.any():
+                ranges += [[] for _ in lines]
+                continue
+            rows = np.flatnonzero(np.repeat(mine, self.unit_rows))
+            start = (steps_before * self.units_per_step + places)[mine][0] * self.unit_rows  # in rows of the bucket
+            stop = start + len(rows)
+            source_of_row = np.take(bucket.mixing_schedule, np.arange(start, stop), mode="wrap")
+            starts, stops = bucket.rows_by_source(start), bucket.rows_by_source(stop)
+            for place, (source, line) in enumerate(zip(bucket.sources, lines, strict=True)):
+                count = int(stops[place] - starts[place])
+                ranges.append(source.row_ranges(*line, starts[place], stops[place]))
+                permutation[rows[source_of_row == place]] = offset + random.permutation(count)
+                offset += count
         return ranges, permutation
+
+
+@functools.lru_cache(maxsize=64)
+def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
+    """(MIXING_PERIOD,) whose turn it is: always of the one that is furthest behind its share."""
+    if len(proportions) == 1:
+        return np.zeros(MIXING_PERIOD, dtype=np.int64)
+    left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
+    left[np.argmax(left)] += MIXING_PERIOD - left.sum()
+    shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
+    schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
+    for position in range(MIXING_PERIOD):
+        behind = [late + share for late, share in zip(behind, shares, strict=True)]
+        chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
+        schedule[position] = chosen
+        behind[chosen] -= 1
+        left[chosen] -= 1
+    return schedule
+
+
+def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
+    """`total` divided into whole numbers in proportion to `weights`, none more than 1 off."""
+    exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
+    parts = np.floor(exact + 1e-9).astype(np.int64)
+    parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
+    return parts
+
+
+def spread(counts: Sequence[int]) -> np.ndarray:
+    """Each number n `counts[n]` times, evenly: the j-th of c at (j + 1/2) / c of the way."""
+    times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    return np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
 
 
 @functools.lru_cache(maxsize=2)
@@ -365,13 +528,21 @@ def read_head(latents_uri: str) -> schema.Manifest:
     if "written" not in values:  # of an earlier version, with the counts at the end
         values = read_manifest(latents_uri).to_dict()
     counts = {count: values[count] for count in ("read", "written", "filtered", "rejected")}
+    if values.get("buckets") is not None:
+        counts["buckets"] = values["buckets"]
     return schema.Manifest.from_dict({**values, "segments": [{"files": [], **counts}]})
 
 
 def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
-    """Raises ValueError if data sets of different encoders are mixed."""
+    """Raises ValueError if data sets of different encoders or layouts are mixed."""
     (first_uri, first), *others = manifests.items()
     for uri, manifest in others:
+        if (manifest.buckets is None) != (first.buckets is None):
+            earlier = uri if manifest.buckets is None else first_uri
+            raise ValueError(
+                f"latents_uri mixes {uri} with {first_uri}, and {earlier} was encoded by an earlier version, which did "
+                "not sort rows by size: encode it again."
+            )
         for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
@@ -388,11 +559,16 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
     From heads of manifests, it says which worker gets which units, but not the files of their rows. Raises ValueError
     if the latents do not fill one step.
     """
-    row_bytes = next(iter(manifests.values())).row_bytes
-    sources = [
-        Source.of(uri, manifest.files or [("", [manifest.total("written")])], config.proportions[uri])
-        for uri, manifest in manifests.items()
-    ]
+    row_bytes, shares = next(iter(manifests.values())).row_bytes, config.resolution_shares
+    sources = []
+    for number, (uri, manifest) in enumerate(manifests.items()):
+        if manifest.buckets is None:
+            files = manifest.files or [("", [manifest.total("written")])]
+            sources.append(Source.of(uri, files, config.proportions[uri]))
+        else:
+            sources += sources_by_shape(manifest, uri, number, config)
+    if len(widths := {source.latents.row_bytes for source in sources if source.latents}) > 1:
+        sources = [dataclasses.replace(source, padded_to=max(widths)) for source in sources]
     num_rows = sum(source.num_rows for source in sources)
     chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows) // config.unit_rows)
     chunk_steps = max(1, chunk_units // config.units_per_step)
@@ -407,13 +583,85 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
         config.seed,
         block_steps,
         range(config.fewest_workers, config.most_workers + 1),
+        shares=shares,
     )
-    if plan.steps_per_epoch < 1:
+    if num_rows == 0 or plan.steps_per_epoch < 1:
+        rows = f"the {num_rows} rows"
+        if len(plan.sources) > len(manifests):
+            rows = ", ".join(f"the {one['rows']} rows of {one['bucket']}" for one in plan.describe_buckets())
         raise ValueError(
-            f"global_batch_size={config.global_batch_size} is more than the {plan.num_rows} rows of "
-            f"{config.latents_uri} can fill: make it smaller, or encode more data."
+            f"global_batch_size={config.global_batch_size} is more than {rows} of {config.latents_uri} can fill: make "
+            "it smaller, or encode more data."
         )
     return plan
+
+
+def sources_by_shape(manifest: schema.Manifest, uri: str, number: int, config: TrainingConfig) -> list[Source]:
+    """The rows of a data set that are trained on, as a source for each shape; `number`: of the data set.
+
+    From the head of a manifest, of which each bucket stands for one row group.
+    """
+    buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
+    if manifest.files:
+        base, (names, group_buckets) = Source.of(uri, manifest.files), manifest.group_buckets
+    else:
+        base, names = Source.of(uri, [("", list(buckets.values()))]), list(buckets)
+        group_buckets = np.arange(len(buckets))
+    groups = {name: np.flatnonzero(group_buckets == names.index(name)).astype(np.int32) for name in buckets}
+    columns = {spec.name: spec for size in config.resolutions for spec in manifest.latents_at(size)}
+    shares, sources, rows_at = config.resolution_shares, [], collections.Counter()
+    for name, lines in deal_out(buckets, columns, shares).items():
+        keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
+        pools = tuple(Pool(groups[bucket], start, stop, keys[bucket]) for bucket, (start, stop) in lines.items())
+        sources.append(dataclasses.replace(base, latents=columns[name], pools=pools))
+        rows_at[columns[name].resolution] += sources[-1].num_rows
+    # Of a resolution's steps, a shape gets as many as there are rows of it.
+    parts = [source.num_rows / rows_at[source.latents.resolution] for source in sources]
+    parts = [part * shares[source.latents.resolution] for part, source in zip(parts, sources, strict=True)]
+    return [
+        dataclasses.replace(source, proportion=config.proportions[uri] * part)
+        for source, part in zip(sources, parts, strict=True)
+    ]
+
+
+def deal_out(
+    buckets: dict[str, int], columns: dict[str, schema.ColumnSpec], shares: dict[int, float]
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """{column: {bucket: (start, stop)}}: which of a bucket's rows, in the order of an epoch, are trained on at which.
+
+    Rows that reach several sizes go to the largest first, as many as its share of the steps needs; the smallest gets
+    the rest: smaller pictures cannot be used elsewhere.
+
+    Args:
+        buckets: bucket -> rows.
+        columns: those that are trained on.
+        shares: {resolution: its share of the steps}.
+    """
+    used, dealt = dict.fromkeys(buckets, 0), {name: {} for name in columns}
+    at = {
+        size: {
+            bucket: name
+            for bucket in buckets
+            for name in schema.bucket_columns(bucket)
+            if name in columns and columns[name].resolution == size
+        }
+        for size in sorted(shares, reverse=True)
+    }
+    # No size gets more rows than its share of the most that all sizes together can have.
+    seen, share, most = set(), 0.0, []
+    for size, names in at.items():
+        seen |= set(names)
+        share += shares[size]
+        most.append(sum(buckets[bucket] for bucket in seen) / share)
+    for size, names in at.items():
+        rows = sum(buckets[bucket] - used[bucket] for bucket in names)
+        part = 1.0 if size == min(shares) else min(1.0, min(most) * shares[size] / max(rows, 1))
+        for bucket, name in names.items():
+            stop = used[bucket] + round((buckets[bucket] - used[bucket]) * part)
+            if stop > used[bucket]:
+                dealt[name][bucket] = (used[bucket], stop)
+            used[bucket] = stop
+    return {name: lines for name, lines in dealt.items() if lines}
 
 
 # ---- reading what is planned
@@ -619,11 +867,15 @@ def worker_units(
 def read_latents(
     row_ranges: list[RowRange], source: Source, *, resolution: int | Iterable[int], validation_share: float
 ) -> pa.Table:
-    """Rows of a latents folder, and `keep`."""
+    """Rows of a latents folder, and `keep`; where rows lie by bucket, all are kept, with latents of one shape."""
+    folder, spec = storage.join(source.uri, "data"), source.latents
+    if spec:
+        rows = read_row_ranges(row_ranges, [schema.ID, schema.CAPTION, spec.name, schema.EMBEDDINGS], folder)
+        if source.padded_to:
+            rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[spec.name], source.padded_to))
+        return rows.append_column(KEEP, pa.array(np.ones(len(rows), dtype=bool)))
     columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]
-    rows = read_row_ranges(
-        row_ranges, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], storage.join(source.uri, "data")
-    )
+    rows = read_row_ranges(row_ranges, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], folder)
     has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
     keep = has_latents & ~held_out(rows[schema.ID].to_pylist(), validation_share)
     return rows.append_column(KEEP, pa.array(keep))
@@ -643,17 +895,6 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
     return pa.concat_tables(tables)
 
 
-def held_out(ids: list, share: float) -> np.ndarray:
-    """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
-
-    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
-    """
-    if share == 0:
-        return np.zeros(len(ids), dtype=bool)
-    threshold = share * 2**32
-    return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
-
-
 def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
     """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
@@ -667,8 +908,25 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
         if manifest.online:
             uri = storage.join(uri, VALIDATION)
             manifest = read_manifest(uri)
-        tables += _held_out_rows(manifest, uri, config, wanted)
+        find = _held_out_rows if manifest.buckets is None else _rows_of_held_out_buckets
+        tables += find(manifest, uri, config, wanted)
     return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
+
+
+def _rows_of_held_out_buckets(
+    manifest: schema.Manifest, uri: str, config: TrainingConfig, wanted: int
+) -> list[pa.Table]:
+    names, group_buckets = manifest.group_buckets
+    latents = [spec.name for spec in manifest.latents_at(config.largest_resolution)]
+    mine = [n for n, name in enumerate(names) if name.startswith(schema.HELD_OUT)]
+    mine = [n for n in mine if set(schema.bucket_columns(names[n])) & set(latents)]
+    source, groups = Source.of(uri, manifest.files), np.flatnonzero(np.isin(group_buckets, mine))
+    groups = groups[: np.searchsorted(np.cumsum(source.group_rows[groups]), wanted) + 1]
+    ranges = [source.row_range(group, 0, source.group_rows[group]) for group in groups]
+    columns, folder = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS], storage.join(uri, "data")
+    with ThreadPoolExecutor(16) as pool:  # a few rows of each file
+        tables = list(pool.map(lambda rows: read_row_ranges([rows], columns, folder), ranges))
+    return [pa.concat_tables(tables)[:wanted]] if tables else []
 
 
 def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, missing: int) -> list[pa.Table]:

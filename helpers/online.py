@@ -161,7 +161,7 @@ def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, see
     epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     crops = [
-        functools.partial(augment_crop, row_id=row_id, epoch=epoch, **options)
+        lambda picture, ratio, row_id=row_id, epoch=epoch: augment_crop(picture, row_id, epoch, **options)
         for row_id, epoch in zip(rows[inputs.ID].to_pylist(), epochs, strict=True)
     ]
     done = preprocess.transform(rows, config=config, crops=crops)
@@ -208,7 +208,12 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
         encoded = latent_encoder(preprocess.transform(rows, config=config))
         id_type = pa.type_for_alias(manifest.id_type)
         report = preprocess.write_latents(
-            encoded, latents_uri=latents_uri, segment=segment, columns=manifest.columns, id_type=id_type
+            encoded,
+            latents_uri=latents_uri,
+            segment=segment,
+            columns=manifest.columns,
+            id_type=id_type,
+            validation_share=1.0,
         )
         resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
     validation = schema.Manifest.from_dict({**manifest.to_dict(), "segments": [entry], "job": {}})

@@ -27,23 +27,24 @@ from . import images, ingest, resumable_job, schema, storage
 from .config import PreprocessingConfig
 from .data_io import checks, inputs
 
-Crop = Callable[[Image.Image], Image.Image]
+Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
 
 
 def transform(rows: pa.Table, *, config: PreprocessingConfig, crops: Iterable[Crop] | None = None) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder; every row stays, bad ones with a `reason`.
 
-    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), for each resolution
-    R `pixels_R` (R x R x 3 bytes; null where the picture is smaller than that, unless `config.upscale`), and
-    `transform_seconds` (of the call, in its first row). Arrays are plain bytes: nothing is parsed between the stages.
-    `crops`: for each row a function from the decoded picture to a square one; None: the largest centre square.
+    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), for each shape of
+    `config.shapes` its pixels (`schema.pixels_column`, H x W x 3 bytes; null where another shape of the resolution is
+    nearer to the picture's, and where the picture is smaller, unless `config.upscale`), and `transform_seconds` (of the
+    call, in its first row). Arrays are plain bytes: nothing is parsed between the stages. `crops`: a function for each
+    row; None: the largest centre crop.
     """
     started = time.perf_counter()
     results = [
         transform_row(data, caption, row_id, config, error, crop)
         for data, caption, row_id, error, crop in zip(
             *(rows[name].to_pylist() for name in (inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR)),
-            crops or itertools.repeat(images.center_square, len(rows)),
+            crops or itertools.repeat(images.center_crop, len(rows)),
             strict=True,
         )
     ]
@@ -56,12 +57,11 @@ def transform(rows: pa.Table, *, config: PreprocessingConfig, crops: Iterable[Cr
         schema.SOURCE: rows[inputs.SOURCE],
         schema.CAPTION_IDS: schema.to_binary(caption_ids, dtype=np.int32),
     }
-    for resolution in config.resolutions:
-        fits = np.array([resolution in pixels for pixels, _, _ in results], dtype=bool)
-        pixels_BHWC = np.zeros((len(results), resolution, resolution, 3), dtype=np.uint8)
-        for row in np.flatnonzero(fits):
-            pixels_BHWC[row] = results[row][0][resolution]
-        columns[schema.pixels_column(resolution)] = schema.to_binary(pixels_BHWC, fits, np.uint8)
+    for width, height in itertools.chain.from_iterable(config.shapes.values()):
+        found = [by_shape.get((width, height)) for by_shape, _, _ in results]
+        columns[schema.pixels_column(schema.latents_column(width, height))] = pa.array(
+            [None if pixels is None else pixels.tobytes() for pixels in found], pa.large_binary()
+        )
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
@@ -72,9 +72,9 @@ def transform_row(
     row_id: int | str | None,
     config: PreprocessingConfig,
     error: str | None = None,
-    crop: Crop = images.center_square,
-) -> tuple[dict[int, np.ndarray], str, str]:
-    """`(resolution -> (R, R, 3) uint8 pixels, caption, reason)` of one raw row; `reason` is empty for a good one."""
+    crop: Crop = images.center_crop,
+) -> tuple[dict[tuple[int, int], np.ndarray], str, str]:
+    """`((width, height) -> (H, W, 3) uint8 pixels, caption, reason)` of a raw row; `reason` is empty for a good one."""
     if row_id is None or row_id == "":
         return {}, caption or "", "no id"
     if caption is None:
@@ -90,9 +90,13 @@ def transform_row(
     if config.max_aspect_ratio is not None and max(picture.size) > config.max_aspect_ratio * min(picture.size):
         return {}, caption, f"longer than {config.max_aspect_ratio:g} times its shorter side"
     # One decode for all sizes; a size that the picture does not reach is left out, not upscaled, unless asked for.
-    square = crop(picture)
-    fits = [r for r in config.resolutions if config.upscale or min(picture.size) >= r]
-    pixels = {r: images.to_pixels(images.resize(square, r)) for r in fits}
+    pixels, cropped = {}, {}
+    for shapes in config.shapes.values():
+        width, height = shape = images.nearest_shape(picture.size, shapes)
+        if config.upscale or (picture.width >= width and picture.height >= height):
+            ratio = width / height
+            cropped[ratio] = cropped.get(ratio) or crop(picture, ratio)
+            pixels[shape] = images.to_pixels(images.resize(cropped[ratio], width, height))
     return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
 
 
@@ -103,24 +107,31 @@ def write_latents(
     segment: resumable_job.Segment,
     columns: list[schema.ColumnSpec],
     id_type: pa.DataType,
+    validation_share: float = 0.0,
 ) -> pa.Table:
     """Write encoded rows as one Parquet file of latents and one of rejects; returns one row with what was written.
 
-    File names are new on every try, so a retried task never leaves a half-written file under a committed name.
+    The rows of a row group are of one bucket (`schema.Manifest`), of which those are held out whose ids hash below
+    `validation_share`. File names are new on every try, so a retried task never leaves a half-written file under a
+    committed name.
     """
     started = time.perf_counter()
     name = f"{segment.index:06d}-{uuid.uuid4().hex[:12]}.parquet"
     is_good = pc.equal(rows[schema.REASON], "")
     good, bad = rows.filter(is_good), rows.filter(pc.invert(is_good))
-    report = {"files": [], "rejects": [], "written": len(good), "rejected": {}, "bytes": 0, "at": {}}
+    report = {"files": [], "rejects": [], "written": len(good), "rejected": {}, "bytes": 0, "at": {}, "buckets": {}}
     if len(good):
         layout = schema.latents_schema(id_type, columns)
-        report["bytes"] = write_parquet(good.select(layout.names).cast(layout), storage.join(latents_uri, "data", name))
-        report["files"] = [{"name": name, "row_groups": schema.row_groups(len(good))}]
+        tables = by_bucket(good.select(layout.names).cast(layout), columns, validation_share)
+        report["bytes"] = write_parquet(tables.values(), storage.join(latents_uri, "data", name))
+        report["buckets"] = {bucket: len(table) for bucket, table in tables.items()}
+        row_groups = {bucket: schema.row_groups(rows) for bucket, rows in report["buckets"].items()}
+        file = {"name": name, "row_groups": list(itertools.chain.from_iterable(row_groups.values()))}
+        report["files"] = [file | {"buckets": {bucket: len(groups) for bucket, groups in row_groups.items()}}]
         report["at"] = {s.name: len(good) - good[s.name].null_count for s in columns if s.resolution}
     if len(bad):
         layout = schema.rejects_schema(id_type)
-        write_parquet(bad.select(layout.names).cast(layout), storage.join(latents_uri, "rejects", name))
+        write_parquet([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
         report["rejects"] = [name]
         report["rejected"] = collections.Counter(bad[schema.REASON].to_pylist())
     report["calls"] = rows["encoder_call"].drop_null().to_pylist()
@@ -133,20 +144,31 @@ def write_latents(
     return pa.table({"report": [json.dumps(report)]})
 
 
-def write_parquet(table: pa.Table, uri: str) -> int:
-    """Write a Parquet file in the layout that reads fastest (`tests/benchmarks/read_layout.py`); returns its bytes."""
+def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, pa.Table]:
+    """{bucket: its rows} of encoded rows: those trained on first, of these the ones with the most latents."""
+    latents = [spec.name for spec in columns if spec.resolution]
+    lacks = [rows[name].is_null().to_numpy() for name in latents]
+    keys = np.column_stack([schema.held_out(rows[schema.ID].to_pylist(), validation_share), *lacks])
+    found = {}
+    for key in np.unique(keys, axis=0):
+        name = schema.bucket_name([name for name, lacking in zip(latents, key[1:], strict=True) if not lacking], key[0])
+        found[name] = rows.filter(pa.array((keys == key).all(axis=1)))
+    return found
+
+
+def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
+    """Write a Parquet file in the layout that reads fastest (`tests/benchmarks/read_layout.py`); returns its bytes.
+
+    Each table begins a row group.
+    """
     filesystem, path = storage.open_filesystem(uri)
     if storage.is_local(uri):
         filesystem.create_dir(path.rsplit("/", 1)[0])
-    pq.write_table(
-        table,
-        path,
-        filesystem=filesystem,
-        row_group_size=schema.ROWS_PER_ROW_GROUP,
-        compression="none",
-        use_dictionary=False,
-        write_statistics=False,
-    )
+    first, *others = tables
+    layout = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    with pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
+        for table in (first, *others):
+            file.write_table(table, row_group_size=schema.ROWS_PER_ROW_GROUP)
     return filesystem.get_file_info(path).size
 
 
@@ -156,11 +178,12 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
     Raises FileNotFoundError or ValueError with what to change.
     """
     found = check(config)
+    by_bucket = {name: getattr(config, name) for name in ("aspect_ratios", "size_multiple", "validation_share")}
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.num_encoders
     return resumable_job.Job(
         config.latents_uri,
-        found.parameters,
+        found.parameters | by_bucket,
         found.description,
         plan=functools.partial(resumable_job.plan_segments, found.paths, config, rows_per_segment),
         listing=found.listing,
@@ -240,7 +263,14 @@ def describe(config: PreprocessingConfig) -> dict:
             f"encoder_model={model!r} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): "
             f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    check_resolutions(config.resolutions, halvings=len(vae_config["block_out_channels"]) - 1)
+    halvings = len(vae_config["block_out_channels"]) - 1
+    check_resolutions(config.resolutions, halvings)
+    sides = {side for shapes in config.shapes.values() for shape in shapes for side in shape}
+    if any(side % 2**halvings for side in sides):
+        raise ValueError(
+            f"size_multiple={config.size_multiple}: the VAE halves a picture {halvings} times; use a multiple of "
+            f"{2**halvings}."
+        )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
     _, columns, precision = encoder.arguments(config)

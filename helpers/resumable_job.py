@@ -32,6 +32,8 @@ TIMELINE = 60  # points of a segment in the report
 SEGMENTS, JOB, PLAN = "segments", "job.json", "plan.json"  # the folder of an unfinished job's entries, and files in it
 FILE_NAME = re.compile(r"\d{6}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed
 STAGES = ("transform", "encode", "write")
+# What jobs of earlier versions had in place of parameters that they did not know; for others, any value.
+EARLIER = {"aspect_ratios": [1.0], "size_multiple": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +141,8 @@ class Job:
         else:
             return
         for name, value in self.parameters.items():
-            if earlier.get(name) != value:
-                what = f"{name}={earlier.get(name)!r}, not {value!r}"
+            if (before := earlier.get(name, EARLIER.get(name, value))) != value:
+                what = f"{name}={before!r}, not {value!r}"
                 raise ValueError(
                     f"latents_uri={self.latents_uri!r} holds data that was made with other parameters "
                     f"({'the files of the input' if name == 'input_crc32' else what}): give another latents_uri, or "
@@ -165,10 +167,20 @@ class Job:
         done = self.committed()
         return [segment for segment in self.segments if segment.index not in done]
 
+    @property
+    def rows_per_file(self) -> int:
+        """Rows that the write stage takes at a time: the more shapes there are, the more rows fill row groups of each.
+
+        With a fiftieth held out and pictures of all shapes alike, a row group has 50 rows in the mean.
+        """
+        return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 3)
+
     def write_arguments(self, segment: Segment) -> dict:
         """Arguments of `preprocess.write_latents`."""
         columns = self.description["columns"]
-        return {"latents_uri": self.latents_uri, "segment": segment, "columns": columns, "id_type": self.id_type}
+        share = self.parameters.get("validation_share", 0.0)
+        where = {"latents_uri": self.latents_uri, "segment": segment}
+        return {**where, "columns": columns, "id_type": self.id_type, "validation_share": share}
 
     def run(
         self,
@@ -314,6 +326,7 @@ def new_entry(segment: Segment) -> dict:
         "filtered": 0,
         "bytes": 0,
         "at": {},
+        "buckets": {},
         "stages": dict.fromkeys(STAGES, 0.0),
         "encoded": None,
     }
@@ -323,7 +336,7 @@ def add_report(entry: dict, report: dict) -> None:
     """Add what one write task did to a segment's entry."""
     for name in ("files", "rejects", "written", "bytes"):
         entry[name] += report[name]
-    for name in ("at", "rejected", "stages"):
+    for name in ("at", "buckets", "rejected", "stages"):
         for key, value in report[name].items():
             entry[name][key] = entry[name].get(key, 0) + value
 

@@ -32,7 +32,16 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     changed.
     """
     manifests = ingest.read_manifests(config)
-    check_run(config, manifests)
+    buckets = check_run(config, manifests).describe_buckets()
+    for uri, manifest in manifests.items():
+        share = manifest.job.get("validation_share", config.validation_share)
+        if config.validation_share not in (0, share):
+            print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
+    for left_out in (bucket for bucket in buckets if not bucket["steps"]):
+        print(
+            f"Pictures of {left_out['bucket']} are left out: their {left_out['rows']} rows do not fill a batch of "
+            f"{config.global_batch_size}."
+        )
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
     for sentence in checkpoint.reconcile_checkpoints(config.run_uri):
         print(sentence)
@@ -41,6 +50,7 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
         {
             "parameters": config.to_dict(),
             "data": describe_data(manifests, config),
+            "buckets": buckets,
             "versions": {
                 "python": platform.python_version(),
                 **{package: importlib.metadata.version(package) for package in PACKAGES},
@@ -52,17 +62,19 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     return next(iter(manifests.values()))
 
 
-def check_run(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> None:
-    """Raises ValueError in a sentence if a parameter does not fit the data, the U-Net, `init_from` or the earlier run.
+def check_run(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> ingest.Plan:
+    """The plan of a run. Raises ValueError in a sentence if a parameter does not fit the data, the U-Net, `init_from`
+    or the earlier run.
 
     An earlier run of the same name must have had the same parameters (`config.MAY_CHANGE` apart) and the same data.
     """
     ingest.check_mixture(manifests)
     for uri, manifest in manifests.items():
         check_latents(manifest, config, uri)
-    ingest.plan_run(manifests, config)
+    plan = ingest.plan_run(manifests, config)
     check_init_from(config)
     check_resume(config, manifests)
+    return plan
 
 
 def check_latents(manifest: schema.Manifest, config: TrainingConfig, latents_uri: str) -> None:
@@ -85,19 +97,22 @@ def check_latents(manifest: schema.Manifest, config: TrainingConfig, latents_uri
             f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
             f"{manifest.encoder['model']!r}): choose a U-Net and an encoder that belong together."
         )
-    channels = manifest.latents(config.largest_resolution).shape[1]
+    channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
     if unet["in_channels"] != channels:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
             f"holds {channels} (encoder_model={manifest.encoder['model']!r}): choose ones that belong together."
         )
     halvings = len(unet["block_out_channels"]) - 1
-    for resolution in config.resolutions:
-        size = manifest.latents(resolution).shape[-1]
-        if size % 2**halvings:
+    for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
+        (height, width), pixels = latents.shape[2:], latents.size
+        if height % 2**halvings or width % 2**halvings:
+            advice = f"use a multiple of {pixels[0] // width * 2**halvings}"
+            if width != height:
+                advice = f"encode the data again with size_multiple={pixels[0] // width * 2**halvings}"
             raise ValueError(
-                f"resolution={resolution} makes latents of {size} x {size}, which unet_config={config.unet_config!r} "
-                f"cannot halve {halvings} times: use a multiple of {resolution // size * 2**halvings}."
+                f"resolution={latents.resolution} makes latents of {width} x {height}, which unet_config="
+                f"{config.unet_config!r} cannot halve {halvings} times: {advice}."
             )
 
 

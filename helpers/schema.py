@@ -10,28 +10,44 @@ import base64
 import collections
 import dataclasses
 import math
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-SCHEMA_VERSION = 2  # version 1 had `shapes` and `text_precision` in place of `columns`; it is still read
+# Version 1 had `shapes` and `text_precision` in place of `columns`, version 2 no buckets; both are still read.
+SCHEMA_VERSION = 3
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
 SCALE_BYTES, FLOAT8_MAX = 4, 448.0  # the codec "fp8": an fp32 scale per row; the largest E4M3 number
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
 MANIFEST = "manifest.json"
+LATENTS, PIXELS = "image_latents", "pixels"  # also the column in which latents of several shapes travel to the trainers
+HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
 
 
-def latents_column(resolution: int) -> str:
-    return f"image_latents_{resolution}"
+def latents_column(width: int, height: int | None = None) -> str:
+    """`image_latents_{side}` for squares, `image_latents_{width}x{height}` for other shapes."""
+    return f"{LATENTS}_{width}" if height in (None, width) else f"{LATENTS}_{width}x{height}"
 
 
-def pixels_column(resolution: int) -> str:
+def pixels_column(latents_column: str) -> str:
     """The column between the transform and the encoder."""
-    return f"pixels_{resolution}"
+    return latents_column.replace(LATENTS, PIXELS)
+
+
+def bucket_name(columns: Iterable[str], held_out: bool) -> str:
+    """The bucket of rows that have latents in these columns alone, such as "32+64" or "held out 80x48"."""
+    return (HELD_OUT if held_out else "") + "+".join(column.removeprefix(f"{LATENTS}_") for column in columns)
+
+
+def bucket_columns(name: str) -> list[str]:
+    """The latents columns of a bucket."""
+    return [f"{LATENTS}_{size}" for size in name.removeprefix(HELD_OUT).split("+")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +58,8 @@ class ColumnSpec:
         name: column name.
         shape: of one row: (2, C, H/8, W/8) latents, (tokens, width) embeddings.
         codec: "fp16", or "fp8" for 8-bit floats (E4M3) and one fp32 scale per row.
+        resolution: whose area the pictures behind a latents column have about; of squares their side. None for the
+            embeddings.
 
     Raises ValueError for an unknown codec.
     """
@@ -49,9 +67,12 @@ class ColumnSpec:
     name: str
     shape: tuple[int, ...]
     codec: str = "fp16"
+    resolution: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON gives a list
+        if self.resolution is None and self.name.startswith(LATENTS):
+            object.__setattr__(self, "resolution", self.size[0])
         if self.codec not in ("fp16", "fp8"):
             raise ValueError(f"Column {self.name!r} is stored as {self.codec!r}; this code reads 'fp16' and 'fp8'.")
 
@@ -65,9 +86,10 @@ class ColumnSpec:
         return pa.binary(self.row_bytes)
 
     @property
-    def resolution(self) -> int | None:
-        """Pixels per side of the pictures behind a latents column; None for the embeddings."""
-        return None if self.name == EMBEDDINGS else int(self.name.removeprefix(latents_column("")))
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels of the pictures behind a latents column."""
+        width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
+        return int(width), int(height or width)
 
     def encode(self, values_BX: np.ndarray, valid_B: np.ndarray | None = None) -> pa.Array:
         """(B, *shape) floats -> a `fixed_size_binary` array; rows where `valid_B` is False become null."""
@@ -81,12 +103,12 @@ class ColumnSpec:
         fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
         values of null rows are arbitrary.
         """
+        stored_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
+        stored_BX = stored_BX[:, : self.row_bytes]  # rows may be padded (`pad`)
         if self.codec == "fp8":
-            stored_BX, valid_B = from_binary(column, (self.row_bytes,), np.uint8)
             scales_BX, values_BX = np.split(stored_BX, [SCALE_BYTES], axis=1)
             return values_BX.reshape(-1, *self.shape), scales_BX.copy().view(np.float32)[:, 0], valid_B
-        values_BX, valid_B = from_binary(column, self.shape)
-        return values_BX, None, valid_B
+        return stored_BX.view(DTYPE).reshape(-1, *self.shape), None, valid_B
 
     def decode(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary. fp16 is not copied."""
@@ -107,6 +129,17 @@ def latents_schema(id_type: pa.DataType, columns: list[ColumnSpec]) -> pa.Schema
 def rejects_schema(id_type: pa.DataType) -> pa.Schema:
     """Arrow schema of `rejects/*.parquet`: which row, why, and the file that it came from."""
     return pa.schema([(ID, id_type), (REASON, pa.string()), (SOURCE, pa.string())])
+
+
+def held_out(ids: list, share: float) -> np.ndarray:
+    """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
+
+    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
+    """
+    if share == 0:
+        return np.zeros(len(ids), dtype=bool)
+    threshold = share * 2**32
+    return np.array([zlib.crc32(str(i).encode()) < threshold for i in ids], dtype=bool)
 
 
 def row_groups(num_rows: int) -> list[int]:
@@ -144,6 +177,29 @@ def from_binary(
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
 
 
+def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """`(array (V, *shape) uint8 of the V rows that are not null, valid (B,) bool)` of a `large_binary` column.
+
+    No copy: null rows, of which columns of several shapes have many, take no space.
+    """
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    valid_B = pc.is_valid(column).to_numpy(zero_copy_only=False)
+    starts = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else [0, 0]
+    start, size = int(starts[0]), int(starts[-1] - starts[0])
+    values = np.frombuffer(column.buffers()[2], np.uint8, size, start) if size else np.zeros(0, np.uint8)
+    return values.reshape(valid_B.sum(), *shape), valid_B
+
+
+def pad(column: pa.ChunkedArray, row_bytes: int) -> pa.Array | pa.ChunkedArray:
+    """A `fixed_size_binary` column with longer rows: tensors of several shapes travel in one column."""
+    width = column.type.byte_width
+    if width == row_bytes:
+        return column
+    padded = np.zeros((len(column), row_bytes), np.uint8)
+    padded[:, :width], valid = from_binary(column, (width,), np.uint8)
+    return to_binary(padded, valid, np.uint8)
+
+
 def to_float8(values_BX: np.ndarray) -> np.ndarray:
     """(B, ...) floats -> (B, 4 + X) bytes: an fp32 scale per row, and the X E4M3 floats that it multiplies.
 
@@ -160,8 +216,10 @@ def to_float8(values_BX: np.ndarray) -> np.ndarray:
 class Manifest:
     """What a latents folder holds. `manifest.json` is written last, so a folder that has one is complete.
 
-    `segments` are the committed parts of the job, in order: each has its `files` ({"name", "row_groups": rows of each
-    row group}) and counts; planning an epoch reads nothing else. read = written + sum(rejected) + filtered.
+    `segments` are the committed parts of the job, in order: each has its `files` and counts; planning an epoch reads
+    nothing else. read = written + sum(rejected) + filtered. A file has a "name", the rows of each of its "row_groups",
+    and how many of these, in their order, hold rows of each of its "buckets": a row group's rows have latents in the
+    same columns (`bucket_name`), and are all trained on or all held out.
     """
 
     encoder: dict  # model, revision, precision (as asked for: a CPU computes in fp32 whatever it is)
@@ -179,7 +237,16 @@ class Manifest:
         return next(spec for spec in self.columns if spec.name == name)
 
     def latents(self, resolution: int) -> ColumnSpec:
+        """The column of squares."""
         return self.column(latents_column(resolution))
+
+    def latents_at(self, resolution: int) -> list[ColumnSpec]:
+        """The columns of all shapes of a resolution."""
+        return [spec for spec in self.columns if spec.resolution == resolution]
+
+    def latents_of(self, shape: Sequence[int]) -> ColumnSpec:
+        """The column whose latents have the shape (C, H, W)."""
+        return next(spec for spec in self.columns if spec.resolution and spec.shape[1:] == tuple(shape))
 
     @property
     def embeddings(self) -> ColumnSpec:
@@ -196,8 +263,26 @@ class Manifest:
 
     def rows_at(self, resolution: int) -> int | None:
         """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
-        counts = [s["at"].get(latents_column(resolution), 0) for s in self.segments if "at" in s]
+        names = [spec.name for spec in self.latents_at(resolution)]
+        counts = [s["at"].get(name, 0) for s in self.segments if "at" in s for name in names]
         return sum(counts) if counts else None
+
+    @property
+    def buckets(self) -> dict[str, int] | None:
+        """Bucket -> rows; None of latents that earlier versions wrote, and where it is not known (online)."""
+        if not all("buckets" in segment for segment in self.segments):
+            return None
+        return dict(sum((collections.Counter(segment["buckets"]) for segment in self.segments), collections.Counter()))
+
+    @property
+    def group_buckets(self) -> tuple[list[str], np.ndarray]:
+        """`(names of buckets, (row groups of all files,) which of them each row group holds)`"""
+        names = sorted(self.buckets)
+        numbers = {name: number for number, name in enumerate(names)}
+        files = [file["buckets"] for segment in self.segments for file in segment["files"]]
+        runs = np.fromiter((number for file in files for number in map(numbers.get, file)), dtype=np.int16)
+        counts = np.fromiter((count for file in files for count in file.values()), dtype=np.int64)
+        return names, np.repeat(runs, counts)
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -224,22 +309,27 @@ class Manifest:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way to the trainers at its largest: latents and embeddings, or (online) pixels."""
-        return max(sum(spec.row_bytes for spec in self.columns), self.job.get("raw_row_bytes", 0))
+        """Bytes of a row on its way to the trainers at its largest: latents and embeddings, or (online) pixels.
+
+        Of latents by bucket, a row has those of one shape.
+        """
+        latents = [spec.row_bytes for spec in self.columns if spec.resolution]
+        stored = (sum(latents) if self.buckets is None else max(latents)) + self.embeddings.row_bytes
+        return max(stored, self.job.get("raw_row_bytes", 0))
 
     def to_dict(self) -> dict:
         """The segments, which are long, come last, so that they need not be read."""
         counts = {count: self.total(count) for count in ("read", "written", "filtered")}
-        values = {**dataclasses.asdict(self), **counts, "rejected": self.rejected}
+        values = {**dataclasses.asdict(self), **counts, "rejected": self.rejected, "buckets": self.buckets}
         return {name: values[name] for name in sorted(values, key="segments".__eq__)}
 
     @classmethod
     def from_dict(cls, values: dict) -> Manifest:
         """Raises ValueError for a schema version that this code does not read."""
         version = values.get("schema_version")
-        if version not in (1, SCHEMA_VERSION):
+        if version not in (1, 2, SCHEMA_VERSION):
             raise ValueError(
-                f"These latents have schema version {version!r}, this code reads 1 and {SCHEMA_VERSION}: encode the "
+                f"These latents have schema version {version!r}, this code reads 1 to {SCHEMA_VERSION}: encode the "
                 "data again with Preprocessing.ipynb."
             )
         if version == 1:

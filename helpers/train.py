@@ -60,14 +60,14 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
     preemption = fault_tolerance.PreemptionNotice(device)
     write_worker_info(config, log)
 
-    sizes = set()
+    shapes = set()
     with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
         for units, data_seconds in (steps or train_steps)(config, manifest, step, rejects):
-            size = config.resolution_at(step)
-            if size not in sizes:  # the U-Net is compiled for each size
+            shape = tuple(units[0].moments.shape[2:])
+            if shape not in shapes:  # the U-Net is compiled for each shape
                 watchdog.beat(slow=True)
-                sizes.add(size)
+                shapes.add(shape)
             try:
                 with meter.watch():
                     metrics = train_step.step(step, units)
@@ -78,7 +78,7 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
                 break
             step += 1
             num_kept, seconds = metrics.pop("num_kept"), time.perf_counter() - started
-            speed = meter.line(size, seconds, data_seconds, checkpoint_seconds, num_kept)
+            speed = meter.line(shape, seconds, data_seconds, checkpoint_seconds, num_kept)
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0
@@ -122,6 +122,8 @@ def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.
 def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects: Rejects) -> Steps:
     """Yield `(this worker's units, seconds it waited for data)` of each step, from the dataset "train".
 
+    A worker that gets none yields a masked one, which tells the step's shape.
+
     While a step is trained on, a thread makes the tensors of the next one. Raises RuntimeError if the dataset does not
     start at `first_step` or is out of order.
     """
@@ -132,10 +134,12 @@ def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: i
 
     def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
         units, received = [], next(tables)
+        latents = plan.latents_at(step) or config.resolution_at(step)
         for number, rows in received.items():
             first_position = number % config.units_per_step * config.unit_rows
-            units.append(Unit.from_arrow(rows, manifest, config.resolution_at(step), first_position))
-        return units, list(received.values())
+            units.append(Unit.from_arrow(rows, manifest, latents, first_position))
+        rows = config.micro_batch_size or config.unit_rows
+        return units or [Unit.masked(manifest, latents, rows)], list(received.values())
 
     thread = ThreadPoolExecutor(1)
     coming = thread.submit(prepare, first_step)

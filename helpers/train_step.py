@@ -40,11 +40,17 @@ class Unit:
     scales_U: torch.Tensor | None = None
 
     @classmethod
-    def from_arrow(cls, table: pa.Table, manifest: schema.Manifest, resolution: int, first_position: int) -> Unit:
-        """From rows of latents; rows without latents at this resolution, and rows whose `keep` is False, are masked."""
-        latents, embeddings = manifest.latents(resolution), manifest.embeddings
-        moments, valid = latents.decode(table[latents.name])
-        text, scales, _ = embeddings.read(table[embeddings.name])
+    def from_arrow(
+        cls, table: pa.Table, manifest: schema.Manifest, latents: int | schema.ColumnSpec, first_position: int
+    ) -> Unit:
+        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
+
+        `latents`: the column; a resolution stands for its squares.
+        """
+        spec = manifest.latents(latents) if isinstance(latents, int) else latents
+        name = spec.name if spec.name in table.column_names else schema.LATENTS
+        moments, valid = spec.decode(table[name])
+        text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
@@ -53,12 +59,13 @@ class Unit:
         return unit
 
     @classmethod
-    def masked(cls, manifest: schema.Manifest, resolution: int, num_rows: int) -> Unit:
+    def masked(cls, manifest: schema.Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
         """Masked rows without ids: what a worker computes while others have more rows of the step."""
-        specs, none = [manifest.latents(resolution), manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        spec = manifest.latents(latents) if isinstance(latents, int) else latents
+        specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
         columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
         table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
-        return dataclasses.replace(cls.from_arrow(table, manifest, resolution, 0), ids=[])
+        return dataclasses.replace(cls.from_arrow(table, manifest, spec, 0), ids=[])
 
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
@@ -187,7 +194,9 @@ class TrainStep:
         # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
         most = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
         if len(micro_batches) < most:
-            masked = Unit.masked(self.manifest, config.resolution_at(step), rows)
+            shape = units[0].moments.shape[2:] if units else None
+            size = self.manifest.latents_of(shape) if units else config.resolution_at(step)
+            masked = Unit.masked(self.manifest, size, rows)
             micro_batches += [masked] * (most - len(micro_batches))
         loss = torch.zeros((), device=self.device)
         for micro_batch in micro_batches:
@@ -263,6 +272,8 @@ def validation_loss(
 ) -> tuple[float, float]:
     """`(loss, unweighted loss)`: means over held-out latents `rows`, at evenly spaced timesteps, with fixed noise.
 
+    Rows count that have latents of the largest resolution, in all of its shapes.
+
     The first is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise and
     timesteps are the same every time, so that steps and runs can be compared. In a process group each rank computes its
     part of the rows, and all return the same.
@@ -270,22 +281,24 @@ def validation_loss(
     device = next(unet.parameters()).device
     schedule = diffusion.noise_schedule(config.prediction_type)
     schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    totals, num_mine = np.zeros(3), -(-rows.num_rows // world_size())
-    for start in range(rank() * num_mine, (rank() + 1) * num_mine, 64):
-        places = np.arange(start, min(start + 64, (rank() + 1) * num_mine))
-        # All ranks compute the same number of rows, because sharded weights are gathered by all together.
-        counts = torch.from_numpy(places < rows.num_rows).to(device)
-        places = np.minimum(places, rows.num_rows - 1)
-        unit = Unit.from_arrow(rows.take(places).combine_chunks(), manifest, config.largest_resolution, 0)
-        moments, text, _ = unit.to(device)
-        for number in range(timesteps_per_row):
-            draws = diffusion.draw(0, number, places, moments.shape[2:], device=device)
-            draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
-            latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
-            losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
-            unweighted = (losses * counts).sum().item()
-            # All rows have the same timestep here, and so the same weight.
-            weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
-            totals += unweighted * weight, unweighted, counts.sum().item()
+    totals = np.zeros(3)
+    for spec in manifest.latents_at(config.largest_resolution):
+        mine = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
+        num_mine = -(-mine.num_rows // world_size())
+        for start in range(rank() * num_mine, (rank() + 1) * num_mine, 64):
+            places = np.arange(start, min(start + 64, (rank() + 1) * num_mine))
+            # All ranks compute the same number of rows, because sharded weights are gathered by all together.
+            counts = torch.from_numpy(places < mine.num_rows).to(device)
+            places = np.minimum(places, mine.num_rows - 1)
+            moments, text, _ = Unit.from_arrow(mine.take(places).combine_chunks(), manifest, spec, 0).to(device)
+            for number in range(timesteps_per_row):
+                draws = diffusion.draw(0, number, places, moments.shape[2:], device=device)
+                draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
+                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
+                losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
+                unweighted = (losses * counts).sum().item()
+                # All rows have the same timestep here, and so the same weight.
+                weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
+                totals += unweighted * weight, unweighted, counts.sum().item()
     *totals, count = sum_over_ranks(torch.tensor(totals, device=device)).tolist()
     return tuple(total / max(1, count) for total in totals)

@@ -110,7 +110,7 @@ def encode(config, progress=None, **changes):
 
 def draw_and_encode(storage_uri, num_rows):
     """Drawn pictures, encoded at 32 pixels: data for `short_run`. Returns the storage."""
-    config = PreprocessingConfig(storage=str(storage_uri), resolutions=[32])
+    config = PreprocessingConfig(storage=str(storage_uri), resolutions=[32], validation_share=0.05)
     captioned_shapes.write_parquet(config.raw_uri, num_rows)
     encode(config)
     return config.storage
@@ -164,7 +164,7 @@ def bare(config, num_steps, prepare=None):
             train_step.Unit.from_arrow(
                 units[step * config.units_per_step + slot],
                 manifest,
-                config.resolution_at(step),
+                plan.latents_at(step) or config.resolution_at(step),
                 slot * config.unit_rows,
             )
             for slot in range(config.units_per_step)

@@ -76,7 +76,10 @@ class PlannedImages(torch.utils.data.Dataset):
             pa.concat_tables(units[step * plan.units_per_step + place] for place in places).combine_chunks()
         )
         resolution = self.resolution_at(step)
-        pixels, fits = schema.from_binary(rows[schema.pixels_column(resolution)], (resolution, resolution, 3), np.uint8)
+        column = rows[schema.pixels_column(schema.latents_column(resolution))]
+        found, fits = schema.from_sparse(column, (resolution, resolution, 3))
+        pixels = np.zeros((len(rows), resolution, resolution, 3), np.uint8)
+        pixels[fits] = found
         ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
         keep = rows[ingest.KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
         positions = np.concatenate([place * plan.unit_rows + np.arange(plan.unit_rows) for place in places])

@@ -329,6 +329,34 @@ def distribution(frame, *, max_tokens, resolutions):
     )
 
 
+def shapes(table):
+    """How many pictures each shape gets and what crops cut away, at each resolution.
+
+    `table`: columns resolution, shape, pictures, share, cut (`looks.shape_table`).
+    """
+    table = _frame(table, "the table of shapes", "resolution", "shape", "pictures", "share", "cut")
+    by_resolution = dict(list(table.groupby("resolution")))
+    fig = DescribedFigure(0.9 + 0.3 * max(map(len, by_resolution.values())))
+    said = []
+    for ax, (resolution, mine) in zip(
+        np.atleast_1d(_axes(fig, 1, len(by_resolution), grid="x")), by_resolution.items(), strict=True
+    ):
+        small = mine["shape"] == "too small"
+        ax.barh(mine["shape"], 100 * mine["share"], color=np.where(small, GREY, SKY))
+        for place, (share, cut) in enumerate(zip(mine["share"], mine["cut"], strict=True)):
+            text = f" {share:.0%}" + ("" if np.isnan(cut) else f", {cut:.0%} cut away")
+            ax.annotate(text, (100 * share, place), va="center", fontsize=SMALL)
+        used = mine[~small & (mine["pictures"] > 0)]
+        mean = np.average(used["cut"], weights=used["pictures"]) if len(used) else 0
+        title = f"{resolution} pixels: crops cut {mean:.1%} away"
+        ax.set(xlabel="% of pictures", xlim=(0, 160 * max(mine["share"].max(), 0.01)))
+        ax.set_title(title, fontsize=10)
+        ax.invert_yaxis()
+        largest = ", ".join(f"{shape} {share:.0%}" for shape, share in zip(mine["shape"], mine["share"], strict=True))
+        said.append(f"{title}; {largest}")
+    return fig.described(f"Shapes of {by_resolution[resolution]['pictures'].sum():,} pictures. {'. '.join(said)}.")
+
+
 def pictures(images, captions=None, *, marks=None, columns=6, title=None):
     """A grid of pictures with captions underneath (cut after six lines).
 

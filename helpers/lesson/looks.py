@@ -49,6 +49,28 @@ def dataset_stats(
     return frame, [picture for _, picture, _ in shown], [caption for _, _, caption in shown]
 
 
+def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
+    """How many pictures each shape gets and what the crop cuts away, before anything is encoded.
+
+    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for those that do not reach
+    theirs), pictures, share, cut (mean share of a picture's area; NaN without pictures).
+    """
+    sizes = stats[["width", "height"]].dropna().to_numpy()
+    rows = []
+    for resolution, shapes in config.shapes.items():
+        mine = np.array([images.nearest_shape(size, shapes) for size in sizes]).reshape(-1, 2)
+        fits = (sizes >= mine).all(axis=1) | config.upscale
+        ratio = (sizes[:, 0] / sizes[:, 1]) / (mine[:, 0] / mine[:, 1])
+        cut = 1 - np.minimum(ratio, 1 / ratio)
+        for shape in shapes:
+            here = fits & (mine == shape).all(axis=1)
+            rows.append((resolution, "{}x{}".format(*shape), here.sum(), cut[here].mean() if here.any() else np.nan))
+        rows.append((resolution, "too small", (~fits).sum(), np.nan))
+    table = pd.DataFrame(rows, columns=["resolution", "shape", "pictures", "cut"])
+    table.insert(3, "share", table["pictures"] / max(1, len(sizes)))
+    return table
+
+
 def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
     """`[(row id, picture, caption)]` of the first good raw rows, decoded here, before any pipeline is built.
 

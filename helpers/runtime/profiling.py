@@ -166,7 +166,8 @@ def peak_memory(device: torch.device | str) -> int:
 class Meter:
     """Measures a worker's steps; `line` gives the columns of `metrics.jsonl` that tell of speed.
 
-    - `resolution` of the step's images.
+    - `resolution`, `width` and `height` of the step's images.
+    - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
     - `step_seconds`, without checkpoints.
     - `images_per_second`: unmasked rows of the global batch over `step_seconds`; `images_per_second_per_worker`.
     - `mfu`: model FLOPs (`training_flops`) over the hardware's peak (`peak_flops`); None if the peak is not known.
@@ -197,23 +198,25 @@ class Meter:
         return peak_flops(self.device, self.config.precision)
 
     @functools.cache  # noqa: B019 (a worker has one meter)
-    def flops(self, resolution: int) -> float:
-        return training_flops(
-            self.config.unet_config, self.manifest.latents(resolution).shape[1:], self.manifest.embeddings.shape
-        )
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Of one row of latents (C, H, W)."""
+        return training_flops(self.config.unet_config, shape, self.manifest.embeddings.shape)
 
     def line(
-        self, resolution: int, seconds: float, data_seconds: float, checkpoint_seconds: float, num_rows: int
+        self, shape: tuple[int, ...], seconds: float, data_seconds: float, checkpoint_seconds: float, num_rows: int
     ) -> dict[str, float | None]:
-        """The columns of one step; `num_rows`: unmasked rows of the global batch."""
-        rate = num_rows / seconds
+        """The columns of one step; `shape`: of its latents (C, H, W); `num_rows`: unmasked rows of its global batch."""
+        rate, latents = num_rows / seconds, self.manifest.latents_of(shape)
         per_worker = rate / world_size()
         return {
-            "resolution": resolution,
+            "resolution": latents.resolution,
+            "width": latents.size[0],
+            "height": latents.size[1],
+            "masked_rows": self.config.global_batch_size - num_rows,
             "step_seconds": seconds,
             "images_per_second": rate,
             "images_per_second_per_worker": per_worker,
-            "mfu": self.flops(resolution) * per_worker / self.peak if self.peak else None,
+            "mfu": self.flops(shape) * per_worker / self.peak if self.peak else None,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
             "data_wait_share": data_seconds / seconds,
             "communication_share": self.communication_share,

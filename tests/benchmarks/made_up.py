@@ -1,42 +1,43 @@
 """Latents that no picture was encoded for, of any shape, as a finished job leaves them; a trainer that only takes
 time."""
 
+import json
 import time
 
 import numpy as np
 import pyarrow as pa
 
-from helpers import preprocess, schema, storage, train
+from helpers import preprocess, resumable_job, schema, storage, train
 from helpers.train_step import TrainStep
 
 
-def write_latents(uri, num_rows, shapes, rows_per_file):
-    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`."""
-    random = np.random.default_rng(0)
-    segment = {
-        "index": 0,
-        "files": [],
-        "rejects": [],
-        "read": num_rows,
-        "written": num_rows,
-        "rejected": {},
-        "filtered": 0,
-    }
+def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0):
+    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`.
+
+    `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
+    """
+    random, specs = np.random.default_rng(0), [schema.ColumnSpec(column, shape) for column, shape in shapes.items()]
+    segment = resumable_job.new_entry(resumable_job.Segment(0, [], num_rows))
     for start in range(0, num_rows, rows_per_file):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
-        for column, shape in shapes.items():
-            values = random.integers(0, 2**14, size=(count, *shape), dtype=np.uint16).view(
+        largest = random.permutation(count) >= round(small_share * count)
+        for spec in specs:
+            values = random.integers(0, 2**14, size=(count, *spec.shape), dtype=np.uint16).view(
                 schema.DTYPE
             )  # 0 to 2, no NaN
-            columns[column] = schema.to_binary(values)
-        name = f"{start:09d}.parquet"
-        preprocess.write_parquet(pa.table(columns), storage.join(uri, "data", name))
-        segment["files"].append({"name": name, "row_groups": schema.row_groups(count)})
+            is_last = spec.name == [name for name in shapes if name != schema.EMBEDDINGS][-1]
+            columns[spec.name] = spec.encode(values, largest if is_last else None)
+        rows = pa.table(columns).append_column(schema.REASON, pa.array([""] * count))
+        rows = rows.append_column("encoder_call", pa.nulls(count)).append_column("transform_seconds", pa.nulls(count))
+        report = preprocess.write_latents(
+            rows, latents_uri=uri, segment=resumable_job.Segment(0, [], count), columns=specs, id_type=pa.int64()
+        )
+        resumable_job.add_report(segment, json.loads(report["report"][0].as_py()))
     manifest = schema.Manifest(
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
-        columns=[schema.ColumnSpec(column, shape) for column, shape in shapes.items()],
+        columns=specs,
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),

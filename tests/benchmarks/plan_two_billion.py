@@ -1,15 +1,17 @@
 """Planning an epoch of two billion samples in 200,000 files, from a made-up manifest: seconds and peak memory.
 
-    python -m tests.benchmarks.plan_two_billion [--files 200000] [--rows-per-file 10000]
+    python -m tests.benchmarks.plan_two_billion [--files 200000] [--rows-per-file 10000] [--buckets 12]
 
 What a training run does before its first batch: read the manifest, describe it in config.json, plan, order the epoch,
 cut one chunk. And what its processes hold: a training worker plans from the manifest's head; of the plan and the
 epoch's order, which travel in Ray's object store, a node holds one copy, and each process that reads only what is no
-array.
+array. With all rows of one shape, and with `--buckets` shapes; the goal: at most 1.5 times the seconds and the memory.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import pathlib
 import pickle
 import resource
@@ -21,40 +23,48 @@ from helpers.config import TrainingConfig
 from tests.benchmarks import record
 
 
-def write_manifest(folder, num_files, rows_per_file):
+def write_manifest(folder, num_files, rows_per_file, num_buckets):
     """As `schema.Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
-    groups = json.dumps(schema.row_groups(rows_per_file))
+    sizes = [(256 + 64 * (number // 4), 256 - 64 * (number % 4)) for number in range(num_buckets)]
+    columns = [
+        {"name": schema.latents_column(*size), "shape": [2, 4, size[1] // 8, size[0] // 8], "resolution": 256}
+        for size in sizes
+    ]
+    # A fiftieth of the rows is held out.
+    held_out = rows_per_file // 50 // num_buckets
+    rows = {}
+    for number, column in enumerate(columns):
+        mine = rows_per_file // num_buckets + (number < rows_per_file % num_buckets)
+        rows[schema.bucket_name([column["name"]], held_out=False)] = mine - held_out
+        rows[schema.bucket_name([column["name"]], held_out=True)] = held_out
+    row_groups = {bucket: schema.row_groups(count) for bucket, count in rows.items()}
+    groups = json.dumps(list(itertools.chain.from_iterable(row_groups.values())))
+    buckets = json.dumps({bucket: len(groups) for bucket, groups in row_groups.items()})
     head = {
         "schema_version": schema.SCHEMA_VERSION,
         "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
         "resolutions": [256],
-        "columns": [
-            {"name": schema.latents_column(256), "shape": [2, 4, 32, 32]},
-            {"name": schema.EMBEDDINGS, "shape": [77, 1024]},
-        ],
+        "columns": [*columns, {"name": schema.EMBEDDINGS, "shape": [77, 1024]}],
         "scaling_factor": 0.18215,
         "id_type": "int64",
         "empty_caption_embedding": "",
         "job": {},
     }
-    rows = num_files * rows_per_file
-    counts = {"index": 0, "rejects": [], "read": rows, "written": rows, "rejected": {}, "filtered": 0}
+    written = num_files * rows_per_file
+    counts = {"index": 0, "rejects": [], "read": written, "written": written, "rejected": {}, "filtered": 0}
+    counts["buckets"] = {bucket: num_files * count for bucket, count in rows.items()}
     with open(pathlib.Path(folder, "manifest.json"), "w") as file:
         file.write(json.dumps({**head, **counts})[:-1] + ', "segments": [' + json.dumps(counts)[:-1] + ', "files": [')
         for number in range(num_files):
-            file.write(
-                ("," if number else "") + f'{{"name": "{number:06d}-0123456789ab.parquet", "row_groups": {groups}}}'
-            )
+            name = f"{number:06d}-0123456789ab.parquet"
+            file.write(("," if number else "") + f'{{"name": "{name}", "row_groups": {groups}, "buckets": {buckets}}}')
         file.write("]}]}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=200_000)
-    parser.add_argument("--rows-per-file", type=int, default=10_000)
-    arguments = parser.parse_args()
+def measure(num_files, rows_per_file, num_buckets):
+    """{"seconds" by part, "memory_gib", ...} of this process, which must not have planned before."""
     with tempfile.TemporaryDirectory() as folder:
-        write_manifest(folder, arguments.files, arguments.rows_per_file)
+        write_manifest(folder, num_files, rows_per_file, num_buckets)
         size = pathlib.Path(folder, "manifest.json").stat().st_size
         started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
@@ -75,29 +85,65 @@ def main():
     buffers = []
     own = len(pickle.dumps((plan, plan.row_group_order(0)), protocol=5, buffer_callback=buffers.append))
     shared = sum(buffer.raw().nbytes for buffer in buffers)
+    return {
+        "rows": plan.num_rows,
+        "row_groups": len(plan.sources[0].group_rows),
+        "manifest_mib": size / 2**20,
+        "steps": plan.steps_per_epoch,
+        "chunks": plan.chunks_per_epoch,
+        "seconds": seconds,
+        "memory_gib": memory,
+        "worker_seconds": worker_seconds,
+        "shared_mib": shared / 2**20,
+        "own_mib": own / 2**20,
+    }
+
+
+def report(found, num_buckets, num_files):
     print(
-        f"{plan.num_rows:,} samples in {arguments.files:,} files, {len(plan.sources[0].group_rows):,} row groups; "
-        f"manifest of {size / 2**20:.0f} MiB; {plan.steps_per_epoch:,} steps, {plan.chunks_per_epoch:,} chunks"
+        f"{found['rows']:,} samples in {num_files:,} files, {found['row_groups']:,} row groups, {num_buckets} "
+        f"bucket(s); manifest of {found['manifest_mib']:.0f} MiB; {found['steps']:,} steps, {found['chunks']:,} chunks"
     )
-    for what, took in seconds.items():
+    for what, took in found["seconds"].items():
         print(f"{what:40}{took:8.1f} s")
-    print(f"{'all':40}{sum(seconds.values()):8.1f} s")
-    print(f"peak memory of the process {memory:.2f} GiB")
-    print(f"a training worker plans in {worker_seconds:.2f} s")
-    print(f"plan and order: {shared / 2**20:,.0f} MiB a node, {own / 2**20:.2f} MiB besides in each process that reads")
+    print(f"{'all':40}{sum(found['seconds'].values()):8.1f} s")
+    print(f"peak memory of the process {found['memory_gib']:.2f} GiB")
+    print(f"a training worker plans in {found['worker_seconds']:.2f} s")
+    print(
+        f"plan and order: {found['shared_mib']:,.0f} MiB a node, {found['own_mib']:.2f} MiB besides in each process "
+        "that reads"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=200_000)
+    parser.add_argument("--rows-per-file", type=int, default=10_000)
+    parser.add_argument("--buckets", type=int, default=12)
+    arguments = parser.parse_args()
+    found = {}
+    for count in sorted({1, arguments.buckets}):
+        with multiprocessing.get_context("fork").Pool(1) as pool:  # for its own peak of memory
+            found[count] = pool.apply(measure, (arguments.files, arguments.rows_per_file, count))
+        report(found[count], count, arguments.files)
+    one, several = found[1], found[arguments.buckets]
+    seconds = {count: sum(result["seconds"].values()) for count, result in found.items()}
+    ratios = seconds[arguments.buckets] / seconds[1], several["memory_gib"] / one["memory_gib"]
+    print(f"{arguments.buckets} buckets: {ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory")
     record.write(
         "plan_two_billion",
         {
-            f"planning {plan.num_rows:,} samples in {arguments.files:,} files": (
-                f"{sum(seconds.values()):.1f} s, {memory:.1f} GiB; a training worker {worker_seconds:.2f} s; "
-                f"{shared / 2**20:,.0f} MiB a node, {own / 2**20:.2f} MiB a reading process"
-            )
+            f"planning {one['rows']:,} samples in {arguments.files:,} files": (
+                f"{seconds[1]:.1f} s, {one['memory_gib']:.1f} GiB; a training worker {one['worker_seconds']:.2f} s; "
+                f"{one['shared_mib']:,.0f} MiB a node, {one['own_mib']:.2f} MiB a reading process"
+            ),
+            f"the same in {arguments.buckets} buckets": (
+                f"{ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory"
+            ),
         },
-        seconds=seconds,
-        memory_gib=memory,
-        worker_seconds=worker_seconds,
-        shared_mib=shared / 2**20,
-        own_mib=own / 2**20,
+        **one,
+        by_bucket=several,
+        ratios=ratios,
     )
 
 

@@ -49,7 +49,7 @@ def bytes_on_disk(columns, rows=128):
         }
     )
     with tempfile.TemporaryDirectory() as folder:
-        return preprocess.write_parquet(table, storage.join(folder, "a.parquet")) / rows
+        return preprocess.write_parquet([table], storage.join(folder, "a.parquet")) / rows
 
 
 def latents_spec(resolution, latents="moments"):

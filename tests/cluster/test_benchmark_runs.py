@@ -27,6 +27,7 @@ def results(tmp_path, monkeypatch):
         ("read_object_store", "--rows 256 --rounds 1"),
         ("resume_cost", "--rows 3000 --rounds 1"),
         ("scaling", "--workers 1 2 --strategy ddp --rounds 1 --steps 4 --batch 4 --resolution 32"),
+        ("small_rows", "--steps 8 --rounds 1 --rows 2000"),
         ("train_through_ray", "--steps 12 --rounds 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """Processes and files that fail, for real; afterwards every step has the samples and the loss that it should."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -15,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
 from helpers import checkpoint, encoder, ingest, preprocess, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
 from tests.faults import (
     assert_same_run,
@@ -216,7 +217,7 @@ def table_of(latents_uri, manifest):
 def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
     """Every row is there once, in the order and with the bytes of a job that nothing happened to."""
     finished, expected = encoded
-    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
+    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
     flags = [str(tmp_path / name) for name in ("encoder", "transform")]
 
     class MortalEncoder(encoder.LatentEncoder):
@@ -253,7 +254,7 @@ class FooterlessFiles(pa.fs.FSSpecHandler):
 def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, monkeypatch, capsys):
     """Ray Data does not replace it (`FooterReader`), so that its loss ends a dataset."""
     finished, expected = encoded
-    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
+    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
     flag = str(tmp_path / "killed")
     job = preprocess.prepare(config)
     build, opened = build_pipeline(job, config), storage.open_filesystem
@@ -273,7 +274,7 @@ def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, mo
 @variants
 def test_a_killed_driver_of_preprocessing_is_followed_up(encoded, tmp_path):
     finished, expected = encoded
-    config = PreprocessingConfig(storage=finished.storage, latents_uri=str(tmp_path / "latents"))
+    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
     run_driver(f"""
         config = PreprocessingConfig.from_dict({config.to_dict()!r})
         job = preprocess.prepare(config, rows_per_segment=200)

@@ -13,13 +13,13 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, train
-from helpers.config import OnlineConfig, TrainingConfig
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes, looks
 from helpers.runtime import metrics_log, session
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
 from tests.faults import variants
-from tests.pipelines import TWO_WORKERS, bare, fit, short_run
+from tests.pipelines import TWO_WORKERS, bare, encode, fit, short_run
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,9 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
     fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
     metrics = metrics_log.read_metrics(config.run_uri)
-    assert metrics["resolution"].tolist() == [config.resolution_at(step) for step in range(12)]
+    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    assert metrics["resolution"].tolist() == [plan.latents_at(step).resolution for step in range(12)]
+    assert metrics["samples_seen"].iloc[-1] == 12 * config.global_batch_size and not metrics["masked_rows"].any()
     assert set(metrics["resolution"]) == {32, 64}
 
     def load(alone):
@@ -194,6 +196,25 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
         uri = evaluate.export_checkpoint(config.to_dict(), last, which)
         exported[which] = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")["conv_in.weight"]
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
+
+
+@variants
+def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path):
+    """Encoded to the nearest of three shapes; on two workers, three units a step; validated and sampled wide."""
+    raw = PreprocessingConfig(storage=data, latents_uri=str(tmp_path / "latents"), aspect_ratios=[0.67, 1, 1.5])
+    encode(raw)
+    values = {"latents_uri": raw.latents_uri, "resolution": 64, "global_batch_size": 24, "units_per_step": 3}
+    config = small(data, "shapes", num_training_workers=2, max_steps=16, validate_every=10, **values)
+    result = fit(config)
+    metrics = metrics_log.read_metrics(config.run_uri)
+    assert set(zip(metrics["width"], metrics["height"], strict=True)) == {(64, 64), (80, 48), (48, 80)}
+    losses, samples = zip(*bare(config, 16), strict=True)
+    assert metrics["samples_crc32"].tolist() == list(samples)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    assert metrics["samples_seen"].iloc[-1] == 16 * 24
+    assert train.read_validation(config.run_uri)["step"].tolist() == [10, 16]
+    wide = evaluate.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
+    assert wide[0].shape == (48, 80, 3)
 
 
 @variants

@@ -92,6 +92,8 @@ NAMES = set(DEFAULTS) | {
     "channels_last",
     "activation_checkpointing",
     "upscale",
+    "aspect_ratios",
+    "size_multiple",
     "max_aspect_ratio",
     "max_pixels",
     "latents",

@@ -42,6 +42,23 @@ BAD_PREPROCESSING = [
         )
         for sizes in ([], 64, "64", [64, 4], [64.0], ["64"], [True], None)
     ],
+    *[
+        (
+            {"aspect_ratios": ratios},
+            f"aspect_ratios={ratios!r} must be a list of numbers of more than 0 (width / height)",
+        )
+        for ratios in ([], [0], [1, -2], 1.5, "1", [float("nan")])
+    ],
+    (
+        {"aspect_ratios": [1, 20], "resolutions": [32, 64]},
+        "aspect_ratios=[1.0, 20.0] and size_multiple=16 come to 144 x 0 pixels at resolution 32, which has a side of ",
+    ),
+    (
+        {"aspect_ratios": [1, 1.1], "resolutions": [64, 68]},
+        "aspect_ratios=[1.0, 1.1] and size_multiple=16 come to 64 x 64 pixels at resolution 68, which is one of 64 ",
+    ),
+    ({"size_multiple": 0}, "size_multiple=0 must be a whole number of at least 1."),
+    ({"validation_share": 1}, "validation_share=1 must be a share: at least 0, less than 1."),
     ({"dollars_per_hour": float("inf")}, "dollars_per_hour=inf must be a number of at least 0."),
     ({"dollars_per_hour": True}, "dollars_per_hour=True must be a number of at least 0."),
     ({"row_filter": None}, "row_filter=None must be a text."),
@@ -392,3 +409,22 @@ def test_a_mixture_that_changes_is_another_run():
     TrainingConfig(resolution={64: 0.5, 32: 0.5}).check_resume(earlier)
     with pytest.raises(ValueError, match="was started with resolution="):
         TrainingConfig(resolution={32: 0.25, 64: 0.75}).check_resume(earlier)
+
+
+def test_ratios_that_come_to_one_shape_are_one_shape():
+    ratios = [0.5, 0.67, 0.75, 1, 1.33, 1.5, 2]
+    config = PreprocessingConfig(aspect_ratios=ratios, resolutions=[32, 64])
+    assert config.shapes == {
+        32: [(16, 48), (32, 32), (48, 16)],
+        64: [(48, 96), (48, 80), (64, 64), (80, 48), (96, 48)],
+    }
+    fine = PreprocessingConfig(aspect_ratios=ratios, resolutions=[256], size_multiple=64).shapes[256]
+    assert fine == [(192, 384), (192, 320), (256, 256), (320, 192), (384, 192)]
+    assert PreprocessingConfig(resolutions=[8, 72]).shapes == {8: [(8, 8)], 72: [(72, 72)]}
+
+
+def test_pictures_that_are_encoded_online_are_squares():
+    with pytest.raises(
+        ValueError, match=r"^aspect_ratios=\[1, 2\] must be \[1\]: pictures that are encoded on the way"
+    ):
+        OnlineConfig(aspect_ratios=[1, 2])

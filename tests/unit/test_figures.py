@@ -26,6 +26,10 @@ STAGES = pd.DataFrame(
 TIMELINE = pd.DataFrame(
     {"seconds": [5.0, 6.0, 7.0], "busy": [0.9, 0.96, 1.0], "images_per_second": [500.0, 600.0, 610.0]}
 )
+SHAPES = pd.DataFrame(
+    [(64, "64x64", 20, 0.5, 0.0), (64, "80x48", 10, 0.25, 0.15), (64, "too small", 10, 0.25, np.nan)],
+    columns=["resolution", "shape", "pictures", "share", "cut"],
+)
 SURVEY = pd.DataFrame(
     {"tokens": [12, 30, 77, 120], "width": [256.0, 640, 300, np.nan], "height": [300.0, 512, 900, np.nan]}
 )
@@ -61,6 +65,7 @@ EVERY = {
     "stage_throughput": lambda: figures.stage_throughput(STAGES),
     "encoder_utilization": lambda: figures.encoder_utilization(TIMELINE),
     "distribution": lambda: figures.distribution(SURVEY, max_tokens=77, resolutions=[256, 512]),
+    "shapes": lambda: figures.shapes(SHAPES),
     "noise_schedule_curves": lambda: figures.noise_schedule_curves(ALPHAS),
     "noised_strip": lambda: figures.noised_strip([PICTURE] * 3, [0, 500, 999]),
     "blocks": lambda: figures.blocks(BLOCKS),
@@ -224,6 +229,12 @@ def test_distribution_says_what_is_cut_off_and_what_is_large_enough():
     assert "25.0% are cut at 77" in found and "256: 75%, 512: 25%" in found and "33% are longer than 2 : 1" in found
     nothing = SURVEY.assign(width=np.nan, height=np.nan)
     assert "256: 0%" in texts(figures.distribution(nothing, max_tokens=77, resolutions=[256]))
+
+
+def test_shapes_say_how_many_pictures_each_gets_and_what_is_cut():
+    fig = figures.shapes(SHAPES)
+    assert [ax.get_title() for ax in fig.axes] == ["64 pixels: crops cut 5.0% away"]
+    assert "50%, 0% cut away" in texts(fig) and "25%, 15% cut away" in texts(fig) and "80x48 25%" in fig.alt_text
 
 
 def test_stage_throughput_draws_the_rates_and_marks_the_slowest():

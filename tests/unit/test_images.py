@@ -420,3 +420,28 @@ def test_orientation_is_applied_before_the_crop():
     square = images.center_square(images.decode(data))
     assert difference(square, upright.crop((0, 8, 32, 40))) == 0
     assert difference(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), upright) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "box"),
+    [
+        ((96, 64), 1.0, (16, 0, 80, 64)),
+        ((96, 64), 2.0, (0, 8, 96, 56)),
+        ((64, 96), 0.5, (8, 0, 56, 96)),
+        ((96, 64), 1.5, (0, 0, 96, 64)),
+        ((1, 300), 5.0, (0, 149, 1, 150)),
+    ],
+)
+def test_a_crop_is_the_largest_of_its_ratio(size, ratio, box):
+    image = photograph(*size)
+    assert difference(images.center_crop(image, ratio), image.crop(box)) == 0
+
+
+def test_a_picture_gets_the_shape_that_cuts_least_away():
+    shapes = [(48, 96), (48, 80), (64, 64), (80, 48), (96, 48)]
+    for size in ((64, 64), (70, 64), (96, 64), (64, 96), (200, 90), (30, 900)):
+        kept = {
+            shape: np.prod(images.center_crop(Image.new("L", (40 * size[0], 40 * size[1])), shape[0] / shape[1]).size)
+            for shape in shapes
+        }
+        assert kept[images.nearest_shape(size, shapes)] == max(kept.values())

@@ -51,6 +51,72 @@ def plans(draw, most_sources=3, **fixed):
     return plan
 
 
+SIZES = {
+    "image_latents_32": (32, (2, 4, 4, 4)),
+    "image_latents_48x16": (32, (2, 4, 2, 6)),
+    "image_latents_64": (64, (2, 4, 8, 8)),
+    "image_latents_80x48": (64, (2, 4, 6, 10)),
+}
+BUCKETS = ["32", "48x16", "32+64", "32+80x48", "48x16+80x48", "held out 32", "held out 48x16+80x48"]
+
+
+def manifest_of(files):
+    """The manifest of files that are lists of (bucket, rows of its row groups)."""
+    segment = {"files": [], "rejects": [], "read": 0, "written": 0, "rejected": {}, "filtered": 0, "buckets": {}}
+    for number, buckets in enumerate(files):
+        rows = [count for _, mine in buckets for count in mine]
+        counts = {bucket: len(mine) for bucket, mine in buckets}
+        segment["files"].append({"name": f"{number}.parquet", "row_groups": rows, "buckets": counts})
+        segment["read"], segment["written"] = segment["read"] + sum(rows), segment["written"] + sum(rows)
+        for bucket, mine in buckets:
+            segment["buckets"][bucket] = segment["buckets"].get(bucket, 0) + sum(mine)
+    columns = [schema.ColumnSpec(name, shape, resolution=size) for name, (size, shape) in SIZES.items()]
+    return schema.Manifest(
+        encoder={},
+        resolutions=[32, 64],
+        columns=[*columns, schema.ColumnSpec(schema.EMBEDDINGS, (6, 128))],
+        scaling_factor=1.0,
+        id_type="int64",
+        empty_caption_embedding="",
+        job={},
+        segments=[segment],
+    )
+
+
+@st.composite
+def bucket_plans(draw, sizes=None, most_sources=2, manifests=None):
+    """Rows of several shapes and sizes and held-out ones, some row groups of each; trained on at one size or two."""
+    if sizes is None:
+        sizes = draw(st.sampled_from([32, 64, {32: 0.5, 64: 0.5}, {32: 0.2, 64: 0.8}]))
+    uris = [f"/data-{number}" for number in range(draw(st.integers(1, most_sources)))]
+    shares = {uri: draw(st.integers(1, 5)) for uri in uris}
+    config = TrainingConfig(latents_uri=shares, resolution=sizes)
+    sources = []
+    for number, uri in enumerate(uris):
+        groups = st.lists(st.integers(1, 30), min_size=1, max_size=4)
+        file = st.lists(st.sampled_from(BUCKETS), unique=True, max_size=4).flatmap(
+            lambda names, groups=groups: st.tuples(*(st.tuples(st.just(name), groups) for name in names))
+        )
+        files = draw(st.lists(file, min_size=1, max_size=4))
+        manifest = manifest_of(files)
+        sources += ingest.sources_by_shape(manifest, uri, number, config)
+        if manifests is not None:
+            manifests[uri] = manifest
+    assume(sources)
+    units_per_step, block_steps = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    plan = ingest.Plan(
+        sources,
+        draw(st.integers(1, 6)),
+        units_per_step,
+        (block_steps * units_per_step if block_steps > 1 else 1) * draw(st.integers(1, 9)),
+        draw(st.integers(0, 3)),
+        block_steps,
+        shares=config.resolution_shares,
+    )
+    assume(plan.steps_per_epoch >= 1)
+    return plan
+
+
 def rows_of(plan):
     """Every row of the data as (data set, file, row group, row)."""
     return {
@@ -109,8 +175,9 @@ def steps_of(plan, first, last, num_workers=1):
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans(), st.integers(0, 3))
+@given(plans() | bucket_plans(), st.integers(0, 3))
 def test_a_sample_is_used_at_most_once_an_epoch(plan, epoch):
+    """At one size, where it has several."""
     steps = plan.steps_per_epoch
     batches = steps_of(plan, epoch * steps, (epoch + 1) * steps)
     used = [row for rows in batches for row in rows]
@@ -130,8 +197,9 @@ def test_an_epoch_leaves_out_less_than_one_batch(plan, epoch):
 @given(plans())
 def test_an_epoch_of_a_mixture_ends_with_its_first_source(plan):
     sizes = np.array([source.num_rows for source in plan.sources])
-    assert (plan.rows_by_source(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
-    assert (plan.rows_by_source((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
+    (bucket,) = plan.buckets
+    assert (bucket.rows_by_source(plan.steps_per_epoch * plan.batch_rows) <= sizes).all()
+    assert (bucket.rows_by_source((plan.steps_per_epoch + 1) * plan.batch_rows) > sizes).any()
 
 
 @settings(max_examples=25, deadline=None)
@@ -150,7 +218,7 @@ def test_proportions_hold_in_every_window_of_an_epoch(plan, data):
 def test_proportions_hold_in_windows_of_a_long_run(shares):
     sources = [source(["a"], [[64] * 2000], share, f"/{i}") for i, share in enumerate(shares)]
     plan = ingest.Plan(sources, 16, 4, 64, seed=0)
-    chosen = np.tile(plan.mixing_schedule, 2)
+    chosen = np.tile(plan.buckets[0].mixing_schedule, 2)
     for size in (50, 333, 5000):
         for number, share in enumerate(shares):
             counts = np.convolve(chosen == number, np.ones(size), mode="valid")
@@ -158,7 +226,7 @@ def test_proportions_hold_in_windows_of_a_long_run(shares):
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans(), st.data())
+@given(plans() | bucket_plans(), st.data())
 def test_a_run_may_start_at_any_step(plan, data):
     last = data.draw(st.integers(1, 3 * plan.steps_per_epoch))
     first = data.draw(st.integers(0, last))
@@ -166,7 +234,7 @@ def test_a_run_may_start_at_any_step(plan, data):
 
 
 @settings(max_examples=25, deadline=None)
-@given(plans(), st.data())
+@given(plans() | bucket_plans(), st.data())
 def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
     last = plan.steps_per_epoch + 1
     first = data.draw(st.integers(0, last))
@@ -179,7 +247,7 @@ def test_any_number_of_workers_gets_the_same_global_batches(plan, data):
 @given(plans(), st.integers(0, 2))
 def test_chunks_follow_one_permutation_of_the_row_groups(plan, epoch):
     """The rows that a data set gives, chunk after chunk, are those of its row groups in the epoch's order."""
-    for number, (groups, ends) in enumerate(plan.row_group_order(epoch)):
+    for number, (groups, ends, _) in enumerate(plan.row_group_order(epoch)):
         mine = plan.sources[number]
         assert sorted(groups) == list(range(len(mine.group_rows))) and ends[-1] == mine.num_rows
         line = [(*mine.row_range(group, 0, 0)[:2], row) for group in groups for row in range(mine.group_rows[group])]
@@ -190,6 +258,128 @@ def test_chunks_follow_one_permutation_of_the_row_groups(plan, epoch):
             assert all(count >= 1 for *_, count in ranges[number])
             found += [(name, group, start + i) for name, group, start, count in ranges[number] for i in range(count)]
         assert found == line[: len(found)]
+
+
+# ---- buckets
+
+
+def bucket_of(row, manifests):
+    """The bucket of a row (data set, file, row group, row)."""
+    uri, name, group, _ = row
+    names, buckets = manifests[uri].group_buckets
+    groups = [len(rows) for _, rows in manifests[uri].files]
+    return names[buckets[sum(groups[: int(name.removesuffix(".parquet"))]) + group]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_step_trains_on_one_shape_and_on_no_held_out_row(data):
+    """Each of its rows has latents of it; which shape it is depends on the step's number alone."""
+    manifests = {}
+    plan = data.draw(bucket_plans(manifests=manifests))
+    for step, batch in enumerate(steps_of(plan, 0, 2 * plan.steps_per_epoch)):
+        of_rows = {bucket_of(row, manifests) for row in batch}
+        assert not any(bucket.startswith("held out") for bucket in of_rows)
+        assert all(plan.latents_at(step).name in schema.bucket_columns(bucket) for bucket in of_rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(bucket_plans(), st.data())
+def test_buckets_and_resolutions_hold_in_every_window(plan, data):
+    """Of steps, within a few: three to a resolution's share, four to a bucket's."""
+    chosen = [plan.latents_at(step) for step in range(plan.steps_per_epoch)]
+    first = data.draw(st.integers(0, len(chosen)))
+    window = chosen[first : data.draw(st.integers(first, len(chosen)))]
+    for bucket, steps in zip(plan.buckets, plan.bucket_steps, strict=True):
+        found = sum(latents.name == bucket.latents.name for latents in window)
+        assert abs(found - steps / len(chosen) * len(window)) <= 4
+    for size, share in plan.shares.items():
+        found = sum(latents.resolution == size for latents in window)
+        assert abs(found - share * len(window)) <= 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(bucket_plans(sizes=64, most_sources=1))
+def test_an_epoch_leaves_out_less_than_one_batch_of_each_bucket(plan):
+    for bucket in plan.describe_buckets():
+        assert 0 <= bucket["left_over"] < plan.batch_rows and bucket["steps"] == bucket["rows"] // plan.batch_rows
+
+
+def test_small_pictures_leave_large_ones_to_large_sizes():
+    """All of 1,000 rows are used at 32 or 64 pixels, though a quarter is too small for 64."""
+    manifest = manifest_of([[("32", [50] * 5), ("32+64", [50] * 15)]])
+    for share, expected in ((0.75, {"32x32": 25, "64x64": 75}), (0.5, {"32x32": 50, "64x64": 50})):
+        config = TrainingConfig(latents_uri="/a", resolution={32: 1 - share, 64: share}, global_batch_size=10)
+        plan = ingest.plan_run({"/a": manifest}, config)
+        assert {one["bucket"]: one["steps"] for one in plan.describe_buckets()} == expected
+    config = TrainingConfig(latents_uri="/a", resolution={32: 0.1, 64: 0.9}, global_batch_size=10)
+    left_over = [one["left_over"] for one in ingest.plan_run({"/a": manifest}, config).describe_buckets()]
+    assert left_over == [170, 0]  # too small for 64 pixels, and not needed at 32
+
+
+def test_the_plan_by_bucket_stays_the_same_in_new_versions():
+    """Numbers of an earlier version: a run that is resumed with newer code goes on with the same samples."""
+    files = [[("32", [4]), ("32+64", [4, 3]), ("held out 32+64", [2])], [("32", [3, 2]), ("32+80x48", [4, 4])]]
+    config = TrainingConfig(latents_uri="/one", resolution={32: 0.5, 64: 0.5})
+    sources = ingest.sources_by_shape(manifest_of(files), "/one", 0, config)
+    plan = ingest.Plan(sources, 2, 1, 3, seed=7, shares=config.resolution_shares)
+    found = [plan.latents_at(step).size for step in range(plan.steps_per_epoch)]
+    assert found == [(32, 32), (64, 64), (32, 32), (80, 48)] * 3
+    # Order, ends, and where the rows of a row group begin whose first rows another size has.
+    assert [(order.tolist(), ends.tolist(), first) for order, ends, first in plan.row_group_order(1)] == [
+        ([2, 5, 0, 4, 6], [1, 3, 7, 10, 12], {0: 0, 2: 2, 6: 2}),
+        ([1, 2], [4, 6], {1: 0}),
+        ([7, 6], [4, 6], {7: 0}),
+    ]
+    assert [(ranges, permutation.tolist()) for ranges, permutation in map(plan.chunk_rows, range(2))] == [
+        (
+            [[("0.parquet", 2, 2, 1), ("1.parquet", 2, 2, 2), ("1.parquet", 0, 0, 1)], [("0.parquet", 1, 0, 2)], []],
+            [0, 2, 5, 4, 1, 3],
+        ),
+        ([[("1.parquet", 0, 1, 2)], [("0.parquet", 1, 2, 2)], [("1.parquet", 3, 0, 2)]], [4, 5, 0, 1, 2, 3]),
+    ]
+
+
+def test_data_sets_mix_within_a_batch_of_one_shape():
+    """Three to one, in batches of both shapes, though the smaller part of the rows is wide."""
+    manifest = manifest_of([[("32+64", [50] * 12), ("32+80x48", [50] * 6)]])
+    config = TrainingConfig(latents_uri={"/a": 3, "/b": 1}, resolution=64, global_batch_size=20)
+    plan = ingest.plan_run({"/a": manifest, "/b": manifest}, config)
+    for step, batch in enumerate(steps_of(plan, 0, plan.steps_per_epoch)):
+        assert sum(uri == "/a" for uri, *_ in batch) == 15, plan.latents_at(step)
+    assert plan.bucket_steps.tolist() == [40, 20]
+
+
+def test_a_worker_plans_buckets_from_the_head_of_the_manifest(tmp_path):
+    manifest = manifest_of([[("32", [9] * 5), ("32+64", [7] * 5)], [("32+80x48", [30]), ("48x16", [31])]])
+    storage.write_json(tmp_path / "manifest.json", manifest.to_dict())
+    sizes = {"resolution": {32: 0.5, 64: 0.5}, "latents_uri": str(tmp_path)}
+    config = TrainingConfig(**sizes, global_batch_size=4, units_per_step=2)
+    whole, head = (ingest.plan_run(ingest.read_manifests(config, heads), config) for heads in (False, True))
+    assert head.steps_per_epoch == whole.steps_per_epoch > 5
+    assert [head.latents_at(step) for step in range(99)] == [whole.latents_at(step) for step in range(99)]
+
+
+def test_a_bucket_that_fills_no_batch_is_left_out():
+    manifest = manifest_of([[("32+64", [64]), ("32+80x48", [10])]])
+    config = TrainingConfig(latents_uri="/a", resolution=64, global_batch_size=16)
+    plan = ingest.plan_run({"/a": manifest}, config)
+    assert plan.describe_buckets() == [
+        {"bucket": "64x64", "rows": 64, "steps": 4, "left_over": 0},
+        {"bucket": "80x48", "rows": 10, "steps": 0, "left_over": 10},
+    ]
+    with pytest.raises(ValueError) as error:
+        ingest.plan_run({"/a": manifest}, dataclasses.replace(config, global_batch_size=128))
+    assert str(error.value) == (
+        "global_batch_size=128 is more than the 64 rows of 64x64, the 10 rows of 80x48 of /a can fill: make it "
+        "smaller, or encode more data."
+    )
+
+
+def test_data_that_does_not_lie_by_bucket_is_not_mixed_with_data_that_does(build_manifest):
+    by_bucket = build_manifest(segments=[{**build_manifest().segments[0], "buckets": {"32+64": 128}}])
+    with pytest.raises(ValueError, match="^latents_uri mixes /b with /a, and /b was encoded by an earlier version, wh"):
+        ingest.check_mixture({"/a": by_bucket, "/b": build_manifest()})
 
 
 def test_a_block_holds_one_place_of_consecutive_steps():
@@ -243,7 +433,7 @@ def test_the_plan_stays_the_same_in_new_versions():
     files = [("a", [4, 4, 2]), ("b", [3, 4])]
     plan = ingest.Plan([ingest.Source.of("/one", files)], 2, 2, 4, seed=7)
     assert (plan.steps_per_epoch, plan.chunks_per_epoch, plan.chunk_range(2, 6)) == (4, 2, range(1, 3))
-    order, ends = plan.row_group_order(1)[0]
+    order, ends, _ = plan.row_group_order(1)[0]
     assert (order.tolist(), ends.tolist()) == ([3, 0, 2, 1, 4], [3, 7, 9, 13, 17])
     assert [(ranges, permutation.tolist()) for ranges, permutation in map(plan.chunk_rows, range(4))] == [
         ([[("a", 2, 0, 2), ("a", 0, 0, 4), ("b", 1, 0, 2)]], [0, 6, 7, 2, 4, 5, 1, 3]),
@@ -260,7 +450,7 @@ def test_the_plan_of_a_mixture_stays_the_same_in_new_versions():
     ]
     plan = ingest.Plan(sources, 1, 2, 8, seed=7, block_steps=2)
     assert (plan.steps_per_epoch, plan.chunks_per_epoch, plan.chunk_range(2, 13)) == (11, 3, range(0, 4))
-    assert [(order.tolist(), ends.tolist()) for order, ends in plan.row_group_order(1)] == [
+    assert [(order.tolist(), ends.tolist()) for order, ends, _ in plan.row_group_order(1)] == [
         ([3, 0, 2, 1, 4], [3, 7, 9, 13, 17]),
         ([0, 1], [5, 8]),
     ]

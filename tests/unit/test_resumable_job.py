@@ -30,10 +30,10 @@ WRONG = {
 }
 
 
-def job_of(folder, **changes):
+def job_of(folder, parameters=None, **changes):
     return resumable_job.Job(
         str(folder),
-        {"resolutions": [32]},
+        {"resolutions": [32], **(parameters or {})},
         {"encoder": {}, "columns": [], "scaling_factor": 1.0, "empty_caption_embedding": ""},
         plan=lambda: [resumable_job.Segment(0, ["a"], ROWS), resumable_job.Segment(1, ["b"], ROWS)],
         listing={},
@@ -54,7 +54,7 @@ class Reports:
         if self.error:
             raise self.error
         report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
-        report |= {"at": {}, "rejected": {}, "calls": [], "stages": {}}
+        report |= {"at": {}, "buckets": {}, "rejected": {}, "calls": [], "stages": {}}
         yield pa.table({"report": [json.dumps(report)]})
 
 
@@ -95,3 +95,11 @@ def test_an_error_that_would_come_again_ends_the_job(tmp_path, error):
     with pytest.raises(type(error)):
         job.run(pipeline)
     assert begun == [0] and not job.written_files()
+
+
+def test_a_job_of_an_earlier_version_is_gone_on_with(tmp_path):
+    """It had squares alone, and did not say which rows it held out."""
+    job_of(tmp_path).run(failing(job_of(tmp_path), [])[0])
+    assert job_of(tmp_path, {"aspect_ratios": [1.0], "size_multiple": 16, "validation_share": 0.1}).finished
+    with pytest.raises(ValueError, match=r"made with other parameters \(aspect_ratios=\[1.0\], not \[1.0, 2.0\]\)"):
+        job_of(tmp_path, {"aspect_ratios": (1.0, 2.0)})
