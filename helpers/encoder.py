@@ -99,6 +99,8 @@ class LatentEncoder:
         self.dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
         # The name tells encoders apart in the job's report.
         self.columns, self.batch_size, self.name = columns, batch_size, uuid.uuid4().hex[:8]
+        resolutions = [spec.resolution for spec in columns if spec.resolution]
+        self.several_shapes = len(resolutions) > len(set(resolutions))
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 
@@ -156,6 +158,8 @@ class LatentEncoder:
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
         for spec, (values, encoded_B) in encoded.items():
             columns[spec.name] = spec.encode(values, encoded_B & finite_B)
+            if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
+                columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
         reason = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
         call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
         return pa.table({**columns, schema.REASON: reason, "encoder_call": schema.once_per_call(call, len(rows), CALL)})

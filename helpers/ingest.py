@@ -296,9 +296,15 @@ class Plan:
         """(buckets,) steps of each in an epoch, which ends when the first resolution runs out of whole batches."""
         most = np.array([bucket.most_steps(self.batch_rows) for bucket in self.buckets])
         sizes = np.array([bucket.resolution for bucket in self.buckets])
+        weights = np.array([sum(source.proportion for source in bucket.sources) for bucket in self.buckets])
         shares = {int(size): self.shares.get(int(size), 1.0) for size in dict.fromkeys(sizes)}
-        rows = {size: int(most[sizes == size].sum()) for size in shares}
-        total = min(int(rows[size] / share + 1e-9) for size, share in shares.items())
+        for mine in (np.flatnonzero(sizes == size) for size in shares):
+            if len(mine) > 1:  # the first data set to run out ends all shapes: a mixture keeps its proportions
+                sources = [source for number in mine for source in self.buckets[number].sources]
+                room = min(source.num_rows / source.proportion for source in sources) / self.batch_rows
+                most[mine] = np.minimum(most[mine], np.ceil(room * weights[mine] - 1e-6))
+        steps = {size: int(most[sizes == size].sum()) for size in shares}
+        total = min(int(steps[size] / share + 1e-9) for size, share in shares.items())
         for size, count in zip(shares, apportion(total, list(shares.values())), strict=True):
             most[sizes == size] = apportion(count, most[sizes == size])
         return most
@@ -567,8 +573,10 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
             sources.append(Source.of(uri, files, config.proportions[uri]))
         else:
             sources += sources_by_shape(manifest, uri, number, config)
-    if len(widths := {source.latents.row_bytes for source in sources if source.latents}) > 1:
-        sources = [dataclasses.replace(source, padded_to=max(widths)) for source in sources]
+    columns = {source.latents.name: source.latents for source in sources if source.latents}
+    if len(columns) > 1:
+        widest = max(spec.row_bytes for spec in columns.values())
+        sources = [dataclasses.replace(source, padded_to=widest) for source in sources]
     num_rows = sum(source.num_rows for source in sources)
     chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows) // config.unit_rows)
     chunk_steps = max(1, chunk_units // config.units_per_step)
@@ -585,10 +593,13 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
         range(config.fewest_workers, config.most_workers + 1),
         shares=shares,
     )
-    if num_rows == 0 or plan.steps_per_epoch < 1:
-        rows = f"the {num_rows} rows"
-        if len(plan.sources) > len(manifests):
-            rows = ", ".join(f"the {one['rows']} rows of {one['bucket']}" for one in plan.describe_buckets())
+    at = {spec.resolution for spec in columns.values()}
+    absent = [size for size in config.resolutions if at and size not in at]
+    if num_rows == 0 or absent or plan.steps_per_epoch < 1:
+        rows = [f"the {num_rows} rows"]
+        if len(columns) + len(absent) > 1:
+            rows = [f"the {one['rows']} rows of {one['bucket']}" for one in plan.describe_buckets()]
+        rows = ", ".join([*rows, *(f"the 0 rows of {size} pixels" for size in absent)])
         raise ValueError(
             f"global_batch_size={config.global_batch_size} is more than {rows} of {config.latents_uri} can fill: make "
             "it smaller, or encode more data."

@@ -117,21 +117,25 @@ def write_latents(
     """
     started = time.perf_counter()
     name = f"{segment.index:06d}-{uuid.uuid4().hex[:12]}.parquet"
-    is_good = pc.equal(rows[schema.REASON], "")
-    good, bad = rows.filter(is_good), rows.filter(pc.invert(is_good))
-    report = {"files": [], "rejects": [], "written": len(good), "rejected": {}, "bytes": 0, "at": {}, "buckets": {}}
-    if len(good):
+    masks = by_bucket(rows, columns, validation_share)
+    report = {"files": [], "rejects": [], "rejected": {}, "bytes": 0, "at": {}}
+    report["buckets"] = {bucket: int(np.count_nonzero(mask)) for bucket, mask in masks.items()}
+    report["written"] = sum(report["buckets"].values())
+    if masks:
         layout = schema.latents_schema(id_type, columns)
-        tables = by_bucket(good.select(layout.names).cast(layout), columns, validation_share)
-        report["bytes"] = write_parquet(tables.values(), storage.join(latents_uri, "data", name))
-        report["buckets"] = {bucket: len(table) for bucket, table in tables.items()}
-        row_groups = {bucket: schema.row_groups(rows) for bucket, rows in report["buckets"].items()}
+        stored = rows.select(layout.names)
+        tables = (stored.filter(pa.array(mask)).cast(layout) for mask in masks.values())  # one at a time in memory
+        report["bytes"] = write_parquet(tables, storage.join(latents_uri, "data", name))
+        row_groups = {bucket: schema.row_groups(count) for bucket, count in report["buckets"].items()}
         file = {"name": name, "row_groups": list(itertools.chain.from_iterable(row_groups.values()))}
         report["files"] = [file | {"buckets": {bucket: len(groups) for bucket, groups in row_groups.items()}}]
-        report["at"] = {s.name: len(good) - good[s.name].null_count for s in columns if s.resolution}
-    if len(bad):
+        for bucket, count in report["buckets"].items():
+            for column in schema.bucket_columns(bucket):
+                report["at"][column] = report["at"].get(column, 0) + count
+    if report["written"] < len(rows):
         layout = schema.rejects_schema(id_type)
-        write_parquet([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
+        bad = rows.select(layout.names).filter(pc.not_equal(rows[schema.REASON], "")).cast(layout)
+        write_parquet([bad], storage.join(latents_uri, "rejects", name))
         report["rejects"] = [name]
         report["rejected"] = collections.Counter(bad[schema.REASON].to_pylist())
     report["calls"] = rows["encoder_call"].drop_null().to_pylist()
@@ -144,15 +148,16 @@ def write_latents(
     return pa.table({"report": [json.dumps(report)]})
 
 
-def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, pa.Table]:
-    """{bucket: its rows} of encoded rows: those trained on first, of these the ones with the most latents."""
+def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, np.ndarray]:
+    """{bucket: (B,) mask of its rows} of good encoded rows: those trained on first, of these with most latents."""
+    good_B = pc.equal(rows[schema.REASON], "").to_numpy()
     latents = [spec.name for spec in columns if spec.resolution]
     lacks = [rows[name].is_null().to_numpy() for name in latents]
     keys = np.column_stack([schema.held_out(rows[schema.ID].to_pylist(), validation_share), *lacks])
     found = {}
-    for key in np.unique(keys, axis=0):
+    for key in np.unique(keys[good_B], axis=0):
         name = schema.bucket_name([name for name, lacking in zip(latents, key[1:], strict=True) if not lacking], key[0])
-        found[name] = rows.filter(pa.array((keys == key).all(axis=1)))
+        found[name] = good_B & (keys == key).all(axis=1)
     return found
 
 

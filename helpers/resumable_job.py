@@ -171,9 +171,9 @@ class Job:
     def rows_per_file(self) -> int:
         """Rows that the write stage takes at a time: the more shapes there are, the more rows fill row groups of each.
 
-        With a fiftieth held out and pictures of all shapes alike, a row group has 50 rows in the mean.
+        With a fiftieth held out and pictures of all shapes alike, a row group has 48 rows or more in the mean.
         """
-        return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 3)
+        return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
     def write_arguments(self, segment: Segment) -> dict:
         """Arguments of `preprocess.write_latents`."""

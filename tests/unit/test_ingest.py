@@ -350,6 +350,24 @@ def test_data_sets_mix_within_a_batch_of_one_shape():
     assert plan.bucket_steps.tolist() == [40, 20]
 
 
+def test_a_mixture_keeps_its_proportions_where_shapes_differ():
+    """One to one, in all shapes together, though one data set is larger and has all the wide pictures."""
+    wide = manifest_of([[("32+64", [50] * 40), ("32+80x48", [50] * 40)]])
+    square = manifest_of([[("32+64", [50] * 20)]])
+    config = TrainingConfig(latents_uri={"/a": 1, "/b": 1}, resolution=64, global_batch_size=20)
+    plan = ingest.plan_run({"/a": wide, "/b": square}, config)
+    used = sum(steps_of(plan, 0, plan.steps_per_epoch), [])
+    assert len(used) == 2000 and sum(uri == "/a" for uri, *_ in used) == pytest.approx(1000, abs=20)
+    assert [one["left_over"] for one in plan.describe_buckets()] == pytest.approx([1500, 1500], abs=20)
+
+
+def test_a_size_of_which_all_rows_are_held_out_is_refused():
+    manifest = manifest_of([[("32", [64, 64]), ("held out 32+64", [3])]])
+    config = TrainingConfig(latents_uri="/a", resolution={32: 0.5, 64: 0.5}, global_batch_size=16)
+    with pytest.raises(ValueError, match="^global_batch_size=16 is more than the 128 rows of 32x32, the 0 rows of 64 "):
+        ingest.plan_run({"/a": manifest}, config)
+
+
 def test_a_worker_plans_buckets_from_the_head_of_the_manifest(tmp_path):
     manifest = manifest_of([[("32", [9] * 5), ("32+64", [7] * 5)], [("32+80x48", [30]), ("48x16", [31])]])
     storage.write_json(tmp_path / "manifest.json", manifest.to_dict())
