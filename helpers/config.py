@@ -25,6 +25,23 @@ def resolve_model(name: str) -> str:
     return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
 
 
+def check_order(workers: int | tuple[int, int]) -> int | tuple[int, int]:
+    if least_and_most(workers)[0] > least_and_most(workers)[1]:
+        raise ValueError("the least number is larger than the most")
+    return workers
+
+
+def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
+    """Of a number of workers, or of a pair of them."""
+    return (workers, workers) if isinstance(workers, int) else tuple(workers)
+
+
+def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
+    """Arguments of Ray Data's `ActorPoolStrategy`; of a pair, it has as many actors as there is work and room for."""
+    least, most = least_and_most(num_encoders)
+    return {"min_size": least, "max_size": most}
+
+
 # Types of parameters. The text says what a value must be: it completes the sentence of the error.
 Text = Annotated[str, "a text", BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)]
 Location = Annotated[Text, AfterValidator(lambda uri: storage.resolve(uri) if uri else "")]
@@ -34,6 +51,11 @@ Switch = Annotated[bool, "True or False"]
 Count = Annotated[int, "a whole number of at least 1", Field(ge=1)]
 CountOrZero = Annotated[int, "a whole number of at least 0", Field(ge=0)]
 OptionalCount = Annotated[Count | None, "a whole number of at least 1, or None"]
+Workers = Annotated[
+    Count | Annotated[tuple[Count, Count], Field(strict=False)],  # papermill gives a pair as a list
+    "a whole number of at least 1, or a pair (least, most) of them",
+    AfterValidator(check_order),
+]
 Amount = Annotated[float, "a number of at least 0", Field(ge=0)]
 Positive = Annotated[float, "more than 0", Field(gt=0)]
 Share = Annotated[float, "a share: at least 0, less than 1", Field(ge=0, lt=1)]
@@ -153,7 +175,7 @@ class PreprocessingConfig(Parameters):
     latents_uri: Location = ""
     # the machines
     num_transform_workers: Count = 1
-    num_encoders: Count = 1
+    num_encoders: Workers = 1
     gpus_per_encoder: Annotated[float, "0 (CPU), a share of a GPU, or more", Field(ge=0)] = 0
     encoder_accelerator_type: OptionalText = None
     dollars_per_hour: Amount = 0.0
@@ -184,6 +206,10 @@ class PreprocessingConfig(Parameters):
                         f"{width} x {height} pixels at resolution {resolution}, which {what}: leave that ratio out, or "
                         "use a smaller size_multiple."
                     )
+
+    @property
+    def most_encoders(self) -> int:
+        return least_and_most(self.num_encoders)[1]
 
     @property
     def shapes(self) -> dict[int, list[tuple[int, int]]]:
@@ -266,12 +292,6 @@ def read_sizes(value: Any) -> Any:
     return {int(size) if isinstance(size, str) and size.isdigit() else size: share for size, share in value.items()}
 
 
-def check_order(workers: int | tuple[int, int]) -> int | tuple[int, int]:
-    if isinstance(workers, tuple) and workers[0] > workers[1]:
-        raise ValueError("the least number is larger than the most")
-    return workers
-
-
 @checked
 class TrainingConfig(Parameters):
     """Latents -> a trained U-Net. `train_loop_config` is `to_dict()` of this."""
@@ -310,11 +330,7 @@ class TrainingConfig(Parameters):
     weight_decay: Amount = 0.01
     seed: CountOrZero = 0
     # the machines
-    num_training_workers: Annotated[
-        Count | Annotated[tuple[Count, Count], Field(strict=False)],  # papermill gives a pair as a list
-        "a whole number of at least 1, or a pair (least, most) of them",
-        AfterValidator(check_order),
-    ] = 1
+    num_training_workers: Workers = 1
     use_gpu: Switch = False
     training_accelerator_type: OptionalText = None
     strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = "ddp"
@@ -388,12 +404,11 @@ class TrainingConfig(Parameters):
 
     @property
     def fewest_workers(self) -> int:
-        return min(self.num_training_workers) if isinstance(self.num_training_workers, tuple) else self.most_workers
+        return least_and_most(self.num_training_workers)[0]
 
     @property
     def most_workers(self) -> int:
-        workers = self.num_training_workers
-        return max(workers) if isinstance(workers, tuple) else workers
+        return least_and_most(self.num_training_workers)[1]
 
     @property
     def resolutions(self) -> list[int]:

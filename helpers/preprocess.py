@@ -149,9 +149,10 @@ def write_latents(
 
 
 def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, np.ndarray]:
-    """{bucket: (B,) mask of its rows} of good encoded rows: those trained on first, of these with most latents."""
+    """{bucket: (B,) mask of its rows} of good encoded rows: first those trained on, of these squares of all sizes."""
     good_B = pc.equal(rows[schema.REASON], "").to_numpy()
-    latents = [spec.name for spec in columns if spec.resolution]
+    latents = sorted((spec for spec in columns if spec.resolution), key=lambda spec: spec.size[0] != spec.size[1])
+    latents = [spec.name for spec in latents]
     lacks = [rows[name].is_null().to_numpy() for name in latents]
     keys = np.column_stack([schema.held_out(rows[schema.ID].to_pylist(), validation_share), *lacks])
     found = {}
@@ -185,7 +186,7 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
     found = check(config)
     by_bucket = {name: getattr(config, name) for name in ("aspect_ratios", "size_multiple", "validation_share")}
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
-    rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.num_encoders
+    rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders
     return resumable_job.Job(
         config.latents_uri,
         found.parameters | by_bucket,

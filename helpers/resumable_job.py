@@ -24,6 +24,7 @@ import pyarrow as pa
 import ray
 
 from . import ingest, schema, storage
+from .config import least_and_most
 from .data_io import inputs
 from .runtime import lease
 
@@ -86,7 +87,7 @@ class Job:
         listing: {path: bytes} of the input, by which a rerun detects changed input.
         id_type: Arrow type of the stored ids.
         dollars_per_hour: price of the job's machines, for the report.
-        num_encoders: how many there should be, for their utilization.
+        num_encoders: how many there should be, or the least and the most, for their utilization.
         max_failures: how often a segment is begun again after a node, an actor or a worker was lost.
 
     Raises ValueError if `latents_uri` holds something else.
@@ -101,7 +102,7 @@ class Job:
         listing: dict[str, int],
         id_type: pa.DataType,
         dollars_per_hour: float = 0.0,
-        num_encoders: int = 1,
+        num_encoders: int | tuple[int, int] = 1,
         max_failures: int = 3,
     ):
         self.latents_uri, self.description, self.id_type = latents_uri, description, id_type
@@ -267,7 +268,6 @@ class Job:
         entry["encoders"] = len({call["encoder"] for call in calls})
         if calls:
             entry["encoded"] = [min(call["started"] for call in calls), max(call["ended"] for call in calls)]
-        # Of all encoders that there should be: one that got nothing to do was idle.
         entry["timeline"] = timeline(busy_seconds(calls), self.num_encoders, started)
         return entry
 
@@ -342,27 +342,39 @@ def add_report(entry: dict, report: dict) -> None:
 
 
 def busy_seconds(calls: list[dict]) -> dict[int, list[float]]:
-    """{second since 1970: [seconds that encoders computed in it, rows that they finished]} of encoder calls."""
-    busy = collections.defaultdict(lambda: [0.0, 0])
+    """{second since 1970: [seconds that encoders computed in it, rows that they finished, encoders]} of encoder calls.
+
+    An encoder counts from its first call to its last.
+    """
+    busy, spans = collections.defaultdict(lambda: [0.0, 0, 0]), {}
     for call in calls:
         for second in range(int(call["started"]), int(call["ended"]) + 1):
             busy[second][0] += max(0.0, min(call["ended"], second + 1) - max(call["started"], second))
         busy[int(call["ended"])][1] += call["rows"]
+        first, last = spans.get(call["encoder"], (call["started"], call["ended"]))
+        spans[call["encoder"]] = min(first, call["started"]), max(last, call["ended"])
+    for first, last in spans.values():
+        for second in range(int(first), int(last) + 1):
+            busy[second][2] += 1
     return dict(busy)
 
 
-def timeline(busy: dict[int, list[float]], num_encoders: int, started: float) -> list[list[float]]:
-    """[[seconds since the segment's start, encoder utilization (0 to 1), rows a second]], at most `TIMELINE` of them.
+def timeline(busy: dict[int, list[float]], num_encoders: int | tuple[int, int], started: float) -> list[list[float]]:
+    """[[seconds since the segment's start, encoder utilization (0 to 1), rows a second, encoders]].
 
-    The first and the last second, which are not whole, are left out.
+    At most `TIMELINE` of them; the first and the last second, which are not whole, are left out. The utilization is
+    that of all encoders that there should be: one that got nothing to do was idle. Between the least and the most it is
+    that of those that were there.
     """
-    whole, points = range(min(busy) + 1, max(busy)) if busy else range(0), []
+    (least, most), points = least_and_most(num_encoders), []
+    whole = range(min(busy) + 1, max(busy)) if busy else range(0)
     length = max(1, -(-len(whole) // TIMELINE))
     for start in range(0, len(whole), length):
-        part = [busy.get(second, (0.0, 0)) for second in whole[start : start + length]]
-        share = sum(used for used, _ in part) / (num_encoders * len(part))
-        rate = sum(rows for _, rows in part) / len(part)
-        points.append([round(whole[start] - started, 1), round(share, 4), round(rate, 1)])
+        part = [busy.get(second, (0.0, 0, 0)) for second in whole[start : start + length]]
+        encoders = sum(min(max(number, least), most) for *_, number in part)
+        share, rate = sum(used for used, *_ in part) / encoders, sum(rows for _, rows, _ in part) / len(part)
+        point = round(whole[start] - started, 1), round(share, 4), round(rate, 1), round(encoders / len(part), 1)
+        points.append(list(point))
     return points
 
 
@@ -379,9 +391,9 @@ def summarize(entries: list[dict], dollars_per_hour: float = 0.0) -> dict:
     encoded = sum(entry["read"] - entry["filtered"] for entry in entries)
     points, before = [], 0.0
     for entry in entries:
-        points += [[round(before + at, 1), share, rate] for at, share, rate in entry["timeline"]]
+        points += [[round(before + at, 1), *rest] for at, *rest in entry["timeline"]]
         before += entry["seconds"]
-    shares = [share for _, share, _ in points]
+    shares = [share for _, share, *_ in points]
     dollars = seconds / 3600 * dollars_per_hour
     return {
         "bytes": sum(entry["bytes"] for entry in entries),

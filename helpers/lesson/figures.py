@@ -148,17 +148,17 @@ def architecture(
     """The pipeline as boxes and arrows, with how many processes do each part, and on what.
 
     `mode`: "offline" keeps latents in a store between two jobs, "online" streams them through one. `highlight`:
-    "preprocessing" or "training" dims the other half. `num_training_workers` may be a pair (least, most).
+    "preprocessing" or "training" dims the other half. `num_encoders` and `num_training_workers` may be pairs (least,
+    most).
     """
     if mode not in ("offline", "online"):
         raise ValueError(f'mode={mode!r} is unknown: choose "offline" or "online".')
     if highlight not in (None, "preprocessing", "training"):
         raise ValueError(f'highlight={highlight!r} is unknown: choose "preprocessing", "training" or None.')
-    elastic = isinstance(num_training_workers, (tuple, list))
-    most = max(num_training_workers) if elastic else num_training_workers
+    most_encoders, most = np.max(num_encoders), np.max(num_training_workers)
     transforms = f"{num_transform_workers} {'task' if num_transform_workers == 1 else 'tasks'}\non CPU"
-    encoders = f"{num_encoders} {'actor' if num_encoders == 1 else 'actors'}\non {encoder_device}"
-    trainers = "{}-{}".format(*num_training_workers) if elastic else num_training_workers
+    encoders, trainers = ("-".join(map(str, np.unique(count))) for count in (num_encoders, num_training_workers))
+    encoders = f"{encoders} {'actor' if most_encoders == 1 else 'actors'}\non {encoder_device}"
     trainers = f"{trainers} {'worker' if most == 1 else 'workers'}\non {training_device}"
     first, last = "preprocessing", "training"
     # half, colour, title, what it does, where, number of processes (0: a store), what flows on to the next box
@@ -173,7 +173,7 @@ def architecture(
             num_transform_workers,
             "pixels\ntokens",
         ),
-        (first, ORANGE, "Encode", "VAE and\ntext encoder", encoders, num_encoders, "latents\ntext"),
+        (first, ORANGE, "Encode", "VAE and\ntext encoder", encoders, most_encoders, "latents\ntext"),
         ("both", GREEN, "Latents", "Parquet and\nmanifest", "local\nor s3://", 0, "batches"),
         (last, BLUE, "Train", "U-Net only", trainers, most, "weights"),
         (last, PURPLE, "Sample", "prompts to\npictures", "diffusers\npipeline", 1, ""),
@@ -273,8 +273,8 @@ def stage_throughput(frame):
 def encoder_utilization(frame, *, goal=0.95):
     """Share of their time that the encoders compute, and images/s, since the encoders' first batch.
 
-    `frame`: columns seconds, busy (0 to 1), images_per_second. The time before the first row, in which models are
-    loaded, is left out.
+    `frame`: columns seconds, busy (0 to 1), images_per_second; and encoders, whose number is drawn if it changes. The
+    time before the first row, in which models are loaded, is left out.
     """
     frame = _frame(frame, "the timeline", "seconds", "busy", "images_per_second")
     seconds, busy, rate = frame["seconds"] - frame["seconds"].iloc[0], 100 * frame["busy"], frame["images_per_second"]
@@ -287,7 +287,13 @@ def encoder_utilization(frame, *, goal=0.95):
     top.set(ylabel="encoders compute, %", ylim=(0, 108), title=title)
     bottom.plot(seconds, rate, color=BLUE, lw=2)
     bottom.set(xlabel="seconds since the first batch", ylabel="images/s", ylim=(0, 1.15 * max(rate.max(), 1e-9)))
-    return fig.described(f"Over {seconds.iloc[-1]:.0f} seconds {title}, at {rate.median():,.0f} images/s.")
+    said = f"Over {seconds.iloc[-1]:.0f} seconds {title}, at {rate.median():,.0f} images/s"
+    if frame.get("encoders", pd.Series()).nunique() > 1:
+        number = bottom.twinx()
+        number.step(seconds, frame["encoders"], where="post", color=ORANGE, lw=1.6)
+        number.set(ylabel="encoders", ylim=(0, 1.15 * frame["encoders"].max()))
+        said += f"; {frame['encoders'].min():g} to {frame['encoders'].max():g} encoders"
+    return fig.described(f"{said}.")
 
 
 def distribution(frame, *, max_tokens, resolutions):

@@ -20,15 +20,17 @@ from . import captioned_shapes
 
 def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.DataFrame:
     """Images a second of each stage, all its workers together: a frame for `figures.stage_throughput`."""
-    workers = {"transform": config.num_transform_workers, "encode": config.num_encoders, "write": 1}
+    workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     one = manifest.report["images_per_second_by_stage"]
     rates = [(stage, rate * workers[stage], workers[stage]) for stage, rate in one.items()]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 
 def encoder_timeline(manifest: schema.Manifest) -> pd.DataFrame:
-    """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
-    return pd.DataFrame(manifest.report["timeline"], columns=["seconds", "busy", "images_per_second"])
+    """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second, encoders."""
+    points, names = manifest.report["timeline"], ["seconds", "busy", "images_per_second", "encoders"]
+    known = min(map(len, points), default=len(names))  # earlier versions did not count encoders
+    return pd.DataFrame([point[:known] for point in points], columns=names[:known])
 
 
 def dataset_stats(

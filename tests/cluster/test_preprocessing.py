@@ -100,7 +100,7 @@ def test_the_report_says_what_a_job_took_and_what_images_cost(finished):
     assert report["images_per_second"] == manifest.total("written") / report["seconds"]
     million = report["seconds"] / 3600 * 2.5 / manifest.total("written") * 1e6
     assert report["dollars_per_hour"] == 2.5 and report["dollars_per_million_images"] == pytest.approx(million)
-    assert list(looks.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second"]
+    assert list(looks.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second", "encoders"]
     # One call of the encoder is time too.
     assert (
         0 < report["stage_seconds"]["encode"] <= report["encoding_seconds"] + 0.1
@@ -113,19 +113,26 @@ def test_the_timeline_says_when_an_encoder_computed():
     busy = resumable_job.busy_seconds(
         [{"encoder": "a", "started": start, "ended": end, "rows": rows} for start, end, rows in calls]
     )
-    assert {second: (pytest.approx(used), finished) for second, (used, finished) in busy.items()} == {
-        100: (0.5, 10),
-        101: (0.75, 0),
-        102: (1.0, 20),
-        103: (0.0, 5),
-        104: (0.25, 5),
+    assert {second: (pytest.approx(used), *rest) for second, (used, *rest) in busy.items()} == {
+        100: (0.5, 10, 1),
+        101: (0.75, 0, 1),
+        102: (1.0, 20, 1),
+        103: (0.0, 5, 1),
+        104: (0.25, 5, 1),
     }
-    assert resumable_job.timeline(busy, 1, started=99.0) == [[2.0, 0.75, 0], [3.0, 1.0, 20], [4.0, 0.0, 5]]
-    assert (
-        resumable_job.timeline(busy, 2, started=99.0)[0] == [2.0, 0.375, 0] and resumable_job.timeline({}, 1, 0.0) == []
-    )
-    long = resumable_job.timeline(dict.fromkeys(range(1000), (0.9, 7)), 1, 0.0)
-    assert len(long) <= resumable_job.TIMELINE and {(share, rate) for _, share, rate in long} == {(0.9, 7)}
+    assert resumable_job.timeline(busy, 1, started=99.0) == [[2.0, 0.75, 0, 1], [3.0, 1.0, 20, 1], [4.0, 0.0, 5, 1]]
+    assert resumable_job.timeline(busy, 2, started=99.0)[0] == [2.0, 0.375, 0, 2]
+    assert resumable_job.timeline({}, 1, 0.0) == []
+    long = resumable_job.timeline(dict.fromkeys(range(1000), (0.9, 7, 1)), 1, 0.0)
+    assert len(long) <= resumable_job.TIMELINE and {tuple(rest) for _, *rest in long} == {(0.9, 7, 1)}
+
+
+def test_the_timeline_of_an_elastic_pool_counts_who_is_there():
+    spans = [("a", 0.0, 8.0), ("b", 2.0, 3.0), ("b", 5.0, 6.0)]  # one computes all the time, one joins it
+    calls = [{"encoder": name, "started": start, "ended": end, "rows": 10} for name, start, end in spans]
+    points = resumable_job.timeline(resumable_job.busy_seconds(calls), (1, 4), started=0.0)
+    assert [encoders for *_, encoders in points] == [1, 2, 2, 2, 2, 2, 1]
+    assert [share for _, share, *_ in points] == [1, 1, 0.5, 0.5, 1, 0.5, 1]
 
 
 def test_a_survey_knows_sizes_and_whole_captions(finished):

@@ -112,7 +112,7 @@ def test_row_groups_hold_rows_of_one_bucket_as_the_manifest_says(folder):
     names, buckets = manifest.group_buckets
     ((name, row_groups),) = manifest.files
     with pq.ParquetFile(f"{uri}/data/{name}") as file:
-        assert file.num_row_groups == len(buckets) == len(row_groups)
+        assert file.num_row_groups == len(buckets) == len(row_groups) and names[buckets[0]] == "32+64"
         for group, bucket in enumerate(buckets):
             rows = file.read_row_group(group)
             has = [column for column in rows.column_names if "latents_" in column and rows[column].null_count == 0]

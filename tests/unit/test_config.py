@@ -4,7 +4,7 @@ import re
 import pytest
 
 from helpers import config, storage
-from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
 
 BAD_PREPROCESSING = [
     (
@@ -16,8 +16,13 @@ BAD_PREPROCESSING = [
     ({"input_format": "csv"}, "input_format='csv' is unknown: choose one of 'parquet', 'webdataset' or 'imagefolder'."),
     ({"num_transform_workers": 0}, "num_transform_workers=0 must be a whole number of at least 1."),
     ({"num_transform_workers": "two"}, "num_transform_workers='two' must be a whole number"),
-    ({"num_encoders": -1}, "num_encoders=-1 must be a whole number of at least 1."),
-    ({"num_encoders": True}, "num_encoders=True must be a whole number of at least 1."),
+    *[
+        (
+            {"num_encoders": encoders},
+            f"num_encoders={encoders!r} must be a whole number of at least 1, or a pair (least, most) of them.",
+        )
+        for encoders in (-1, True, 0, (0, 2), (3, 2), [1, 2, 3], "2", 1.5)
+    ],
     ({"encoder_batch_size": 1.5}, "encoder_batch_size=1.5 must be a whole number of at least 1."),
     ({"latents": "std"}, "latents='std' is unknown: choose one of 'moments' or 'mean'."),
     ({"text_precision": "int8"}, "text_precision='int8' is unknown: choose one of 'fp16' or 'fp8'."),
@@ -421,6 +426,14 @@ def test_ratios_that_come_to_one_shape_are_one_shape():
     fine = PreprocessingConfig(aspect_ratios=ratios, resolutions=[256], size_multiple=64).shapes[256]
     assert fine == [(192, 384), (192, 320), (256, 256), (320, 192), (384, 192)]
     assert PreprocessingConfig(resolutions=[8, 72]).shapes == {8: [(8, 8)], 72: [(72, 72)]}
+
+
+def test_encoders_are_so_many_or_between_the_least_and_the_most():
+    assert pool_size(3) == {"min_size": 3, "max_size": 3} and pool_size([2, 8]) == {"min_size": 2, "max_size": 8}
+    assert PreprocessingConfig(num_encoders=[2, 8]).most_encoders == 8 and PreprocessingConfig().most_encoders == 1
+    assert (
+        OnlineConfig.from_dict(json.loads(json.dumps(OnlineConfig(num_encoders=(1, 2)).to_dict()))).most_encoders == 2
+    )
 
 
 def test_pictures_that_are_encoded_online_are_squares():

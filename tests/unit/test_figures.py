@@ -175,7 +175,8 @@ def test_architecture_shows_counts_and_devices():
 
 
 def test_architecture_shows_a_range_of_workers():
-    assert "1-4 workers" in texts(figures.architecture(num_training_workers=(1, 4)))
+    shown = texts(figures.architecture(num_encoders=[2, 8], num_training_workers=(1, 4)))
+    assert "2-8 actors" in shown and "1-4 workers" in shown
 
 
 def test_only_the_offline_pipeline_has_a_store():
@@ -222,6 +223,9 @@ def test_encoders_busy_shows_the_median_and_the_goal():
 
 def test_utilization_starts_with_the_encoders_first_batch():
     assert figures.encoder_utilization(TIMELINE).axes[0].lines[0].get_xdata().tolist() == [0, 1, 2]
+    assert len(figures.encoder_utilization(TIMELINE.assign(encoders=2)).axes) == 2
+    growing = figures.encoder_utilization(TIMELINE.assign(encoders=[1, 2, 3]))
+    assert growing.axes[-1].get_ylabel() == "encoders" and "1 to 3 encoders" in growing.alt_text
 
 
 def test_distribution_says_what_is_cut_off_and_what_is_large_enough():

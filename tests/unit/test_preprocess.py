@@ -18,7 +18,7 @@ rows = preprocess.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=
 calls = pa.array([{"started": 0.0, "ended": 0.0}])
 segment = resumable_job.Segment(0, ["a"], 1)
 preprocess.write_latents(
-    rows.append_column("encoder_call", calls),
+    rows.append_column("encoder_call", calls).append_column("image_latents_32", pa.nulls(1, pa.binary(256))),
     latents_uri=tempfile.mkdtemp(),
     segment=segment,
     columns=[schema.ColumnSpec("image_latents_32", (2, 4, 4, 4))],
