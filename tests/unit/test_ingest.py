@@ -102,7 +102,7 @@ def bucket_plans(draw, sizes=None, most_sources=2, manifests=None):
         sources += ingest.sources_by_shape(manifest, uri, number, config)
         if manifests is not None:
             manifests[uri] = manifest
-    assume(sources)
+    assume({source.latents.resolution for source in sources} == set(config.resolutions))
     units_per_step, block_steps = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     plan = ingest.Plan(
         sources,
