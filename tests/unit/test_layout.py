@@ -106,7 +106,7 @@ def outside(names):
     return {name.partition(".")[0] for module in names for name, _ in imports(module)} - {NAME}
 
 
-@pytest.mark.parametrize(("module", "most_modules", "most_lines"), [("encoder", 4, 530), ("train", 13, 2690)])
+@pytest.mark.parametrize(("module", "most_modules", "most_lines"), [("encoder", 4, 550), ("train", 13, 2710)])
 def test_what_copying_costs(module, most_modules, most_lines):
     """`__init__` counts by its lines; a folder's `__init__` that holds no code is no module to read."""
     needed = closure(f"{NAME}.{module}")
@@ -127,7 +127,7 @@ def test_evaluate_needs_no_sample_data():
 
 def test_the_core_is_small():
     core = [name for name, path in MODULES.items() if path.parent == PACKAGE]
-    assert cost(core) <= 3470, {name: cost([name]) for name in core}
+    assert cost(core) <= 3490, {name: cost([name]) for name in core}
 
 
 def test_imports_make_no_circle():
