@@ -76,7 +76,7 @@ def write(folder, rows, columns, validation_share):
         segments=[entry],
     )
     storage.write_json(storage.join(folder, schema.MANIFEST), manifest.to_dict())
-    return schema.Manifest.read(str(folder))
+    return ingest.read_manifest(str(folder))
 
 
 @pytest.fixture
