@@ -342,7 +342,7 @@ class TrainingConfig(Parameters):
     checkpoint_every: Count = 250
     checkpoints_kept: Count = 2
     validate_every: CountOrZero = 500
-    validation_share: Share = 0.02  # online, and of latents of earlier versions; elsewhere 0 turns validation off
+    validation_share: Share = 0.02  # online; of stored latents, only 0 matters: no validation
     max_failures: CountOrZero = 3
     max_skipped_steps: CountOrZero = 0  # in a row, whose loss or gradient is not finite; one more ends the run
     hang_timeout: Annotated[float, "a number of seconds of more than 0", Field(gt=0)] = 600

@@ -30,8 +30,8 @@ block holds the units with the same place in `block_steps` consecutive steps. Ra
 documentation, so each row carries its unit's number and `worker_units` checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
-are not known beforehand to be unwanted are masked out of the loss instead: online, and of latents that earlier versions
-wrote, where all rows are one bucket whatever their size, and held-out ones lie among the others.
+are not known beforehand to be unwanted are masked out of the loss instead: online, where all rows are one bucket
+whatever their size, and held-out ones lie among the others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ import ray.data
 
 from . import schema, storage
 from .config import TrainingConfig
-from .schema import held_out
 
 UNIT, KEEP = "unit", "keep"
 VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
@@ -529,13 +528,12 @@ def read_manifest(latents_uri: str) -> schema.Manifest:
 def read_head(latents_uri: str) -> schema.Manifest:
     """A manifest without its files, their counts as one segment; of a large manifest, only the start is read."""
     segments, uri = '"segments": [', storage.join(latents_uri, schema.MANIFEST)
-    text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("{}", "", "")
-    values = json.loads(text + segments + "]}" if found else text)
-    if "written" not in values:  # of an earlier version, with the counts at the end
-        values = read_manifest(latents_uri).to_dict()
-    counts = {count: values[count] for count in ("read", "written", "filtered", "rejected")}
-    if values.get("buckets") is not None:
-        counts["buckets"] = values["buckets"]
+    text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("", "", "")
+    if not found:
+        return read_manifest(latents_uri)
+    values = json.loads(text + segments + "]}")
+    counts = ("read", "written", "filtered", "rejected", "buckets")
+    counts = {count: values[count] for count in counts if values.get(count) is not None}
     return schema.Manifest.from_dict({**values, "segments": [{"files": [], **counts}]})
 
 
@@ -543,12 +541,6 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
     """Raises ValueError if data sets of different encoders or layouts are mixed."""
     (first_uri, first), *others = manifests.items()
     for uri, manifest in others:
-        if (manifest.buckets is None) != (first.buckets is None):
-            earlier = uri if manifest.buckets is None else first_uri
-            raise ValueError(
-                f"latents_uri mixes {uri} with {first_uri}, and {earlier} was encoded by an earlier version, which did "
-                "not sort rows by size: encode it again."
-            )
         for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
@@ -678,17 +670,13 @@ def deal_out(
 # ---- reading what is planned
 
 
-def latents_dataset(
-    plan: Plan, first_step: int, num_steps: int, *, resolution: int | dict, validation_share: float
-) -> ray.data.Dataset:
+def latents_dataset(plan: Plan, first_step: int, num_steps: int) -> ray.data.Dataset:
     """Stored latents in the plan's order, from `first_step` on, as a Ray dataset of the plan's blocks.
 
-    Columns: id, caption, the latents of `resolution` (of a mapping: of all its sizes), the embeddings, `keep` (False:
-    masked out of the loss, because validation owns the row or it has no latents) and `unit`, the unit's number in the
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (True) and `unit`, its number in the
     run.
     """
-    read = functools.partial(read_latents, resolution=resolution, validation_share=validation_share)
-    return build_dataset(plan, first_step, num_steps, read)
+    return build_dataset(plan, first_step, num_steps, read_latents)
 
 
 def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -> ray.data.Dataset:
@@ -875,21 +863,14 @@ def worker_units(
         yield {unit: received.pop(unit) for unit in expected}
 
 
-def read_latents(
-    row_ranges: list[RowRange], source: Source, *, resolution: int | Iterable[int], validation_share: float
-) -> pa.Table:
-    """Rows of a latents folder, and `keep`; where rows lie by bucket, all are kept, with latents of one shape."""
-    folder, spec = storage.join(source.uri, "data"), source.latents
-    if spec:
-        rows = read_row_ranges(row_ranges, [schema.ID, schema.CAPTION, spec.name, schema.EMBEDDINGS], folder)
-        if source.padded_to:
-            rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[spec.name], source.padded_to))
-        return rows.append_column(KEEP, pa.array(np.ones(len(rows), dtype=bool)))
-    columns = [schema.latents_column(one) for one in ([resolution] if isinstance(resolution, int) else resolution)]
-    rows = read_row_ranges(row_ranges, [schema.ID, schema.CAPTION, *columns, schema.EMBEDDINGS], folder)
-    has_latents = np.any([rows[column].is_valid().to_numpy() for column in columns], axis=0)
-    keep = has_latents & ~held_out(rows[schema.ID].to_pylist(), validation_share)
-    return rows.append_column(KEEP, pa.array(keep))
+def read_latents(row_ranges: list[RowRange], source: Source) -> pa.Table:
+    """Rows of a latents folder at the source's shape, and `keep`: the plan has no row that is not trained on."""
+    spec = source.latents
+    columns = [schema.ID, schema.CAPTION, spec.name, schema.EMBEDDINGS]
+    rows = read_row_ranges(row_ranges, columns, storage.join(source.uri, "data"))
+    if source.padded_to:
+        rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[spec.name], source.padded_to))
+    return rows.append_column(KEEP, pa.array(np.ones(len(rows), dtype=bool)))
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
@@ -919,14 +900,11 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
         if manifest.online:
             uri = storage.join(uri, VALIDATION)
             manifest = read_manifest(uri)
-        find = _held_out_rows if manifest.buckets is None else _rows_of_held_out_buckets
-        tables += find(manifest, uri, config, wanted)
+        tables += _held_out_rows(manifest, uri, config, wanted)
     return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
 
 
-def _rows_of_held_out_buckets(
-    manifest: schema.Manifest, uri: str, config: TrainingConfig, wanted: int
-) -> list[pa.Table]:
+def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, wanted: int) -> list[pa.Table]:
     names, group_buckets = manifest.group_buckets
     latents = [spec.name for spec in manifest.latents_at(config.largest_resolution)]
     mine = [n for n, name in enumerate(names) if name.startswith(schema.HELD_OUT)]
@@ -938,30 +916,6 @@ def _rows_of_held_out_buckets(
     with ThreadPoolExecutor(16) as pool:  # a few rows of each file
         tables = list(pool.map(lambda rows: read_row_ranges([rows], columns, folder), ranges))
     return [pa.concat_tables(tables)[:wanted]] if tables else []
-
-
-def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, missing: int) -> list[pa.Table]:
-    columns = [schema.ID, schema.CAPTION, schema.latents_column(config.largest_resolution), schema.EMBEDDINGS]
-    tables, folder = [], storage.join(uri, "data")
-
-    def find_held_out(file):
-        """[(row group, mask of its held-out rows)] for the row groups that have such rows."""
-        name, row_groups = file
-        ranges = [RowRange(name, group, 0, rows) for group, rows in enumerate(row_groups)]
-        ids = read_row_ranges(ranges, [schema.ID], folder)[schema.ID].to_pylist()
-        masks = np.split(held_out(ids, config.validation_share), np.cumsum(row_groups)[:-1])
-        return [(row_range, mask) for row_range, mask in zip(ranges, masks, strict=True) if mask.any()]
-
-    with ThreadPoolExecutor(16) as pool:  # few rows are held out: read the ids of many files at once
-        for start in range(0, len(manifest.files), 64):
-            files = pool.map(find_held_out, manifest.files[start : start + 64])
-            for row_range, mask in itertools.chain.from_iterable(files):
-                rows = read_row_ranges([row_range], columns, folder).filter(pa.array(mask))
-                tables.append(rows.filter(rows[columns[2]].is_valid())[:missing])
-                missing -= tables[-1].num_rows
-                if missing <= 0:
-                    return tables
-    return tables
 
 
 def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:

@@ -135,7 +135,7 @@ def raw_rows(
 def read_raw(pieces: list[tuple], source: ingest.Source, *, config: OnlineConfig, validation_share: float) -> pa.Table:
     """The raw rows of `pieces` (see `ingest.Plan.chunk`), with `keep`."""
     rows = inputs.read_pieces(pieces, config, storage.join(source.uri, INDEX))
-    keep = ~ingest.held_out(inputs.row_ids(rows[config.id_column]).to_pylist(), validation_share)
+    keep = ~schema.held_out(inputs.row_ids(rows[config.id_column]).to_pylist(), validation_share)
     return inputs.to_raw_rows(rows, config).append_column(ingest.KEEP, pa.array(keep & filter_mask(rows, config)))
 
 
@@ -230,7 +230,7 @@ def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: Tr
             piece = (name, group, 0, num_rows)
             rows = inputs.read_pieces([piece], config, index_uri, without_pictures)
             ids = inputs.row_ids(rows[config.id_column]).to_pylist()
-            mine = ingest.held_out(ids, training.validation_share) & filter_mask(rows, config)
+            mine = schema.held_out(ids, training.validation_share) & filter_mask(rows, config)
             if mine.any() or not found:  # one table at least, for its columns
                 rows = inputs.read_pieces([piece], config, index_uri).filter(pa.array(mine))[:missing]
                 found.append(inputs.to_raw_rows(rows, config))

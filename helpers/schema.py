@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# Version 1 had `shapes` and `text_precision` in place of `columns`, version 2 no buckets; both are still read.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # 1 and 2 did not store rows by bucket
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
@@ -269,7 +268,7 @@ class Manifest:
 
     @property
     def buckets(self) -> dict[str, int] | None:
-        """Bucket -> rows; None of latents that earlier versions wrote, and where it is not known (online)."""
+        """Bucket -> rows; None where it is not known before they are encoded (online)."""
         if not all("buckets" in segment for segment in self.segments):
             return None
         return dict(sum((collections.Counter(segment["buckets"]) for segment in self.segments), collections.Counter()))
@@ -327,19 +326,15 @@ class Manifest:
     def from_dict(cls, values: dict) -> Manifest:
         """Raises ValueError for a schema version that this code does not read."""
         version = values.get("schema_version")
-        if version not in (1, 2, SCHEMA_VERSION):
+        if version != SCHEMA_VERSION:
             raise ValueError(
-                f"These latents have schema version {version!r}, this code reads 1 to {SCHEMA_VERSION}: encode the "
-                "data again with Preprocessing.ipynb."
+                f"These latents have schema version {version!r}, this code reads {SCHEMA_VERSION}: encode the data "
+                "again with Preprocessing.ipynb."
             )
-        if version == 1:
-            codecs = {EMBEDDINGS: values.get("text_precision", "fp16")}
-            columns = [ColumnSpec(name, shape, codecs.get(name, "fp16")) for name, shape in values["shapes"].items()]
-        else:
-            columns = [ColumnSpec(**spec) for spec in values["columns"]]
+        columns = [ColumnSpec(**spec) for spec in values["columns"]]
         names = {field.name for field in dataclasses.fields(cls)} & values.keys()
         known = {name: values[name] for name in names}
-        return cls(**{**known, "columns": columns, "schema_version": SCHEMA_VERSION})
+        return cls(**{**known, "columns": columns})
 
 
 def encode_embedding(array: np.ndarray) -> str:

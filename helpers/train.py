@@ -103,19 +103,15 @@ def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.
     Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is chosen;
     the workers read the choice (`restore`).
 
-    `make_dataset`: `ingest.latents_dataset`, or a function with its signature that encodes raw rows on the way.
+    `make_dataset`: `ingest.latents_dataset`, or a function that encodes raw rows on the way; it is also given
+    `resolution` and `validation_share`.
     """
     resume, manifests = choose_resume_point(config), ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
-    rows = make_dataset(
-        plan,
-        resume["step"],
-        config.max_steps,
-        resolution=config.resolution,
-        validation_share=config.validation_share,
-    )
-    if make_dataset is ingest.latents_dataset:  # the stage that reads makes whole blocks of any size
-        return rows
+    if make_dataset is ingest.latents_dataset:
+        return make_dataset(plan, resume["step"], config.max_steps)
+    options = {"resolution": config.resolution, "validation_share": config.validation_share}
+    rows = make_dataset(plan, resume["step"], config.max_steps, **options)
     return ingest.join_blocks(rows, plan, max(manifest.row_bytes for manifest in manifests.values()))
 
 

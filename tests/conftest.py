@@ -87,13 +87,17 @@ def build_manifest():
     """A function that makes a finished job's manifest, as `ingest.read_manifest` gives it; keywords change fields."""
 
     def build(row_groups=(64, 64), shapes=None, **changes):
-        rows = sum(row_groups)
+        rows, columns = sum(row_groups), [column for column in shapes or SHAPES if column != schema.EMBEDDINGS]
+        bucket = schema.bucket_name(columns, held_out=False)
+        file = {"name": "0.parquet", "row_groups": list(row_groups), "buckets": {bucket: len(row_groups)}}
         segment = {
             "index": 0,
-            "files": [{"name": "0.parquet", "row_groups": list(row_groups)}],
+            "files": [file],
             "rejects": [],
             "read": rows,
             "written": rows,
+            "buckets": {bucket: rows},
+            "at": dict.fromkeys(columns, rows),
             "rejected": {},
             "filtered": 0,
         }

@@ -146,12 +146,8 @@ def bare(config, num_steps, prepare=None):
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
     chunks = plan.chunk_range(0, num_steps)
-    read = functools.partial(
-        ingest.read_latents, resolution=config.resolution, validation_share=config.validation_share
-    )
-    tables = ingest.read_chunks(
-        {"id": range(len(chunks))}, plan=plan, first_chunk=chunks.start, first_step=0, num_steps=num_steps, read=read
-    )
+    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": num_steps, "read": ingest.read_latents}
+    tables = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     units = {}
     for table in tables:
         units.update(ingest.split_units(table, config.unit_rows))

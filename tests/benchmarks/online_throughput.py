@@ -49,7 +49,7 @@ class PlayedEncoder:
 
 def online_stream(plan, first_step, num_steps, *, num_encoders, started, **options):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
-    return ingest.latents_dataset(plan, first_step, num_steps, **options).map_batches(
+    return ingest.latents_dataset(plan, first_step, num_steps).map_batches(
         PlayedEncoder,
         fn_constructor_args=[started],
         batch_size=None,

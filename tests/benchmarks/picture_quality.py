@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, evaluate, ingest, schema
+from helpers import encoder, evaluate, schema
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -72,7 +72,7 @@ class Training:
 
     def __init__(self, recipe, seed, table, manifest):
         self.config = TrainingConfig(**recipe, seed=seed, validate_every=0)
-        keep = ~ingest.held_out(table["id"].to_pylist(), self.config.validation_share)
+        keep = ~schema.held_out(table["id"].to_pylist(), self.config.validation_share)
         self.rows = Unit.from_arrow(table.filter(pa.array(keep)).combine_chunks(), manifest, 64, 0)
         self.train_step = TrainStep(self.config, manifest)
         self.random, self.order = np.random.default_rng(seed), np.empty(0, dtype=np.int64)

@@ -46,7 +46,7 @@ def planned(uri, num_rows):
     )
     manifests = ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
-    data = ingest.latents_dataset(plan, 0, config.max_steps, resolution=256, validation_share=0)
+    data = ingest.latents_dataset(plan, 0, config.max_steps)
     data.context.execution_options = ingest.execution_options(config)  # as Ray Train sets them
     return data, manifests[uri]
 

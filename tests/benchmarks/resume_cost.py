@@ -27,7 +27,7 @@ def first_batch(config, step):
     ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    data = ingest.latents_dataset(plan, step, plan.steps_per_epoch, resolution=32, validation_share=0.02)
+    data = ingest.latents_dataset(plan, step, plan.steps_per_epoch)
     wanted = step * plan.units_per_step
     # Closed, or the rest of the epoch would be read beside the next measurement.
     with contextlib.closing(iter(data.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from helpers import encoder, evaluate, images, ingest, preprocess, schema, storage
+from helpers import encoder, evaluate, images, preprocess, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -131,7 +131,7 @@ def main():
         raw = pa.concat_tables([pq.read_table(path) for path in paths])
         raw = inputs.with_path(raw, paths[0])
     full, full_manifest = encode(config, raw)
-    held_out = ingest.held_out(full["id"].to_pylist(), 0.05)
+    held_out = schema.held_out(full["id"].to_pylist(), 0.05)
     prompts = captioned_shapes.held_out_prompts(arguments.prompts)
     print(
         f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; "

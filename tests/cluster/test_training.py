@@ -146,7 +146,7 @@ def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
     plan = ingest.plan_run(ingest.read_manifests(config), config)
 
     def ids():
-        rows = ingest.latents_dataset(plan, 3, 3 * plan.steps_per_epoch, resolution=32, validation_share=0)
+        rows = ingest.latents_dataset(plan, 3, 3 * plan.steps_per_epoch)
         return [tuple(block["id"].to_pylist()) for block in rows.iter_batches(batch_size=None, batch_format="pyarrow")]
 
     expected = ids()

@@ -1,6 +1,5 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
-import functools
 import pathlib
 
 import numpy as np
@@ -98,10 +97,9 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
     made_up.write_latents(uri, 512, shapes, rows_per_file=64)
     config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64, validation_share=0)
     plan = ingest.plan_run(ingest.read_manifests(config), config)
-    read = functools.partial(ingest.read_latents, resolution=32, validation_share=0)
 
     def rows():
-        options = {"first_chunk": 0, "first_step": 0, "num_steps": 16, "read": read}
+        options = {"first_chunk": 0, "first_step": 0, "num_steps": 16, "read": ingest.read_latents}
         return pa.concat_tables(ingest.read_chunks({"id": range(2)}, plan=plan, **options))
 
     expected = rows()

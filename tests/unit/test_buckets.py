@@ -117,7 +117,7 @@ def test_row_groups_hold_rows_of_one_bucket_as_the_manifest_says(folder):
             rows = file.read_row_group(group)
             has = [column for column in rows.column_names if "latents_" in column and rows[column].null_count == 0]
             assert all(rows[column].null_count in (0, len(rows)) for column in rows.column_names)
-            held = {bool(one) for one in ingest.held_out(rows["id"].to_pylist(), CONFIG.validation_share)}
+            held = {bool(one) for one in schema.held_out(rows["id"].to_pylist(), CONFIG.validation_share)}
             assert names[bucket] == schema.bucket_name(has, held.pop()) and not held
     assert manifest.buckets["32+64"] + manifest.buckets["held out 32+64"] == 20
     assert sum(manifest.buckets.values()) == manifest.total("written") == 60
@@ -155,9 +155,8 @@ def config_of(uri, **values):
 
 def batches(plan, config, manifest, last):
     """{step: its units}, as the reading tasks and a worker make them."""
-    read = lambda ranges, source: ingest.read_latents(ranges, source, resolution=64, validation_share=0.3)  # noqa: E731
     chunks = plan.chunk_range(0, last)
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": last, "read": read}
+    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": last, "read": ingest.read_latents}
     blocks = list(ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
     assert len({block.schema for block in blocks}) == 1  # whatever their shapes, blocks have the same columns
     units = {}
@@ -191,7 +190,7 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
         latents = plan.latents_at(step)
         stored, valid = latents.decode(encoded[latents.name].cast(latents.arrow_type))
         rows = [place[row_id] for unit in units for row_id in unit.ids]
-        assert valid[rows].all() and not ingest.held_out(list(range(70)), 0.3)[rows].any()
+        assert valid[rows].all() and not schema.held_out(list(range(70)), 0.3)[rows].any()
         np.testing.assert_array_equal(np.concatenate([unit.moments for unit in units]), stored[rows])
         metrics = state.step(step, units[: 1 + step % 2] if step else units)
         assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
@@ -210,7 +209,7 @@ def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, mo
         name for name in names if name.startswith("held out") and "64" in name or "96" in name and "held" in name
     }
     large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
-    expected = np.flatnonzero(ingest.held_out(list(range(70)), 0.3) & large)
+    expected = np.flatnonzero(schema.held_out(list(range(70)), 0.3) & large)
     assert sorted(rows["id"].to_pylist()) == expected.tolist()
     assert len(ingest.validation_rows(config, 2)) == 2
     assert ingest.validation_rows(dataclasses.replace(config, validation_share=0), 2) is None

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import json
 import pickle
 import threading
@@ -394,12 +393,6 @@ def test_a_bucket_that_fills_no_batch_is_left_out():
     )
 
 
-def test_data_that_does_not_lie_by_bucket_is_not_mixed_with_data_that_does(build_manifest):
-    by_bucket = build_manifest(segments=[{**build_manifest().segments[0], "buckets": {"32+64": 128}}])
-    with pytest.raises(ValueError, match="^latents_uri mixes /b with /a, and /b was encoded by an earlier version, wh"):
-        ingest.check_mixture({"/a": by_bucket, "/b": build_manifest()})
-
-
 def test_a_block_holds_one_place_of_consecutive_steps():
     plan = plan_of(["a"], [[64] * 3], 4, 2, 12, block_steps=3)
     numbers = [number for number, _ in dealt(plan, 0, 6)]
@@ -635,16 +628,6 @@ def test_the_head_of_a_manifest_is_read_without_its_files(tmp_path, build_manife
     assert head.to_dict() == {**manifest.to_dict(), "segments": head.segments} and head.files == []
 
 
-def test_the_head_of_an_earlier_manifest_is_found_too(tmp_path, build_manifest):
-    """They had their counts behind the segments."""
-    manifest = build_manifest()
-    values = manifest.to_dict()
-    moved = {name: values.pop(name) for name in ("segments", "read", "written", "filtered", "rejected")}
-    storage.write_json(tmp_path / "manifest.json", {**values, **moved})
-    head = ingest.read_head(str(tmp_path))
-    assert head.to_dict() == {**manifest.to_dict(), "segments": head.segments} and head.files == []
-
-
 # ---- reading what is planned
 
 
@@ -659,17 +642,17 @@ def write_latents(folder, table, build_manifest):
     files = []
     for name, part in (("a.parquet", table[:25]), ("b.parquet", table[25:])):
         pq.write_table(part, folder / "data" / name, row_group_size=10)
-        files.append({"name": name, "row_groups": [min(10, len(part) - start) for start in range(0, len(part), 10)]})
-    segment = {"index": 0, "files": files, "rejects": [], "read": 40, "written": 40, "filtered": 0, "rejected": {}}
+        row_groups = [min(10, len(part) - start) for start in range(0, len(part), 10)]
+        files.append({"name": name, "row_groups": row_groups, "buckets": {"32+64": len(row_groups)}})
+    segment = {**build_manifest().segments[0], "files": files, "read": 40, "written": 40, "buckets": {"32+64": 40}}
     storage.write_json(storage.join(folder, "manifest.json"), build_manifest(segments=[segment]).to_dict())
     return str(folder)
 
 
-def read(plan, first, last, resolution=64, validation_share=0.0):
+def read(plan, first, last):
     """What the reading tasks hand out, as one table."""
-    reader = functools.partial(ingest.read_latents, resolution=resolution, validation_share=validation_share)
     chunks = plan.chunk_range(first, last)
-    return pa.concat_tables(ingest.read_chunk(plan, chunk, first, last, reader) for chunk in chunks)
+    return pa.concat_tables(ingest.read_chunk(plan, chunk, first, last, ingest.read_latents) for chunk in chunks)
 
 
 def test_row_ranges_are_read_in_their_order(latents_uri):
@@ -681,10 +664,12 @@ def test_row_ranges_are_read_in_their_order(latents_uri):
 
 
 @pytest.mark.parametrize("block_steps", [1, 2])
-def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_latents, block_steps):
+def test_the_rows_that_were_planned_are_read(latents_uri, build_latents, block_steps):
     files = [("a.parquet", [10, 10, 5]), ("b.parquet", [10, 5])]
-    plan = ingest.Plan([ingest.Source.of(latents_uri, files)], 4, 2, 4, seed=1, block_steps=block_steps)
-    rows, ids = read(plan, 2, 8, validation_share=0.3), build_latents(40)["id"].to_pylist()
+    latents = schema.ColumnSpec("image_latents_64", (2, 4, 8, 8))
+    source = dataclasses.replace(ingest.Source.of(latents_uri, files), latents=latents)
+    plan = ingest.Plan([source], 4, 2, 4, seed=1, block_steps=block_steps)
+    rows, ids = read(plan, 2, 8), build_latents(40)["id"].to_pylist()
     at = {(latents_uri, "a.parquet", g, r): ids[10 * g + r] for g in range(3) for r in range(10) if 10 * g + r < 25}
     at |= {
         (latents_uri, "b.parquet", g, r): ids[25 + 10 * g + r] for g in range(2) for r in range(10) if 10 * g + r < 15
@@ -692,7 +677,7 @@ def test_the_rows_that_were_planned_are_read_and_marked(latents_uri, build_laten
     travelling = dealt(plan, 2, 8)
     assert rows["id"].to_pylist() == [at[row] for _, unit in travelling for row in unit]
     assert rows["unit"].to_pylist() == np.repeat([number for number, _ in travelling], 4).tolist()
-    assert rows["keep"].to_pylist() == [not held for held in ingest.held_out(rows["id"].to_pylist(), 0.3)]
+    assert all(rows["keep"].to_pylist())
     assert rows.column_names == ["id", "caption", "image_latents_64", "caption_embeddings", "keep", "unit"]
     expected = build_latents(40).take(rows["id"])
     for column in ("image_latents_64", "caption_embeddings", "caption"):
@@ -799,26 +784,3 @@ def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manif
     assert plan.steps_per_epoch == 6 and len(rows) == 48 and from_second.sum() == 12
     units = np.array(rows["unit"])
     assert all(from_second[units // 2 == step].sum() == 2 for step in range(6))
-
-
-def test_rows_without_latents_are_masked_not_dropped(tmp_path, build_latents):
-    valid = np.arange(20) % 3 != 0
-    table = build_latents(20)
-    values, _ = schema.from_binary(table["image_latents_64"], (2, 4, 8, 8))
-    table = table.set_column(
-        table.column_names.index("image_latents_64"), "image_latents_64", schema.to_binary(values, valid)
-    )
-    (tmp_path / "data").mkdir()
-    pq.write_table(table, tmp_path / "data" / "a.parquet")
-    plan = ingest.Plan([ingest.Source.of(str(tmp_path), [("a.parquet", [20])])], 5, 2, 2, seed=0)
-    rows = read(plan, 0, 2)
-    assert sorted(rows["id"].to_pylist()) == list(range(20))
-    assert rows["keep"].to_pylist() == [bool(valid[i]) for i in rows["id"].to_pylist()]
-
-
-def test_validation_takes_the_held_out_rows_that_have_latents(latents_uri):
-    config = TrainingConfig(latents_uri=latents_uri, validation_share=0.3)
-    held = [i for i in range(40) if ingest.held_out([i], 0.3)[0]]
-    assert ingest.validation_rows(config, 100)["id"].to_pylist() == held
-    assert ingest.validation_rows(config, 3)["id"].to_pylist() == held[:3]
-    assert ingest.validation_rows(TrainingConfig(latents_uri=latents_uri, validation_share=0), 3) is None
