@@ -33,8 +33,6 @@ TIMELINE = 60  # points of a segment in the report
 SEGMENTS, JOB, PLAN = "segments", "job.json", "plan.json"  # the folder of an unfinished job's entries, and files in it
 FILE_NAME = re.compile(r"\d{6}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed
 STAGES = ("transform", "encode", "write")
-# What jobs of earlier versions had in place of parameters that they did not know; for others, any value.
-EARLIER = {"aspect_ratios": [1.0], "size_multiple": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Job:
         else:
             return
         for name, value in self.parameters.items():
-            if (before := earlier.get(name, EARLIER.get(name, value))) != value:
+            if (before := earlier.get(name)) != value:
                 what = f"{name}={before!r}, not {value!r}"
                 raise ValueError(
                     f"latents_uri={self.latents_uri!r} holds data that was made with other parameters "

@@ -329,7 +329,7 @@ class Manifest:
         if version != SCHEMA_VERSION:
             raise ValueError(
                 f"These latents have schema version {version!r}, this code reads {SCHEMA_VERSION}: encode the data "
-                "again with Preprocessing.ipynb."
+                "again with Preprocessing.ipynb, into another latents_uri."
             )
         columns = [ColumnSpec(**spec) for spec in values["columns"]]
         names = {field.name for field in dataclasses.fields(cls)} & values.keys()
