@@ -237,6 +237,18 @@ def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
     assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
 
 
+@pytest.mark.variants
+def test_a_pool_of_encoders_that_grows_writes_the_same_rows(encoded, tmp_path):
+    finished, expected = encoded
+    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"), num_encoders=(1, 2))
+    manifest = encode(config)
+    rows, others = (
+        table_of(*one).sort_by("id") for one in ((config.latents_uri, manifest), (finished.latents_uri, expected))
+    )
+    assert rows["id"] == others["id"] and manifest.buckets == expected.buckets
+    assert 1 <= manifest.report["encoders"] <= 2
+
+
 class FooterlessFiles(pa.fs.FSSpecHandler):
     """Files on a disk, of which the first actor that opens one is killed: Ray Data's, which reads Parquet footers."""
 

@@ -103,7 +103,7 @@ NAMES = set(DEFAULTS) | {
     "trackers",
 }
 SHRUNK = {
-    "Preprocessing.ipynb": {"limit": 320, "resolutions": [32]},
+    "Preprocessing.ipynb": {"limit": 320, "resolutions": [32], "validation_share": 0.05},
     "Training.ipynb": {
         "resolution": 32,
         "max_steps": 12,
