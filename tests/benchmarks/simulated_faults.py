@@ -23,6 +23,7 @@ import time
 import numpy as np
 import pandas as pd
 import ray
+import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
@@ -48,6 +49,8 @@ def played_loop(file, unit_seconds, values):
     def played_step(self, step, units):
         began = time.time()
         time.sleep(unit_seconds * len(units))
+        if context.get_world_size() > 1:  # as the gradients': a worker does not go on without the others
+            torch.distributed.all_reduce(torch.zeros(1))
         if context.get_world_rank() == 0:
             with open(file, "a") as lines:
                 lines.write(f"{group} {step + 1} {began} {time.time()} {context.get_world_size()}\n")
@@ -226,7 +229,8 @@ def main():
 
         first = real("first", at(1.7, 5.7), workers=2).run()
         killed = real("killed", at(0.7, 2.7, 4.7), workers=2).run()
-        lose = functools.partial(RealRun.lose_node, node=second, seconds=0.3 * given.steps * given.seconds)
+        away = given.steps * given.seconds  # longer than a restart: the run goes on with one worker meanwhile
+        lose = functools.partial(RealRun.lose_node, node=second, seconds=away)
         elastic = real("elastic", at(2.7, action=lose), workers=(1, 2)).run()
 
     pace = (first.steps["began"].shift(-1) - first.steps["began"])[
