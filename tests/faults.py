@@ -175,7 +175,8 @@ def loop_with_slow_parts(seconds):
 
 
 DRIVER = """
-    import os, signal, threading
+    import faulthandler, os, signal, threading, traceback
+    faulthandler.dump_traceback_later(600, exit=True)
     from helpers import preprocess, storage, train
     from helpers.config import PreprocessingConfig, TrainingConfig
     from helpers.runtime import monitoring, session
@@ -184,9 +185,13 @@ DRIVER = """
 
     def die_when(reached):
         def watch():
-            while not reached():
-                threading.Event().wait(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                while not reached():
+                    threading.Event().wait(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            except BaseException:  # this thread's alone: the driver would never end
+                traceback.print_exc()
+                os._exit(1)
         threading.Thread(target=watch, daemon=True).start()
 
     session.connect("local", num_cpus=6)
@@ -196,7 +201,7 @@ DRIVER = """
 def run_driver(text):
     """A driver of its own, with a Ray of its own, that ends by SIGKILL; returns what it printed."""
     script = textwrap.dedent(DRIVER) + textwrap.dedent(text)
-    done = subprocess.run([sys.executable, "-u", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-u", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     return done.stdout
 
