@@ -35,6 +35,7 @@ _WHY = {
         "row_filter": "as Stable Diffusion 2 was filtered",
         "limit": "all rows",
         "resolutions": "both phases in one pass",
+        "size_multiple": "what the U-Net can halve three times",
         "resolution": "phase 1 small, phase 2 large",
         "init_from": "phase 2 starts from phase 1's weights",
     },

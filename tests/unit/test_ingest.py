@@ -573,7 +573,7 @@ def test_the_plan_does_not_depend_on_workers_or_micro_batches(build_manifest):
 def test_chunks_are_sized_by_bytes_and_large_units_travel_alone(build_manifest):
     """174 kB a row, as Stable Diffusion 2 with 1024-wide captions: a few hundred rows a chunk."""
     shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
-    config = TrainingConfig(global_batch_size=64, latents_uri="/a")
+    config = TrainingConfig(global_batch_size=64, latents_uri="/a", resolution=256)
     plan = ingest.plan_run({"/a": build_manifest([64] * 1000, shapes=shapes)}, config)
     assert 0.5 < plan.chunk_units * 64 * (16384 + 157696) / ingest.CHUNK_BYTES <= 1
     assert plan.block_steps == 1

@@ -167,9 +167,8 @@ def test_latents_of_another_number_of_channels_are_refused(build_manifest):
 
 
 def test_latents_that_the_unet_cannot_halve_are_refused(build_manifest):
-    manifest = build_manifest()
-    columns = [*manifest.columns, schema.ColumnSpec("image_latents_72", (2, 4, 9, 9))]
-    manifest = dataclasses.replace(manifest, columns=columns, resolutions=[72])
+    shapes = {**build_manifest().shapes, "image_latents_72": (2, 4, 9, 9)}
+    manifest = build_manifest(shapes=shapes, resolutions=[72])
     assert message(manifest, resolution=72) == (
         "resolution=72 makes latents of 9 x 9, which unet_config='tiny' cannot halve 1 times: use a multiple of 16."
     )
