@@ -103,6 +103,8 @@ class ColumnSpec:
         fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
         values of null rows are arbitrary.
         """
+        # Encoders write several shapes as `large_binary`.
+        column = column if pa.types.is_fixed_size_binary(column.type) else column.cast(self.arrow_type)
         stored_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
         stored_BX = stored_BX[:, : self.row_bytes]  # rows may be padded (`pad`)
         if self.codec == "fp8":

@@ -31,7 +31,7 @@ BAD_PREPROCESSING = [
     ({"max_pixels": None}, "max_pixels=None must be a whole number of at least 1."),
     (
         {"max_aspect_ratio": 0.5},
-        "max_aspect_ratio=0.5 must be a number of at least 1 (longer side / shorter side), or None.",
+        "max_aspect_ratio=0.5 must be at least 1 (longer side / shorter side), or None.",
     ),
     ({"max_aspect_ratio": "2"}, "max_aspect_ratio='2' must be a number of at least 1"),
     ({"upscale": 1}, "upscale=1 must be True or False."),
@@ -436,8 +436,10 @@ def test_encoders_are_so_many_or_between_the_least_and_the_most():
     )
 
 
-def test_pictures_that_are_encoded_online_are_squares():
+@pytest.mark.parametrize("given", [{"aspect_ratios": [1, 2]}, {"width_column": "w"}, {"height_column": "h"}])
+def test_online_shapes_need_width_and_height_columns(given):
     with pytest.raises(
-        ValueError, match=r"^aspect_ratios=\[1, 2\] must be \[1\]: pictures that are encoded on the way"
+        ValueError, match=r"^width_column=.* and height_column=.*: name both columns or neither; aspect"
     ):
-        OnlineConfig(aspect_ratios=[1, 2])
+        OnlineConfig(**given)
+    assert OnlineConfig(aspect_ratios=[1, 2], width_column="w", height_column="h").shapes[32] == [(32, 32), (48, 16)]
