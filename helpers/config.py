@@ -427,7 +427,7 @@ class TrainingConfig(Parameters):
     def resolution_at(self, step: int) -> int:
         """The size of all pictures of step `step` (from 0): the same on every worker and after every resume.
 
-        Where rows do not lie by bucket, as online; elsewhere `ingest.Plan.latents_at` says it.
+        Of latents that earlier versions wrote; elsewhere `ingest.Plan.latents_at` says it.
         Multiples of the golden ratio spread evenly over [0, 1), so every window of steps has each size in its share.
         """
         if not isinstance(self.resolution, dict):

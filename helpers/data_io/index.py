@@ -52,7 +52,8 @@ def make(
     uri = storage.join(index_uri, key)
     if storage.exists(storage.join(uri, REPORT)):
         return key, storage.read_json(storage.join(uri, REPORT))
-    if storage.list_folders(index_uri) and not storage.exists(uri):
+    others = [folder for folder in storage.list_folders(index_uri) if not storage.name(folder).startswith(key)]
+    if others and not storage.exists(uri):
         print(f"The index at {index_uri} is of other files, or of other parameters: one is made for these.")
     files = [{"path": path, "rows": rows} for path, rows in files_of(paths, config)]
     one = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)

@@ -8,11 +8,12 @@ import tarfile
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import images, ingest, online, schema, storage
+from helpers import encoder, images, ingest, online, schema, storage, train_step
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.data_io import index, readers
 
@@ -124,6 +125,12 @@ def test_shapes_come_from_columns(tmp_path):
             assert {size_of[row_id] for row_id in mine["id"].to_pylist()} <= expected
             steps = np.unique(mine["unit"].to_numpy() // plan.units_per_step)
             assert all(plan.latents_at(step).name == f"image_latents_{column}" for step in steps)
+    # The last unit, encoded with the rows of other shapes beside it, as a trainer takes it.
+    unit, latent_encoder = rows["unit"].to_numpy()[-1], encoder.LatentEncoder(*encoder.arguments(raw))
+    mine = latent_encoder(rows).filter(pc.equal(rows["unit"], unit))
+    spec = plan.latents_at(unit // plan.units_per_step)
+    taken = train_step.Unit.from_arrow(mine, manifest, spec, 0)
+    assert taken.keep_U.all() and taken.moments.shape == (8, *spec.shape)
 
 
 def test_columns_that_lie_are_found_at_decoding(tmp_path):
