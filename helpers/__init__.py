@@ -25,6 +25,7 @@ data_io/            raw data
     readers         Parquet, WebDataset tars, image folders
     inputs          the files and rows of a job; every format gives the same four columns
     filters         `row_filter` as a Ray Data expression
+    index           which raw rows an online run uses, and where they lie, from their columns alone
     checks          checks of the raw data before a job starts
 runtime/            support at run time
     session         connecting to Ray, shared storage, GPUs

@@ -7,7 +7,6 @@ the parameter, its value and what to change.
 import ast
 import dataclasses
 import difflib
-import itertools
 import json
 import os
 import typing
@@ -159,9 +158,7 @@ class PreprocessingConfig(Parameters):
     ] = (1.0,)
     size_multiple: Count = 16  # pixels; sides of pictures that are not square are multiples of it
     upscale: Switch = False
-    max_aspect_ratio: Annotated[
-        float | None, "a number of at least 1 (longer side / shorter side), or None", Field(ge=1)
-    ] = None
+    max_aspect_ratio: Annotated[float | None, "at least 1 (longer side / shorter side), or None", Field(ge=1)] = None
     max_pixels: Count = 89_478_485  # Pillow's own limit against decompression bombs
     # the encoder
     encoder_model: Model = "tiny-sd"  # becomes "hub/id@revision" where a revision is given
@@ -239,26 +236,26 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-def check_square(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if set(ratios) != {1.0}:
-        raise ValueError("not square")
-    return ratios
-
-
 @checked
 class OnlineConfig(PreprocessingConfig):
     """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
 
-    aspect_ratios: Annotated[
-        tuple[float, ...],
-        "[1]: pictures that are encoded on the way to the trainers are squares",
-        Field(strict=False, min_length=1),
-        AfterValidator(check_square),
-    ] = (1.0,)
+    width_column: OptionalText = None  # of pictures, in pixels; with both, their shapes are known before they are read
+    height_column: OptionalText = None
+    read_ahead_bytes: Count = 2**31  # of raw row groups that are kept, so that several chunks need one read
     random_crop: Annotated[
         float, "a share of the picture's shorter side: more than 0, at most 1 (the centre square)", Field(gt=0, le=1)
     ] = 1.0
     horizontal_flip: Switch = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = [self.width_column, self.height_column]
+        if None in sizes and (any(sizes) or set(self.aspect_ratios) != {1.0}):
+            raise ValueError(
+                f"width_column={sizes[0]!r} and height_column={sizes[1]!r}: name both columns or neither; "
+                f"aspect_ratios={list(self.aspect_ratios)} other than [1] need both."
+            )
 
 
 def check_names(cells: Sequence[str]) -> None:
@@ -425,18 +422,6 @@ class TrainingConfig(Parameters):
     def largest_resolution(self) -> int:
         """What is validated and sampled at."""
         return self.resolutions[-1]
-
-    def resolution_at(self, step: int) -> int:
-        """The size of all pictures of step `step` (from 0): the same on every worker and after every resume.
-
-        Where rows do not lie by bucket, as online; elsewhere `ingest.Plan.latents_at` says it.
-        Multiples of the golden ratio spread evenly over [0, 1), so every window of steps has each size in its share.
-        """
-        if not isinstance(self.resolution, dict):
-            return self.resolution
-        ends = list(itertools.accumulate(self.resolution[size] for size in self.resolutions))
-        point = (step * 0.6180339887498949) % 1.0 * ends[-1]
-        return next(size for size, end in zip(self.resolutions, ends, strict=True) if point < end)
 
     @property
     def unit_rows(self) -> int:

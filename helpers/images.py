@@ -123,6 +123,18 @@ def nearest_shape(size: tuple[int, int], shapes: Sequence[tuple[int, int]]) -> t
     return min(shapes, key=lambda shape: abs(math.log(ratio * shape[1] / shape[0])))
 
 
+def reached_shapes(size: tuple[int, int], config: Any) -> tuple[list[tuple[int, int]], str]:
+    """Of a picture's size (width, height) `(the nearest shape of each resolution that it reaches, why there is none)`.
+
+    `config`: a `PreprocessingConfig`.
+    """
+    if config.max_aspect_ratio is not None and max(size) > config.max_aspect_ratio * min(size):
+        return [], f"longer than {config.max_aspect_ratio:g} times its shorter side"
+    nearest = [nearest_shape(size, shapes) for shapes in config.shapes.values()]
+    found = [shape for shape in nearest if config.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
+    return found, "" if found else f"smaller than {config.resolutions[0]} pixels"
+
+
 def to_pixels(image: Image.Image) -> np.ndarray:
     """(H, W, 3) uint8."""
     return np.asarray(image, dtype=np.uint8)

@@ -30,8 +30,8 @@ block holds the units with the same place in `block_steps` consecutive steps. Ra
 documentation, so each row carries its unit's number and `worker_units` checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
-are not known beforehand to be unwanted are masked out of the loss instead: online, where all rows are one bucket
-whatever their size, and held-out ones lie among the others.
+are not known beforehand to be unwanted are masked out of the loss instead: online, pictures that turn out to be
+unusable.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ class Source:
     def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
         """Rows of row group number `group` of the data set, by file."""
         file = np.searchsorted(self.first_group, group, side="right") - 1
-        return RowRange(
-            self.file_names[file].as_py(), int(group - self.first_group[file]), int(first_row), int(num_rows)
-        )
+        name, number = self.file_names[file].as_py(), int(group - self.first_group[file])
+        return RowRange(name, number, int(first_row), int(num_rows))
 
     def row_ranges(
         self, order: np.ndarray, ends: np.ndarray, first_rows: dict[int, int], start: int, stop: int
@@ -560,12 +559,8 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
     row_bytes, shares = next(iter(manifests.values())).row_bytes, config.resolution_shares
     sources = []
     for number, (uri, manifest) in enumerate(manifests.items()):
-        if manifest.buckets is None:
-            files = manifest.files or [("", [manifest.total("written")])]
-            sources.append(Source.of(uri, files, config.proportions[uri]))
-        else:
-            sources += sources_by_shape(manifest, uri, number, config)
-    columns = {source.latents.name: source.latents for source in sources if source.latents}
+        sources += sources_by_shape(manifest, uri, number, config)
+    columns = {source.latents.name: source.latents for source in sources}
     if len(columns) > 1:
         widest = max(spec.row_bytes for spec in columns.values())
         sources = [dataclasses.replace(source, padded_to=widest) for source in sources]
@@ -586,7 +581,7 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
         shares=shares,
     )
     at = {spec.resolution for spec in columns.values()}
-    absent = [size for size in config.resolutions if at and size not in at]
+    absent = [size for size in config.resolutions if size not in at]
     if num_rows == 0 or absent or plan.steps_per_epoch < 1:
         rows = [f"the {num_rows} rows"]
         if len(columns) + len(absent) > 1:
@@ -679,13 +674,15 @@ def latents_dataset(plan: Plan, first_step: int, num_steps: int) -> ray.data.Dat
     return build_dataset(plan, first_step, num_steps, read_latents)
 
 
-def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -> ray.data.Dataset:
-    """The rows that `read(row ranges, source)` returns, with a column `keep`, as a Ray dataset of the plan's blocks.
+def build_dataset(
+    plan: Plan, first_step: int, num_steps: int, read: ReadRows, chunks_per_task: int = CHUNKS_PER_TASK
+) -> ray.data.Dataset:
+    """The rows that `read(row ranges, source)` returns, as a Ray dataset of the plan's blocks, with a column `unit`.
 
     Of the data before `first_step`, only the head of that step's chunk is read.
     """
     chunks = plan.chunk_range(first_step, num_steps)
-    plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // CHUNKS_PER_TASK))
+    plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // chunks_per_task))
     read_planned = functools.partial(
         read_chunks, plan=plan_ref, first_chunk=chunks.start, first_step=first_step, num_steps=num_steps, read=read
     )
@@ -695,7 +692,7 @@ def build_dataset(plan: Plan, first_step: int, num_steps: int, read: ReadRows) -
         for _ in range(2):  # processes that read start now, beside the trainer: to import what they need takes seconds
             ray.remote(Plan.chunk_of).remote(plan_ref, 0)
     if num_tasks > LISTED_TASKS:  # one task makes the others' numbers, a few ahead of them
-        numbers = numbers.repartition(target_num_rows_per_block=CHUNKS_PER_TASK)
+        numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
 
 
@@ -781,11 +778,6 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
                 raise future.exception()
 
 
-def read_chunk(plan: Plan, chunk: int, first_step: int, num_steps: int, read: ReadRows) -> pa.Table:
-    """The rows of a chunk that the steps need, in the order in which they travel, with a column `unit`."""
-    return pa.concat_tables(read_blocks(plan, chunk, first_step, num_steps, start_reading(plan, chunk, read)))
-
-
 def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading: list[Future]) -> Iterator[pa.Table]:
     """The blocks of a chunk that the steps need, with a column `unit`; rows of unit -1 only fill up a block.
 
@@ -796,6 +788,7 @@ def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading
     units = plan.block_order(plan.unit_range(chunk, first_step, num_steps))
     if chunk == plan.chunk_range(first_step, num_steps)[-1]:
         units = np.append(units, np.full(plan.padding_blocks(first_step, num_steps) * plan.block_steps, -1))
+    units[units < first_step * plan.units_per_step] = -1  # of the same block as the first step
     place_in_chunk = np.maximum(units - plan.unit_range(chunk).start, 0)
     for block in range(0, len(units), plan.block_steps):
         places = place_in_chunk[block : block + plan.block_steps, None] * plan.unit_rows + np.arange(plan.unit_rows)
@@ -904,15 +897,20 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
     return pa.concat_tables(tables) if sum(table.num_rows for table in tables) else None
 
 
-def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, wanted: int) -> list[pa.Table]:
+def held_out_ranges(manifest: schema.Manifest, uri: str, resolution: int, wanted: int) -> list[RowRange]:
+    """The first held-out row groups with latents at a resolution, so many that they hold `wanted` rows if there are."""
     names, group_buckets = manifest.group_buckets
-    latents = [spec.name for spec in manifest.latents_at(config.largest_resolution)]
-    mine = [n for n, name in enumerate(names) if name.startswith(schema.HELD_OUT)]
-    mine = [n for n in mine if set(schema.bucket_columns(names[n])) & set(latents)]
-    source, groups = Source.of(uri, manifest.files), np.flatnonzero(np.isin(group_buckets, mine))
+    latents = {spec.name for spec in manifest.latents_at(resolution)}
+    mine = [name.startswith(schema.HELD_OUT) and not latents.isdisjoint(schema.bucket_columns(name)) for name in names]
+    source, groups = Source.of(uri, manifest.files), np.flatnonzero(np.array(mine, dtype=bool)[group_buckets])
     groups = groups[: np.searchsorted(np.cumsum(source.group_rows[groups]), wanted) + 1]
-    ranges = [source.row_range(group, 0, source.group_rows[group]) for group in groups]
+    return [source.row_range(group, 0, source.group_rows[group]) for group in groups]
+
+
+def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, wanted: int) -> list[pa.Table]:
+    latents = [spec.name for spec in manifest.latents_at(config.largest_resolution)]
     columns, folder = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS], storage.join(uri, "data")
+    ranges = held_out_ranges(manifest, uri, config.largest_resolution, wanted)
     with ThreadPoolExecutor(16) as pool:  # a few rows of each file
         tables = list(pool.map(lambda rows: read_row_ranges([rows], columns, folder), ranges))
     return [pa.concat_tables(tables)[:wanted]] if tables else []

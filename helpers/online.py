@@ -1,70 +1,72 @@
 """Raw pictures that are transformed and encoded on the way to the trainers: the epoch plan over raw files.
 
 Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
-are those of `ingest`, `preprocess`, `encoder` and `train`. This module plans over raw files, and draws each epoch's
-augmentation from (seed, epoch, id), so that a run stays exact and resumable.
+are those of `ingest`, `preprocess`, `encoder` and `train`. This module plans over an index of the raw files
+(`data_io.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run stays exact and resumable.
+
+Rows that the index leaves out or holds out are in no batch. What only decoding tells is masked and listed in the run's
+rejects: broken pictures, those of another size than their columns say, and, without such columns, those too small.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from PIL import Image, ImageOps
 
 from . import images, ingest, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
-from .data_io import filters, inputs
+from .data_io import index, inputs
 from .runtime import lease
 
 NUM_VALIDATION_ROWS = 512
-INDEX = "index"  # beside the manifest: the offsets of each tar's row groups
+INDEX = "index"  # beside the manifest
+SHAPE = "shape"  # of raw rows: the latents column that a row is trained on at
+FILLS = "fills up a block"  # why a row is not decoded
 
 
 def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
-    """Check the raw data of a run and write a manifest of it at `training.latents_uri`.
+    """Check the raw data of a run, index it, and write a manifest of it at `training.latents_uri`.
 
-    Nothing is encoded but one empty caption and, once, the rows that are held out for validation. Raises
-    FileNotFoundError or ValueError with what to change.
+    Nothing is encoded but one empty caption and, once, the rows that are held out for validation. The index is made by
+    a Ray Data job if Ray is connected, else in this process. Raises FileNotFoundError or ValueError with what to
+    change.
     """
     uri, found = training.latents_uri, preprocess.check(config)
-    files = list(list_row_groups(found.paths, config, storage.join(uri, INDEX)))
-    rows = sum(sum(groups) for _, groups in files)
-    if rows == 0:
-        raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")
-    raw_bytes = sum(found.listing.values()) / rows
-    check_row_groups(files, raw_bytes)
+    names = ("aspect_ratios", "size_multiple", "width_column", "height_column", "random_crop", "horizontal_flip")
     parameters = {
         **found.parameters,
-        "random_crop": config.random_crop,
-        "horizontal_flip": config.horizontal_flip,
+        **{name: getattr(config, name) for name in names},
+        "validation_share": training.validation_share,
         "listing_crc32": zlib.crc32(json.dumps(sorted(found.listing.items())).encode()),
-        "raw_row_bytes": round(raw_bytes + pixel_bytes(config)),
         "online": config.to_dict(),
     }
-    segment = {
-        "index": 0,
-        "files": [{"name": name, "row_groups": groups} for name, groups in files],
-        "rejects": [],
-        "read": rows,
-        "written": rows,
-        "rejected": {},
-        "filtered": 0,
-    }
-    manifest = schema.Manifest(
-        **found.description,
-        resolutions=list(config.resolutions),
-        id_type=str(found.id_type),
-        job=parameters,
-        segments=[segment],
-    )
-    manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
     with lease.hold(uri, f"latents_uri={uri!r}"):
+        share = training.validation_share
+        key, reports = index.make(storage.join(uri, INDEX), found.paths, found.listing, config, share)
+        rows = sum(report["read"] for report in reports)
+        if rows == 0:
+            raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")
+        row_bytes, largest = sum(found.listing.values()) / rows, max(report["largest"] for report in reports)
+        parameters["raw_row_bytes"] = round(row_bytes + pixel_bytes(config))
+        parameters["raw_group_bytes"] = round(largest * row_bytes)
+        manifest = schema.Manifest(
+            **found.description,
+            resolutions=list(config.resolutions),
+            id_type=str(found.id_type),
+            job=parameters,
+            segments=[segment_of(key, reports, config)],
+        )
+        check_row_groups(manifest, config)
+        manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
         if not storage.exists(manifest_uri) or not same_data(ingest.read_manifest(uri), manifest):
             storage.delete(validation_uri)
             storage.write_json(manifest_uri, manifest.to_dict())
@@ -73,15 +75,34 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
     return manifest
 
 
-def check_row_groups(files: list[tuple[str, list[int]]], row_bytes: float) -> None:
-    """Print a warning if row groups are much larger than a chunk of the plan: each chunk reads a row group anew."""
-    largest = max(rows for _, groups in files for rows in groups)
-    if largest * row_bytes > 4 * ingest.CHUNK_BYTES:
+def check_row_groups(manifest: schema.Manifest, config: OnlineConfig) -> None:
+    """Print a warning if row groups are so large that `read_ahead_bytes` does not keep one of each bucket."""
+    largest = manifest.job["raw_group_bytes"]
+    buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
+    if largest > ingest.CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
         print(
-            f"Row groups have up to {largest:,} rows, {largest * row_bytes / 2**20:,.0f} MiB, and the plan reads "
-            f"{ingest.CHUNK_BYTES // 2**20} MiB at a time: each will be read several times an epoch. Data "
-            f"written again with row_group_size={max(1, int(ingest.CHUNK_BYTES // row_bytes))} would be read once."
+            f"Row groups have up to {largest / 2**20:,.0f} MiB, and read_ahead_bytes={config.read_ahead_bytes} keeps "
+            f"{config.read_ahead_bytes // largest} of them: each may be read several times an epoch. With "
+            f"{(buckets + 1) * largest} it would be read once for each of the {buckets} buckets that it has rows of."
         )
+
+
+def segment_of(key: str, reports: list[dict], config: OnlineConfig) -> dict:
+    """The manifest's entry of what an index says of all files, which are named as in the index."""
+    files = [
+        {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
+        for report in reports
+        if report["row_groups"]
+    ]
+    none, at = collections.Counter(), collections.Counter()
+    buckets, rejected = (
+        sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
+    )
+    for bucket, rows in buckets.items():
+        at.update(dict.fromkeys(schema.bucket_columns(bucket), rows))
+    entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
+    entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
+    return entry | {"written": buckets.total()} | ({"at": dict(at)} if inputs.size_columns(config) else {})
 
 
 def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
@@ -95,100 +116,97 @@ def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
 
 
 def pixel_bytes(config: OnlineConfig) -> int:
-    """Bytes of a row's pictures between the transform and the encoder."""
-    return sum(3 * resolution**2 for resolution in config.resolutions)
-
-
-def list_row_groups(paths: list[str], config: OnlineConfig, index_uri: str) -> Iterator[tuple[str, list[int]]]:
-    """(path below the input's folder, rows of each row group) of the files, up to `limit` rows in all.
-
-    Offsets of row groups, for formats that have them, are kept under `index_uri`.
-    """
-    left, base = config.limit, inputs.base_folder(config.data_uri)
-    for start in range(0, len(paths), 256):
-        some = paths[start : start + 256]
-        for path, (groups, offsets) in zip(some, inputs.index(some, config), strict=True):
-            name = inputs.below(path, base)
-            if left is not None:
-                ends = np.minimum(np.cumsum([0, *groups]), left)
-                groups = [int(rows) for rows in np.diff(ends) if rows > 0]
-                left -= sum(groups)
-            if offsets is not None:
-                inputs.write_index(index_uri, name, offsets)
-            yield name, groups
-            if left == 0:
-                return
+    """Bytes of a row's picture between the transform and the encoder, at most."""
+    return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
 def raw_rows(
-    plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig, validation_share: float
+    plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig, validation_share: float | None = None
 ) -> ray.data.Dataset:
     """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
-    Columns: those of a raw row (`inputs.to_raw_rows`), `keep` (False: validation owns the row, or `row_filter` drops
-    it) and `unit`, the unit's number in the run.
+    Columns: those of a raw row (`inputs.to_raw_rows`), `shape`, the latents column that the row is trained on at, and
+    `unit`, the unit's number in the run. `validation_share` is not used: the index holds rows out.
+
+    Row groups of Parquet files that are larger than a quarter of a chunk are kept in Ray's object store, up to
+    `config.read_ahead_bytes` of the last ones, so that an epoch reads each once (for each bucket of its rows).
     """
-    read = functools.partial(read_raw, config=config, validation_share=validation_share)
-    return ingest.build_dataset(plan, first_step, num_steps, read)
+    largest = max(ingest.read_head(source.uri).job["raw_group_bytes"] for source in plan.sources)
+    if largest <= ingest.CHUNK_BYTES // 4:
+        return ingest.build_dataset(plan, first_step, num_steps, functools.partial(read_raw, config=config))
+    # A chunk a task, so that tasks that run at once share row groups: a read serves all that follow each other.
+    kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
+    read = functools.partial(read_raw, config=config, read_group=kept)
+    return ingest.build_dataset(plan, first_step, num_steps, read, chunks_per_task=1)
 
 
-def read_raw(pieces: list[tuple], source: ingest.Source, *, config: OnlineConfig, validation_share: float) -> pa.Table:
-    """The raw rows of `pieces` (see `ingest.Plan.chunk`), with `keep`."""
-    rows = inputs.read_pieces(pieces, config, storage.join(source.uri, INDEX))
-    keep = ~schema.held_out(inputs.row_ids(rows[config.id_column]).to_pylist(), validation_share)
-    return inputs.to_raw_rows(rows, config).append_column(ingest.KEEP, pa.array(keep & filter_mask(rows, config)))
-
-
-def filter_mask(rows: pa.Table, config: OnlineConfig) -> np.ndarray:
-    """(B,) bool: which rows `row_filter` keeps."""
-    expression = filters.parse_filter(config.row_filter)
-    if expression is None:
-        return np.ones(len(rows), dtype=bool)
-    numbered = rows.append_column("row number", pa.array(range(len(rows))))
-    return np.isin(np.arange(len(rows)), numbered.filter(expression.to_pyarrow())["row number"].to_numpy())
+def read_raw(
+    ranges: list[ingest.RowRange],
+    source: ingest.Source,
+    *,
+    config: OnlineConfig,
+    read_group: index.ReadGroup | None = None,
+) -> pa.Table:
+    """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_rows`."""
+    rows = index.read_rows(ranges, config, storage.join(source.uri, INDEX), read_group)
+    rows = inputs.to_raw_rows(rows, config)
+    return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
 
 
 def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, seed: int = 0) -> pa.Table:
     """`preprocess.transform` with an augmentation that differs between epochs, and is fixed for a row and an epoch.
 
+    Rows that only fill up a block are not decoded; `keep` is False for them.
+
     Args:
-        rows: raw rows with `unit` and `keep`.
-        config: `random_crop` is the least side of the square crop, as a share of the largest (1: the centre square);
+        rows: raw rows with `shape` and `unit`.
+        config: `random_crop` is the least side of the crop, as a share of the largest (1: the centre crop);
             `horizontal_flip` mirrors half of the pictures.
         units_per_epoch: of the plan.
         seed: of the run.
     """
-    epochs = np.maximum(rows[ingest.UNIT].to_numpy(), 0) // units_per_epoch
+    units = rows[ingest.UNIT].to_numpy()
+    used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     crops = [
-        lambda picture, ratio, row_id=row_id, epoch=epoch: augment_crop(picture, row_id, epoch, **options)
+        lambda picture, ratio, row_id=row_id, epoch=epoch: augment_crop(picture, row_id, epoch, ratio, **options)
         for row_id, epoch in zip(rows[inputs.ID].to_pylist(), epochs, strict=True)
     ]
-    done = preprocess.transform(rows, config=config, crops=crops)
-    return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, rows[ingest.KEEP])
+    sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
+    errors = pc.if_else(used, rows[inputs.ERROR], FILLS)
+    raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
+    only = map(sizes.__getitem__, rows[SHAPE].to_pylist())
+    done = preprocess.transform(raw, config=config, crops=crops, only=only)
+    return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, used)
 
 
 def augment_crop(
     picture: Image.Image,
     row_id: int | str,
     epoch: int,
+    ratio: float = 1.0,
     *,
     seed: int = 0,
     random_crop: float = 1.0,
     horizontal_flip: bool = False,
 ) -> Image.Image:
-    """The square crop of a picture that an epoch is trained on: a function of (seed, epoch, id) alone.
+    """The crop of a picture that an epoch is trained on: a function of (seed, epoch, id) and its shape alone.
 
-    `random_crop`, `horizontal_flip`: see `transform`.
+    `ratio`: its width over its height. `random_crop`, `horizontal_flip`: see `transform`.
     """
     random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
     if random_crop == 1:
-        square = images.center_square(picture)
+        cut = images.center_crop(picture, ratio)
     else:
-        side = max(1, round(min(picture.size) * random.uniform(random_crop, 1)))
-        left, top = (int(random.integers(0, extent - side + 1)) for extent in picture.size)
-        square = picture.crop((left, top, left + side, top + side))
-    return ImageOps.mirror(square) if horizontal_flip and random.random() < 0.5 else square
+        share = random.uniform(random_crop, 1)
+        largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
+        width, height = (max(1, round(side * share)) for side in largest)
+        left, top = (
+            int(random.integers(0, picture.width - width + 1)),
+            int(random.integers(0, picture.height - height + 1)),
+        )
+        cut = picture.crop((left, top, left + width, top + height))
+    return ImageOps.mirror(cut) if horizontal_flip and random.random() < 0.5 else cut
 
 
 def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
@@ -199,9 +217,9 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
 
     rows = first_held_out(manifest, config, training)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
-    segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows))
+    segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows) if rows else 0)
     entry = resumable_job.new_entry(segment)
-    if len(rows):
+    if rows:
         # On a CPU with all of this process's threads: nothing else runs here yet.
         options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
         latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), **options)
@@ -220,21 +238,9 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), validation.to_dict())
 
 
-def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table:
-    """The first `NUM_VALIDATION_ROWS` raw rows that validation owns and `row_filter` keeps."""
-    found, missing = [], NUM_VALIDATION_ROWS
-    without_pictures = list(dict.fromkeys([config.id_column, *filters.filter_columns(config.row_filter)]))
-    index_uri = storage.join(training.latents_uri, INDEX)
-    for name, groups in manifest.files:
-        for group, num_rows in enumerate(groups):
-            piece = (name, group, 0, num_rows)
-            rows = inputs.read_pieces([piece], config, index_uri, without_pictures)
-            ids = inputs.row_ids(rows[config.id_column]).to_pylist()
-            mine = schema.held_out(ids, training.validation_share) & filter_mask(rows, config)
-            if mine.any() or not found:  # one table at least, for its columns
-                rows = inputs.read_pieces([piece], config, index_uri).filter(pa.array(mine))[:missing]
-                found.append(inputs.to_raw_rows(rows, config))
-                missing -= len(rows)
-        if missing <= 0:
-            break
-    return pa.concat_tables(found)
+def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
+    """The first `NUM_VALIDATION_ROWS` held-out raw rows that may reach the largest resolution; None without any."""
+    uri = training.latents_uri
+    ranges = ingest.held_out_ranges(manifest, uri, training.largest_resolution, NUM_VALIDATION_ROWS)
+    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[:NUM_VALIDATION_ROWS] if ranges else None
+    return rows and inputs.to_raw_rows(rows, config)

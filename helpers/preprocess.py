@@ -30,21 +30,28 @@ from .data_io import checks, inputs
 Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
 
 
-def transform(rows: pa.Table, *, config: PreprocessingConfig, crops: Iterable[Crop] | None = None) -> pa.Table:
+def transform(
+    rows: pa.Table,
+    *,
+    config: PreprocessingConfig,
+    crops: Iterable[Crop] | None = None,
+    only: Iterable[tuple[int, int]] | None = None,
+) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder; every row stays, bad ones with a `reason`.
 
     Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), for each shape of
     `config.shapes` its pixels (`schema.pixels_column`, H x W x 3 bytes; null where another shape of the resolution is
     nearer to the picture's, and where the picture is smaller, unless `config.upscale`), and `transform_seconds` (of the
     call, in its first row). Arrays are plain bytes: nothing is parsed between the stages. `crops`: a function for each
-    row; None: the largest centre crop.
+    row; None: the largest centre crop. `only`: the shape that is wanted of each row; None: all.
     """
     started = time.perf_counter()
     results = [
-        transform_row(data, caption, row_id, config, error, crop)
-        for data, caption, row_id, error, crop in zip(
+        transform_row(data, caption, row_id, config, error, crop, shape)
+        for data, caption, row_id, error, crop, shape in zip(
             *(rows[name].to_pylist() for name in (inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR)),
             crops or itertools.repeat(images.center_crop, len(rows)),
+            only or itertools.repeat(None, len(rows)),
             strict=True,
         )
     ]
@@ -73,31 +80,29 @@ def transform_row(
     config: PreprocessingConfig,
     error: str | None = None,
     crop: Crop = images.center_crop,
+    only: tuple[int, int] | None = None,
 ) -> tuple[dict[tuple[int, int], np.ndarray], str, str]:
-    """`((width, height) -> (H, W, 3) uint8 pixels, caption, reason)` of a raw row; `reason` is empty for a good one."""
-    if row_id is None or row_id == "":
-        return {}, caption or "", "no id"
-    if caption is None:
-        return {}, "", "no caption"
-    if not caption.strip():
-        return {}, "", "empty caption"
-    if error:
-        return {}, caption, error
+    """`((width, height) -> (H, W, 3) uint8 pixels, caption, reason)` of a raw row; `reason` is empty for a good one.
+
+    `only`: the one shape that is wanted; a picture that another is nearer to, or that is smaller, is a bad one.
+    """
+    if reason := inputs.text_reason(row_id, caption) or error:
+        return {}, caption if caption and caption.strip() else "", reason
     try:
         picture = images.decode(data, config.max_pixels)
     except images.BadImage as bad:
         return {}, caption, str(bad)
-    if config.max_aspect_ratio is not None and max(picture.size) > config.max_aspect_ratio * min(picture.size):
-        return {}, caption, f"longer than {config.max_aspect_ratio:g} times its shorter side"
+    shapes, reason = images.reached_shapes(picture.size, config)
+    if only and only not in shapes:
+        known = inputs.size_columns(config) and "its width or height column is wrong"
+        return {}, caption, known or reason or f"smaller than {only[0]} pixels"
     # One decode for all sizes; a size that the picture does not reach is left out, not upscaled, unless asked for.
     pixels, cropped = {}, {}
-    for shapes in config.shapes.values():
-        width, height = shape = images.nearest_shape(picture.size, shapes)
-        if config.upscale or (picture.width >= width and picture.height >= height):
-            ratio = width / height
-            cropped[ratio] = cropped.get(ratio) or crop(picture, ratio)
-            pixels[shape] = images.to_pixels(images.resize(cropped[ratio], width, height))
-    return pixels, caption, "" if pixels else f"smaller than {config.resolutions[0]} pixels"
+    for width, height in [only] if only else shapes:
+        ratio = width / height
+        cropped[ratio] = cropped.get(ratio) or crop(picture, ratio)
+        pixels[width, height] = images.to_pixels(images.resize(cropped[ratio], width, height))
+    return pixels, caption, reason
 
 
 def write_latents(

@@ -35,7 +35,7 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     buckets = check_run(config, manifests).describe_buckets()
     for uri, manifest in manifests.items():
         share = manifest.job.get("validation_share")
-        if manifest.buckets is not None and config.validation_share not in (0, share):
+        if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
     for left_out in (bucket for bucket in buckets if not bucket["steps"]):
         print(

@@ -102,6 +102,8 @@ class ColumnSpec:
         fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
         values of null rows are arbitrary.
         """
+        # Encoders write several shapes as `large_binary`.
+        column = column if pa.types.is_fixed_size_binary(column.type) else column.cast(self.arrow_type)
         stored_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
         stored_BX = stored_BX[:, : self.row_bytes]  # rows may be padded (`pad`)
         if self.codec == "fp8":
@@ -267,10 +269,8 @@ class Manifest:
         return sum(counts) if counts else None
 
     @property
-    def buckets(self) -> dict[str, int] | None:
-        """Bucket -> rows; None where it is not known before they are encoded (online)."""
-        if not all("buckets" in segment for segment in self.segments):
-            return None
+    def buckets(self) -> dict[str, int]:
+        """Bucket -> rows."""
         return dict(sum((collections.Counter(segment["buckets"]) for segment in self.segments), collections.Counter()))
 
     @property
@@ -308,12 +308,8 @@ class Manifest:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way to the trainers at its largest: latents and embeddings, or (online) pixels.
-
-        Of latents by bucket, a row has those of one shape.
-        """
-        latents = [spec.row_bytes for spec in self.columns if spec.resolution]
-        stored = (sum(latents) if self.buckets is None else max(latents)) + self.embeddings.row_bytes
+        """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
+        stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
         return max(stored, self.job.get("raw_row_bytes", 0))
 
     def to_dict(self) -> dict:

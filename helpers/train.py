@@ -130,7 +130,7 @@ def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: i
 
     def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
         units, received = [], next(tables)
-        latents = plan.latents_at(step) or config.resolution_at(step)
+        latents = plan.latents_at(step)
         for number, rows in received.items():
             first_position = number % config.units_per_step * config.unit_rows
             units.append(Unit.from_arrow(rows, manifest, latents, first_position))

@@ -178,7 +178,7 @@ class TrainStep:
         return losses * keep
 
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:
-        """Train on this worker's units of global batch number `step` (from 0).
+        """Train on this worker's units of global batch number `step` (from 0), at least one, which may be masked.
 
         Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
         `num_kept` unmasked rows of the whole global batch, before this update. A loss or gradient that is not finite
@@ -194,9 +194,7 @@ class TrainStep:
         # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
         most = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
         if len(micro_batches) < most:
-            shape = units[0].moments.shape[2:] if units else None
-            size = self.manifest.latents_of(shape) if units else config.resolution_at(step)
-            masked = Unit.masked(self.manifest, size, rows)
+            masked = Unit.masked(self.manifest, self.manifest.latents_of(units[0].moments.shape[2:]), rows)
             micro_batches += [masked] * (most - len(micro_batches))
         loss = torch.zeros((), device=self.device)
         for micro_batch in micro_batches:

@@ -160,7 +160,7 @@ def bare(config, num_steps, prepare=None):
             train_step.Unit.from_arrow(
                 units[step * config.units_per_step + slot],
                 manifest,
-                plan.latents_at(step) or config.resolution_at(step),
+                plan.latents_at(step),
                 slot * config.unit_rows,
             )
             for slot in range(config.units_per_step)

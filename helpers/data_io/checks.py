@@ -14,7 +14,12 @@ def check_input(path: str, config) -> pa.Schema:
     check_columns(path, columns, found)
     for column in filters.filter_columns(config.row_filter):
         check_columns(path, {"row_filter": column}, found)
-    if inputs.PATH in inputs.used_columns(config):
+    for parameter, column in zip(("width_column", "height_column"), inputs.size_columns(config), strict=False):
+        check_columns(path, {parameter: column}, found)
+        kind = found.field(column).type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            raise ValueError(f"{parameter}={column!r} holds {kind}, not numbers of pixels: name the column that does.")
+    if inputs.PATH in [*inputs.used_columns(config), *inputs.size_columns(config)]:
         raise ValueError(
             "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
         )

@@ -91,23 +91,17 @@ def listing(paths: list[str], input_uri: str) -> dict[str, int]:
     return storage.sizes(input_uri)
 
 
-def index(paths: list[str], config) -> list[tuple[list[int], list[int] | None]]:
-    """`row_groups` of each file, in parallel: by threads here, or by Ray where it means reading whole files."""
+def count_rows(paths: list[str], config) -> list[int]:
+    """Rows of each file, in parallel: by threads here, or by Ray where it means reading whole files."""
     if config.input_format == "webdataset" and ray.is_initialized():
-        task = ray.remote(num_cpus=0.5)(row_groups)
+        task = ray.remote(num_cpus=0.5)(count_rows_of)
         return ray.get([task.remote(path, config) for path in paths])
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return list(pool.map(functools.partial(row_groups, config=config), paths))
+        return list(pool.map(functools.partial(count_rows_of, config=config), paths))
 
 
-def row_groups(path: str, config) -> tuple[list[int], list[int] | None]:
-    """(rows of each row group of a file, their offsets where the format has some)"""
-    return reader(config).row_groups(path)
-
-
-def count_rows(paths: list[str], config) -> list[int]:
-    """Rows of each file."""
-    return [sum(rows) for rows, _ in index(paths, config)]
+def count_rows_of(path: str, config) -> int:
+    return sum(reader(config).row_groups(path))
 
 
 # ---- columns as the files have them
@@ -124,12 +118,18 @@ def used_columns(config) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
+def size_columns(config) -> list[str]:
+    """The columns of the pictures' width and height, where they are given (online)."""
+    return [name for name in (getattr(config, "width_column", None), getattr(config, "height_column", None)) if name]
+
+
 def column_types(config) -> dict[str, pa.DataType]:
     """Arrow types of the used columns, for formats without types.
 
     Ids and captions are text; a filter's columns are of the type that they are compared with.
     """
     types = filters.filter_types(config.row_filter)
+    types |= dict.fromkeys(size_columns(config), pa.float64())
     types[config.image_column] = pa.binary() if config.image_column == "jpg" else pa.string()
     return {**types, config.caption_column: pa.string(), config.id_column: pa.string()}
 
@@ -151,39 +151,6 @@ def first_rows(config, num_rows: int) -> pa.Table:
 def with_path(table: pa.Table, path: str) -> pa.Table:
     """A table of one file's rows with the column `path`."""
     return table.append_column(PATH, pa.repeat(path, len(table)))
-
-
-def read_pieces(pieces: list[tuple], config, index_uri: str, columns: list[str] | None = None) -> pa.Table:
-    """The rows of `pieces` (see `ingest.Plan.chunk`), concatenated, with `path`; each file is opened once.
-
-    `index_uri`: where `write_index` left the offsets of tars. `columns`: all that are used, if None.
-    """
-    columns = columns or used_columns(config)
-    base, read, tables = base_folder(config.data_uri), reader(config), [None] * len(pieces)
-    for name in dict.fromkeys(piece[0] for piece in pieces):
-        mine = [position for position, piece in enumerate(pieces) if piece[0] == name]
-        path, groups = f"{base}/{name}", [pieces[position][1] for position in mine]
-        found = read.read(path, groups, columns, offsets_of(index_uri, name, config))
-        for position, table in zip(mine, found, strict=True):
-            _, _, first, num_rows = pieces[position]
-            tables[position] = with_path(table.slice(first, num_rows), path)
-    return pa.concat_tables(tables).combine_chunks()
-
-
-def write_index(index_uri: str, name: str, offsets: list[int]) -> None:
-    """Keep the offsets of a tar's row groups, one small file per tar, for reading single row groups."""
-    storage.write_json(storage.join(index_uri, f"{name}.json"), offsets)
-
-
-@functools.lru_cache(maxsize=256)
-def _read_index(uri, version):
-    return storage.read_json(uri)
-
-
-def offsets_of(index_uri: str, name: str, config) -> list[int] | None:
-    """The offsets of a tar's row groups; None for other formats."""
-    uri = storage.join(index_uri, f"{name}.json")
-    return _read_index(uri, storage.version(uri)) if config.input_format == "webdataset" else None
 
 
 # ---- Ray Data
@@ -274,6 +241,13 @@ def sources(paths: pa.ChunkedArray, config) -> pa.Array:
     folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
+
+
+def text_reason(row_id: int | str | None, caption: str | None) -> str:
+    """Why a row without an id or a caption cannot be used; empty if it has both."""
+    if row_id is None or row_id == "":
+        return "no id"
+    return "no caption" if caption is None else "" if caption.strip() else "empty caption"
 
 
 def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:

@@ -1,8 +1,9 @@
 """Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
 
-Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `read` (an Arrow table of
-each requested row group) and `stream` (all rows, some at a time). Nothing here runs code from data: tars are never
-unpacked, JSON and CSV are parsed, a path may not leave the input's folder.
+Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `stream` (all rows, some
+at a time), `describe` (columns of all rows, without the pictures) and `pick` (some rows, of which an index says where
+they lie). Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, a path may not leave the
+input's folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import posixpath
 import tarfile
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +26,7 @@ import pyarrow.parquet as pq
 from .. import schema, storage
 from ..images import BadImage
 
+GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row lies in its file
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
@@ -53,18 +56,28 @@ class Parquet:
         with self.open(path) as file:
             return file.schema_arrow
 
-    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
-        """(rows of each row group, None), from the footer."""
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each row group, from the footer."""
         with self.open(path) as file:
-            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)], None
+            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
-    def read(
-        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
-    ) -> Iterator[pa.Table]:
-        """One table for each of the row groups, as they are asked for."""
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of each row group, with `ROW` (in the row group) and `GROUP`."""
         with self.open(path) as file:
-            for group in groups:
-                yield file.read_row_group(group, columns=columns)
+            for group in range(file.metadata.num_row_groups):
+                table = file.read_row_group(group, columns=columns)
+                rows = np.arange(len(table), dtype=np.int32)
+                table = table.append_column(ROW, pa.array(rows))
+                yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, rows of an index that are of one row group.
+
+        The columns of that row group are read whole: the format cannot be read by row.
+        """
+        with self.open(path) as file:
+            for piece in pieces:
+                yield rows_of(file.read_row_group(piece[GROUP][0].as_py(), columns=columns), piece)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """All rows, or those of some row groups, a few at a time: a row group may be larger than memory."""
@@ -77,8 +90,8 @@ class WebDataset:
     """Tars as img2dataset writes them: consecutive members of one name are a sample, with its `.jpg` (`.png`, `.webp`,
     ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
 
-    A row group is a number of consecutive samples; with its offset in the tar it is read by a single request. Finding
-    the offsets takes a pass over all headers: quick on a disk, while an object store sends the whole tar.
+    With its offset in the tar, a sample is read by itself. Finding the offsets takes a pass over all headers: quick on
+    a disk, while an object store sends the whole tar.
     `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
     """
 
@@ -97,33 +110,34 @@ class WebDataset:
             [(name, self.types.get(name, pa.binary() if name == "jpg" else pa.string())) for name in names]
         )
 
-    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
-        """(rows of each group, offset in the tar of each group and of the end), from the members' headers."""
-        starts, end = [], 0
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each group, from the members' headers."""
         with open_tar(path) as tar:
-            for is_first, member, _, _ in parts(tar):
-                if is_first:
-                    starts.append(member.offset)
-                end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        return schema.row_groups(len(starts)), [*starts[::GROUP_ROWS], end]
+            return schema.row_groups(sum(is_first for is_first, *_ in parts(tar)))
 
-    def read(
-        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
-    ) -> Iterator[pa.Table]:
-        """One table for each group; without `offsets` the tar is read from its beginning."""
-        if offsets is None:
-            wanted = set(groups)
-            for group, table in enumerate(self.stream(path, columns)):
-                if group in wanted:
-                    yield table
-                if group >= max(wanted):
-                    return
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of all samples, with `START` and `STOP`, in bytes: where in the tar each lies."""
+        with open_tar(path) as tar:
+            rows = list(samples(tar, pictures=False))
+            bounds = np.array([*(row[START] for row in rows), tar.offset])
+        table = self.table(rows, columns)
+        yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, rows of an index; neighbours are read by one request, nothing else is read."""
         filesystem, inner = storage.open_filesystem(path)
-        with filesystem.open_input_file(inner) as file:
-            for group in groups:
-                data = file.read_at(offsets[group + 1] - offsets[group], offsets[group])
-                with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-                    yield self.table(list(samples(tar)), columns)
+
+        def read(start: int, stop: int) -> list[dict]:
+            with tarfile.open(fileobj=io.BytesIO(file.read_at(stop - start, start)), mode="r:") as tar:
+                return list(samples(tar))
+
+        workers = 1 if storage.is_local(path) else 16  # as `read_pictures`
+        with filesystem.open_input_file(inner) as file, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for piece in pieces:
+                starts, stops = piece[START].to_numpy(), piece[STOP].to_numpy()
+                apart = starts[1:] != stops[:-1]
+                spans = starts[np.append(True, apart)].tolist(), stops[np.append(apart, True)].tolist()
+                yield self.table(list(itertools.chain.from_iterable(pool.map(read, *spans))), columns)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole tar from its beginning, a table for each group (`groups` cannot be sought without offsets)."""
@@ -154,25 +168,49 @@ class ImageFolder:
         """The columns of the table; those that are not used count as text."""
         return pa.schema([(name, self.types.get(name, pa.string())) for name in load_metadata(path)])
 
-    def row_groups(self, path: str) -> tuple[list[int], list[int] | None]:
-        """(rows of each group, None)"""
-        return schema.row_groups(len(next(iter(load_metadata(path).values()), []))), None
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each group."""
+        return schema.row_groups(len(next(iter(load_metadata(path).values()), [])))
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole table, or some groups of it, a group at a time."""
-        return self.read(path, range(len(self.row_groups(path)[0])) if groups is None else groups, columns)
+        num_rows = sum(self.row_groups(path))
+        for start in range(0, num_rows, GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
+            yield self.table(path, range(start, min(start + GROUP_ROWS, num_rows)), columns)
 
-    def read(
-        self, path: str, groups: Iterable[int], columns: list[str], offsets: list[int] | None = None
-    ) -> Iterator[pa.Table]:
-        """One table for each group."""
-        rows = load_metadata(path)
-        for group in groups:
-            part = slice(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
-            yield pa.table({name: convert(rows[name][part], self.types[name]) for name in columns})
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of all rows, with `ROW`."""
+        rows = range(sum(self.row_groups(path)))
+        yield self.table(path, rows, columns).append_column(ROW, pa.array(rows, pa.int32()))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, rows of an index; the pictures of others are not fetched."""
+        for piece in pieces:
+            yield self.table(path, piece[ROW].to_pylist(), columns)
+
+    def table(self, path: str, rows: Iterable[int], columns: list[str]) -> pa.Table:
+        found = load_metadata(path)
+        return pa.table({name: convert([found[name][row] for row in rows], self.types[name]) for name in columns})
 
 
 READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
+
+
+def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
+    """Columns of a row group of a Parquet file."""
+    with Parquet().open(path) as file:
+        return file.read_row_group(group, columns=list(columns))
+
+
+def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
+    """Of a row group's rows those that a piece of an index names, which are in order.
+
+    Not `take`, which would join the chunks of a column, whose offsets have 32 bits.
+    """
+    rows = piece[ROW].to_numpy()
+    first, mine = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
+    mine[rows - first] = True
+    return table.slice(first, len(mine)).filter(pa.array(mine))
 
 
 @contextlib.contextmanager
@@ -209,15 +247,15 @@ def parts(tar):
         yield is_first, member, key, extension
 
 
-def samples(tar):
-    """A tar's samples as dicts: `__key__`, the picture's bytes as "jpg", the text as "txt", the JSON's keys."""
+def samples(tar, pictures=True):
+    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys."""
     sample = None
     for is_first, member, key, extension in parts(tar):
         if is_first and sample is not None:
             yield sample
         if is_first:
-            sample = {KEY: key}
-        if extension in PICTURES:
+            sample = {KEY: key, START: member.offset}
+        if extension in PICTURES and pictures:
             sample["jpg"] = member_bytes(tar, member)
         elif extension == "txt":
             sample["txt"] = member_bytes(tar, member)

@@ -37,7 +37,6 @@ class PlannedImages(torch.utils.data.Dataset):
         rank, world_size: of the worker.
         read: `(row ranges, source)` -> raw rows, as `online.read_raw`.
         transform: raw rows -> pixels and token ids, as `online.transform`.
-        resolution_at: step -> pixels, as `TrainingConfig.resolution_at`.
     """
 
     def __init__(
@@ -48,10 +47,9 @@ class PlannedImages(torch.utils.data.Dataset):
         world_size: int,
         read: ingest.ReadRows,
         transform: Callable[[pa.Table], pa.Table],
-        resolution_at: Callable[[int], int],
     ):
         self.plan, self.num_steps, self.rank, self.world_size = plan, num_steps, rank, world_size
-        self.read, self.transform, self.resolution_at = read, transform, resolution_at
+        self.read, self.transform = read, transform
         self.chunks = {}  # chunk number -> {unit number: its rows}
 
     def __len__(self):
@@ -59,7 +57,8 @@ class PlannedImages(torch.utils.data.Dataset):
 
     def read_chunk(self, chunk: int) -> dict[int, pa.Table]:
         """{unit number: its raw rows} of a chunk."""
-        rows = ingest.read_chunk(self.plan, chunk, 0, self.num_steps, self.read)
+        reading = ingest.start_reading(self.plan, chunk, self.read)
+        rows = pa.concat_tables(ingest.read_blocks(self.plan, chunk, 0, self.num_steps, reading))
         return ingest.split_units(rows.combine_chunks(), self.plan.unit_rows)
 
     def __getitem__(self, step: int):
@@ -75,10 +74,10 @@ class PlannedImages(torch.utils.data.Dataset):
         rows = self.transform(
             pa.concat_tables(units[step * plan.units_per_step + place] for place in places).combine_chunks()
         )
-        resolution = self.resolution_at(step)
-        column = rows[schema.pixels_column(schema.latents_column(resolution))]
-        found, fits = schema.from_sparse(column, (resolution, resolution, 3))
-        pixels = np.zeros((len(rows), resolution, resolution, 3), np.uint8)
+        spec = plan.latents_at(step)
+        width, height = spec.size
+        found, fits = schema.from_sparse(rows[schema.pixels_column(spec.name)], (height, width, 3))
+        pixels = np.zeros((len(rows), height, width, 3), np.uint8)
         pixels[fits] = found
         ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
         keep = rows[ingest.KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
@@ -91,9 +90,9 @@ def build_loader(
     plan: ingest.Plan, config: TrainingConfig, raw: OnlineConfig, first_step: int, rank: int = 0, world_size: int = 1
 ) -> torch.utils.data.DataLoader:
     """A `DataLoader` of a worker's steps from `first_step` on."""
-    read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
+    read = functools.partial(online.read_raw, config=raw)
     transform = functools.partial(online.transform, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed)
-    data = PlannedImages(plan, config.max_steps, rank, world_size, read, transform, config.resolution_at)
+    data = PlannedImages(plan, config.max_steps, rank, world_size, read, transform)
     return torch.utils.data.DataLoader(
         data,
         batch_size=None,

@@ -162,7 +162,7 @@ def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: n
     if config.input_format == "webdataset":
         selections = [None]  # from the beginning
     else:
-        selections = [[int(group)] for group in random.permutation(len(read.row_groups(path)[0]))]
+        selections = [[int(group)] for group in random.permutation(len(read.row_groups(path)))]
     for selection in selections:
         share = min(left, max(num_rows // 4, num_rows // len(selections), 1))  # a row group may be the whole file
         left -= share

@@ -305,7 +305,7 @@ def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
     plan = ingest.plan_run(ingest.read_manifests(config), config)
     chunks = plan.chunk_range(0, config.max_steps)
-    read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
+    read = functools.partial(online.read_raw, config=raw)
     tables = ingest.read_chunks(
         {"id": range(len(chunks))}, plan=plan, first_chunk=0, first_step=0, num_steps=config.max_steps, read=read
     )

@@ -1,6 +1,7 @@
 """Raw pictures encoded on the way to the trainers: exact, resumable, and the same as a bare loop computes."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import sys
@@ -11,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from PIL import Image
 from ray import cloudpickle
 
 from helpers import encoder, ingest, online, run_setup, schema, storage, train, train_step
 from helpers.config import OnlineConfig
+from helpers.data_io import index
 from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, variants
@@ -87,7 +90,7 @@ def expected(raw, disturbed):
     config, _ = disturbed
     manifest = schema_of(config)
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
-    read = functools.partial(online.read_raw, config=raw, validation_share=config.validation_share)
+    read = functools.partial(online.read_raw, config=raw)
     tables = ingest.read_chunks(
         {"id": range(len(plan.chunk_range(0, STEPS)))},
         plan=plan,
@@ -313,7 +316,8 @@ def test_a_slow_encoder_makes_the_trainer_wait(raw, straight, tmp_path):
 def test_bad_pictures_are_masked_and_listed(raw, disturbed):
     table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
     bad = looks.read_run_rejects(disturbed[0].run_uri)
-    assert len(bad) and bad["id"].is_unique and {"broken image", "no caption"} <= set(bad["reason"])
+    assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
+    assert "no caption" in schema_of(disturbed[0]).rejected  # its columns tell: it is in no batch
     assert set(bad["id"]) <= set(table["hash"].to_pylist())
     masked = np.diff(np.concatenate([[0], disturbed[1]["samples_seen"]]))
     assert (masked <= 32).all() and (masked < 32).any()
@@ -336,20 +340,36 @@ def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
     config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"))
     manifest = online.prepare(limited, config)
-    assert manifest.total("read") == 150 and sum(sum(groups) for _, groups in manifest.files) == 150
+    rejected = sum(manifest.rejected.values())
+    assert manifest.total("read") == 150 == manifest.total("written") + manifest.total("filtered") + rejected
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     rows = pa.concat_tables(
-        online.read_raw(mine, source, config=limited, validation_share=0.0)
+        online.read_raw(mine, source, config=limited)
         for mine, source in zip(plan.chunk_rows(0)[0], plan.sources, strict=True)
     )
-    table = pa.concat_tables(pq.read_table(path) for path in storage.list_files(raw.raw_uri))
-    widths = dict(zip(table["hash"].to_pylist(), table["width"].to_pylist(), strict=True))
-    assert rows["keep"].to_pylist() == [widths[row_id] > 64 for row_id in rows["id"].to_pylist()]
-    assert 0 < sum(rows["keep"].to_pylist()) < len(rows)
+    table = pa.concat_tables(pq.read_table(path) for path in storage.list_files(raw.raw_uri))[:150]
+    wanted = {row["hash"] for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
+    held_out = {row_id for row_id in wanted if schema.held_out([row_id], config.validation_share)[0]}
+    assert set(rows["id"].to_pylist()) <= wanted - held_out and 0 < len(wanted) < 150
+    assert plan.num_rows == len(wanted - held_out) and manifest.buckets["held out 32"] == len(held_out)
 
 
-def test_row_groups_that_would_be_read_often_are_named(capsys):
-    online.check_row_groups([("a.parquet", [1000, 1000])], row_bytes=100_000)
-    assert capsys.readouterr().out == ""
-    online.check_row_groups([("a.parquet", [1000, 5000])], row_bytes=100_000)
-    assert "up to 5,000 rows, 477 MiB" in (said := capsys.readouterr().out) and "row_group_size=671" in said
+def test_a_large_row_group_is_read_once_an_epoch(cluster, tmp_path, monkeypatch):
+    """By tasks that run at once, of which each reads a part of it; two of four row groups are kept."""
+    monkeypatch.setattr(ingest, "CHUNK_BYTES", 40_000)
+    whole = OnlineConfig(storage=str(tmp_path), resolutions=[32])
+    captioned_shapes.write_parquet(whole.raw_uri, 400)
+    (path,) = storage.list_files(whole.raw_uri)
+    pq.write_table(pq.read_table(path), path, row_group_size=100)
+    config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)
+    manifest = online.prepare(whole, config)
+    limited = dataclasses.replace(whole, read_ahead_bytes=int(2.5 * manifest.job["raw_group_bytes"]))
+    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    kept, keep = [], index.keep_row_groups
+    monkeypatch.setattr(index, "keep_row_groups", lambda most: kept.append((most, keep(most))) or kept[-1][1])
+    rows = online.raw_rows(plan, 0, plan.steps_per_epoch, config=limited).select_columns(["id", "unit"]).to_pandas()
+    found = rows[rows["unit"] >= 0]["id"]
+    assert len(found) == plan.steps_per_epoch * config.global_batch_size and found.is_unique
+    ((most, read_group),) = kept
+    assert most == 2 and plan.chunks_per_epoch > 20
+    assert ray.get(read_group.args[0].reads.remote()) == 4

@@ -31,7 +31,7 @@ BAD_PREPROCESSING = [
     ({"max_pixels": None}, "max_pixels=None must be a whole number of at least 1."),
     (
         {"max_aspect_ratio": 0.5},
-        "max_aspect_ratio=0.5 must be a number of at least 1 (longer side / shorter side), or None.",
+        "max_aspect_ratio=0.5 must be at least 1 (longer side / shorter side), or None.",
     ),
     ({"max_aspect_ratio": "2"}, "max_aspect_ratio='2' must be a number of at least 1"),
     ({"upscale": 1}, "upscale=1 must be True or False."),
@@ -396,17 +396,12 @@ def test_an_unknown_section_is_refused():
 # ---- mixed resolutions
 
 
-def test_mixed_resolutions_keep_their_shares_in_every_window():
+def test_resolutions_and_their_shares():
     config = TrainingConfig(resolution={64: 3, 32: 1})
-    sizes = [config.resolution_at(step) for step in range(10_000)]
     assert config.resolutions == [32, 64] and config.largest_resolution == 64
-    assert all(abs(sizes[start : start + 100].count(32) - 25) <= 2 for start in range(0, 10_000, 7) if start <= 9_900)
+    assert config.resolution_shares == {64: 0.75, 32: 0.25}
     assert TrainingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-def test_a_single_resolution_is_that_of_every_step():
-    config = TrainingConfig(resolution=32)
-    assert config.resolutions == [32] and config.largest_resolution == config.resolution_at(5) == 32
+    assert TrainingConfig(resolution=32).resolution_shares == {32: 1.0}
 
 
 def test_a_mixture_that_changes_is_another_run():
@@ -436,8 +431,10 @@ def test_encoders_are_so_many_or_between_the_least_and_the_most():
     )
 
 
-def test_pictures_that_are_encoded_online_are_squares():
+@pytest.mark.parametrize("given", [{"aspect_ratios": [1, 2]}, {"width_column": "w"}, {"height_column": "h"}])
+def test_online_shapes_need_width_and_height_columns(given):
     with pytest.raises(
-        ValueError, match=r"^aspect_ratios=\[1, 2\] must be \[1\]: pictures that are encoded on the way"
+        ValueError, match=r"^width_column=.* and height_column=.*: name both columns or neither; aspect"
     ):
-        OnlineConfig(aspect_ratios=[1, 2])
+        OnlineConfig(**given)
+    assert OnlineConfig(aspect_ratios=[1, 2], width_column="w", height_column="h").shapes[32] == [(32, 32), (48, 16)]

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import pickle
 import threading
@@ -139,6 +140,7 @@ def dealt(plan, first_step, num_steps):
         ]
         first_unit = plan.unit_range(chunk).start
         for unit in plan.block_order(plan.unit_range(chunk, first_step, num_steps)).tolist():
+            unit = unit if unit >= first_step * plan.units_per_step else -1
             start = max(0, unit - first_unit) * plan.unit_rows
             travelling.append((unit, [rows[i] for i in permutation[start : start + plan.unit_rows]]))
     if last := plan.padding_blocks(first_step, num_steps) * plan.block_steps if first_step < num_steps else 0:
@@ -402,7 +404,7 @@ def test_a_block_holds_one_place_of_consecutive_steps():
 def test_padding_of_a_block_is_marked():
     plan = plan_of(["a"], [[36]], 4, 2, 6, block_steps=3)
     assert plan.steps_per_epoch == 4
-    assert [number for number, _ in dealt(plan, 2, 4)] == [0, 2, 4, 1, 3, 5, 6, -1, -1, 7, -1, -1]
+    assert [number for number, _ in dealt(plan, 2, 4)] == [-1, -1, 4, -1, -1, 5, 6, -1, -1, 7, -1, -1]
 
 
 @pytest.fixture(scope="module")
@@ -652,7 +654,10 @@ def write_latents(folder, table, build_manifest):
 def read(plan, first, last):
     """What the reading tasks hand out, as one table."""
     chunks = plan.chunk_range(first, last)
-    return pa.concat_tables(ingest.read_chunk(plan, chunk, first, last, ingest.read_latents) for chunk in chunks)
+    blocks = (
+        ingest.read_blocks(plan, n, first, last, ingest.start_reading(plan, n, ingest.read_latents)) for n in chunks
+    )
+    return pa.concat_tables(itertools.chain.from_iterable(blocks))
 
 
 def test_row_ranges_are_read_in_their_order(latents_uri):

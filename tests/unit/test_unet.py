@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import types
 
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import run_setup, schema
+from helpers import run_setup
 from helpers import unet as unet_module
 from helpers.config import TrainingConfig
 from helpers.distributed import num_copies

@@ -1,0 +1,251 @@
+"""An index of raw files: which rows an online run is trained on, which it holds out, and where they lie.
+
+It is made once, from the columns that decide alone: the id, the caption, those of `row_filter`, and those of the
+pictures' width and height where they are given. Nothing else is read, but of tars on an object store, which sends them
+whole. Without width and height, every picture counts as one that reaches all sizes.
+
+For each raw file there is a small Parquet file below `{index}/{key}/`. Its rows are those that are used, sorted by
+bucket (`schema.Manifest`) and by place, and cut into row groups: those of a Parquet file, of other formats any 64
+neighbours. The epoch plan's row groups are these. The key is a hash of the input files and of all parameters that
+decide. Later a picture is read only if its row is used; of Parquet files, whose row groups can only be read whole, so
+are its neighbours, which nothing decodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+
+from .. import images, schema, storage
+from . import filters, inputs, readers
+from .readers import GROUP, rows_of
+
+DECIDING = ("input_format", "row_filter", "limit", "id_column", "caption_column", "width_column", "height_column")
+DECIDING += ("resolutions", "aspect_ratios", "size_multiple", "upscale", "max_aspect_ratio", "max_pixels")
+REPORT = "index.json"  # written last: an index that has it is complete
+REJECTS = "rejects"  # ends the name of the folder of the rows that cannot be used, and why
+MOST_TASKS = 2_000
+ReadGroup = Callable[[str, int, tuple[str, ...]], pa.Table]  # path, row group, columns
+
+
+def make(
+    index_uri: str, paths: list[str], listing: dict[str, int], config, validation_share: float
+) -> tuple[str, list[dict]]:
+    """`(key, reports)` of an index, which is made by a Ray Data job unless there is one; without Ray, in this process.
+
+    A job that was killed goes on with the files that are missing. Each report, of a file: its "name", rows "read",
+    "filtered" and, by reason, "rejected", rows of the "largest" row group of a Parquet file, the rows of each of its
+    "row_groups" in the index, and of each of its "buckets" how many of these, in their order, and how many "rows".
+    """
+    made_of = {name: getattr(config, name) for name in DECIDING}
+    made_of |= {"validation_share": validation_share, "listing": sorted(listing.items()), "version": 1}
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
+    uri = storage.join(index_uri, key)
+    if storage.exists(storage.join(uri, REPORT)):
+        return key, storage.read_json(storage.join(uri, REPORT))
+    others = [folder for folder in storage.list_folders(index_uri) if not storage.name(folder).startswith(key)]
+    if others and not storage.exists(uri):
+        print(f"The index at {index_uri} is of other files, or of other parameters: one is made for these.")
+    files = [{"path": path, "rows": rows} for path, rows in files_of(paths, config)]
+    one = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
+    if ray.is_initialized():
+        jobs = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
+        done = jobs.map_batches(functools.partial(index_files, one=one), batch_size=None).take_all()
+        by_name = {report["name"]: report for report in (json.loads(row["report"]) for row in done)}
+        reports = [by_name[name_of(file["path"], config)] for file in files]
+    else:
+        reports = [one(**file) for file in files]
+    storage.write_text(storage.join(uri, REPORT), json.dumps(reports))
+    return key, reports
+
+
+def files_of(paths: list[str], config) -> Iterator[tuple[str, int]]:
+    """(path, rows to take of it, -1 for all) of the files, up to `limit` rows in all."""
+    if config.limit is None:
+        yield from ((path, -1) for path in paths)
+        return
+    left = config.limit
+    for start in range(0, len(paths), 256):  # files are counted a group at a time: a limit stops early
+        group = paths[start : start + 256]
+        for path, num_rows in zip(group, inputs.count_rows(group, config), strict=True):
+            yield path, min(num_rows, left)
+            left -= min(num_rows, left)
+            if left == 0:
+                return
+
+
+def name_of(path: str, config) -> str:
+    return inputs.below(path, inputs.base_folder(config.data_uri))
+
+
+def index_files(batch: dict, *, one: Callable[..., dict]) -> dict[str, list[str]]:
+    """For `map_batches`: the reports of some files."""
+    files = zip(batch["path"].tolist(), batch["rows"].tolist(), strict=True)
+    return {"report": [json.dumps(one(path, rows)) for path, rows in files]}
+
+
+def index_file(path: str, rows: int, *, config, validation_share: float, uri: str) -> dict:
+    """Write the index of a file, unless it is there; returns its report. `rows`: to take of it, -1 for all."""
+    name = name_of(path, config)
+    target = storage.join(uri, f"{name}.parquet")
+    if storage.exists(target):
+        return json.loads(_read(target).schema.metadata[b"report"])
+    report, used, left_out, left = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}, [], [], rows
+    for table in inputs.reader(config).describe(path, deciding_columns(config)):
+        if GROUP in table.column_names:
+            report["largest"] = max(report["largest"], len(table))
+        table = table if rows < 0 else table[:left]
+        left -= len(table)
+        kept = filter_mask(table, config)
+        report["read"] += len(table)
+        report["filtered"] += int(np.count_nonzero(~kept))
+        table = table.filter(pa.array(kept))
+        buckets, reasons, ids = assess(table, config, validation_share)
+        good = pc.equal(reasons, "")
+        rejects = pa.table([ids, reasons, pa.repeat(name, len(ids))], [schema.ID, schema.REASON, schema.SOURCE])
+        left_out.append(rejects.filter(pc.invert(good)))
+        places = [column for column in table.column_names if column not in deciding_columns(config)]
+        used.append(table.select(places).append_column("bucket", buckets).filter(good))
+        if left == 0:
+            break
+    if left_out and (rejects := pa.concat_tables(left_out)):
+        found, counts = np.unique(rejects[schema.REASON].to_numpy(), return_counts=True)
+        report["rejected"] = dict(zip(found.tolist(), counts.tolist(), strict=True))
+        write(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), rejects)
+    none = pa.table({"bucket": pa.array([], pa.string())})
+    table, found = sort_by_bucket(pa.concat_tables(used or [none]))
+    write(target, table.replace_schema_metadata({"report": json.dumps({**report, **found})}))
+    return {**report, **found}
+
+
+def deciding_columns(config) -> list[str]:
+    """What is read of a row to know whether it is used."""
+    filtered = filters.filter_columns(config.row_filter)
+    return list(dict.fromkeys([config.id_column, config.caption_column, *filtered, *inputs.size_columns(config)]))
+
+
+def filter_mask(rows: pa.Table, config) -> np.ndarray:
+    """(B,) bool: which rows `row_filter` keeps."""
+    expression = filters.parse_filter(config.row_filter)
+    if expression is None:
+        return np.ones(len(rows), dtype=bool)
+    numbered = rows.append_column("row number", pa.array(range(len(rows))))
+    return np.isin(np.arange(len(rows)), numbered.filter(expression.to_pyarrow())["row number"].to_numpy())
+
+
+def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """`(bucket, why a row cannot be used, id)` of each row, as far as its columns tell."""
+    column = inputs.row_ids(rows[config.id_column])
+    ids = column.to_pylist()
+    captions, held_out = inputs.texts(rows[config.caption_column]), schema.held_out(ids, validation_share)
+    names = inputs.size_columns(config)
+    sizes = zip(*(rows[name].to_pylist() for name in names), strict=True) if names else [None] * len(rows)
+    buckets, reasons = [], []
+    for row_id, caption, size, held in zip(ids, captions, sizes, held_out, strict=True):
+        columns, reason = columns_of(size, config)
+        buckets.append(schema.bucket_name(columns, held))
+        reasons.append(inputs.text_reason(row_id, caption) or reason)
+    return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), column
+
+
+def columns_of(size: tuple | None, config) -> tuple[list[str], str]:
+    """`(latents columns that a picture of this size reaches, why there are none)`; None: a size that is not known."""
+    if size is None:
+        return [schema.latents_column(resolution) for resolution in config.resolutions], ""
+    if not all(side is not None and side > 0 for side in size):  # null, NaN
+        return [], "no width or height"
+    if size[0] * size[1] > config.max_pixels:
+        return [], "too many pixels"
+    shapes, reason = images.reached_shapes(size, config)
+    return [schema.latents_column(*shape) for shape in shapes], reason
+
+
+def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
+    """Places of rows, sorted by `bucket` and cut into row groups, and what the report says of these."""
+    names, codes = np.unique(table["bucket"].to_numpy().astype(str), return_inverse=True)
+    order = np.argsort(codes, kind="stable")
+    table, codes = table.drop_columns("bucket").take(order), codes[order]
+    rows = np.bincount(codes, minlength=len(names))
+    groups = table[GROUP].to_numpy() if GROUP in table.column_names else None
+    if groups is None:  # any neighbours
+        groups = np.concatenate([np.arange(count) // schema.ROWS_PER_ROW_GROUP for count in rows] or [codes])
+    begins = np.flatnonzero(np.diff(codes, prepend=-1) | np.diff(groups, prepend=-1))
+    counts = np.bincount(codes[begins], minlength=len(names))
+    return table, {
+        "row_groups": np.diff(begins, append=len(table)).tolist(),
+        "buckets": dict(zip(names.tolist(), counts.tolist(), strict=True)),
+        "rows": dict(zip(names.tolist(), rows.tolist(), strict=True)),
+    }
+
+
+def write(uri: str, table: pa.Table) -> None:
+    file = pa.BufferOutputStream()
+    pq.write_table(table, file)
+    storage.write_bytes(uri, file.getvalue())
+
+
+@functools.lru_cache(maxsize=32)
+def _read(uri: str) -> pa.Table:
+    filesystem, path = storage.open_filesystem(uri)
+    return pq.read_table(path, filesystem=filesystem, partitioning=None)
+
+
+def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
+    """The rows of `ranges` (`ingest.RowRange` of files of the index, `{key}/{name}`) as readers give them, with `path`.
+
+    Columns: id, caption, picture. `read_group`: reads row groups of Parquet files in place of the reader.
+    """
+    columns = list(dict.fromkeys([config.id_column, config.caption_column, config.image_column]))
+    base, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
+    for name in dict.fromkeys(rows[0] for rows in ranges):
+        path, table = f"{base}/{name.partition('/')[2]}", _read(storage.join(index_uri, f"{name}.parquet"))
+        ends = np.cumsum([0, *json.loads(table.schema.metadata[b"report"])["row_groups"]])
+        mine = [place for place, rows in enumerate(ranges) if rows[0] == name]
+        pieces = [
+            table.slice(int(ends[group]) + first, count) for _, group, first, count in map(ranges.__getitem__, mine)
+        ]
+        if read_group:
+            found = (rows_of(read_group(path, piece[GROUP][0].as_py(), tuple(columns)), piece) for piece in pieces)
+        else:
+            found = inputs.reader(config).pick(path, pieces, columns)
+        for place, rows in zip(mine, found, strict=True):
+            tables[place] = inputs.with_path(rows, path)
+    return pa.concat_tables(tables).combine_chunks()
+
+
+class RowGroups:
+    """Reads row groups of Parquet files, for an actor: the last `most` stay in Ray's object store.
+
+    Tasks that ask for a row group in turn, as those do that read consecutive chunks of an epoch, cost one read of it.
+    """
+
+    def __init__(self, most: int):
+        # A read is a task of its own, on any node: no bytes pass through the actor.
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "retry_exceptions": [OSError]}
+        self.read = functools.lru_cache(most)(ray.remote(**options)(readers.read_row_group).remote)
+
+    def get(self, *group: Any) -> list[ray.ObjectRef]:
+        """In a list, or Ray would send the rows. `group`: path, number, columns."""
+        return [self.read(*group)]
+
+    def reads(self) -> int:
+        return self.read.cache_info().misses
+
+
+def keep_row_groups(most: int) -> ReadGroup:
+    """What reads row groups through a `RowGroups` actor, which lives as long as somebody has this."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RowGroups).remote(most)
+    return functools.partial(_read_kept, actor)
+
+
+def _read_kept(actor: Any, *group: Any) -> pa.Table:
+    return ray.get(ray.get(actor.get.remote(*group))[0])
