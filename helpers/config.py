@@ -158,7 +158,9 @@ class PreprocessingConfig(Parameters):
     ] = (1.0,)
     size_multiple: Count = 16  # pixels; sides of pictures that are not square are multiples of it
     upscale: Switch = False
-    max_aspect_ratio: Annotated[float | None, "at least 1 (longer side / shorter side), or None", Field(ge=1)] = None
+    max_aspect_ratio: Annotated[
+        float | None, "a number of at least 1 (longer side / shorter side), or None", Field(ge=1)
+    ] = None
     max_pixels: Count = 89_478_485  # Pillow's own limit against decompression bombs
     # the encoder
     encoder_model: Model = "tiny-sd"  # becomes "hub/id@revision" where a revision is given
