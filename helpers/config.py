@@ -247,7 +247,10 @@ def check_square(ratios: tuple[float, ...]) -> tuple[float, ...]:
 
 @checked
 class OnlineConfig(PreprocessingConfig):
-    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
+    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch.
+
+    With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
+    """
 
     aspect_ratios: Annotated[
         tuple[float, ...],
@@ -259,6 +262,7 @@ class OnlineConfig(PreprocessingConfig):
         float, "a share of the picture's shorter side: more than 0, at most 1 (the centre square)", Field(gt=0, le=1)
     ] = 1.0
     horizontal_flip: Switch = False
+    keep_latents: Switch = False  # the first epoch's; the others read them (`kept_latents`)
 
 
 def check_names(cells: Sequence[str]) -> None:

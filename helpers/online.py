@@ -32,6 +32,11 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
     Nothing is encoded but one empty caption and, once, the rows that are held out for validation. Raises
     FileNotFoundError or ValueError with what to change.
     """
+    if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
+        raise ValueError(
+            f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
+            f"{config.horizontal_flip} cut it anew in each epoch: use 1 and False, or keep_latents=False."
+        )
     uri, found = training.latents_uri, preprocess.check(config)
     files = list(list_row_groups(found.paths, config, storage.join(uri, INDEX)))
     rows = sum(sum(groups) for _, groups in files)
