@@ -1,6 +1,6 @@
 """Latents that an online run keeps (`keep_latents=True`): the first epoch encodes, the epochs after it read.
 
-Such a run has two parts, each a `trainer.fit()` (`parts`), with one count of steps, one log and one row of checkpoints:
+Such a run has two parts, each a `trainer.fit()` (`parts`), which share the count of steps, the log and the checkpoints:
 
     first epoch     raw rows -> transform -> encode -> keep -> trainers
     at its end      the rows that its plan left over -> transform -> encode -> write; then manifest.json
@@ -9,11 +9,12 @@ Such a run has two parts, each a `trainer.fit()` (`parts`), with one count of st
 The stage that keeps commits each block of the plan before it hands it over: its file, then its entry, which is that of
 a segment of `resumable_job`, named by the block's first unit. So whatever a checkpoint covers is committed before it is
 saved. Blocks depend on neither the step that a run starts at nor the number of workers: a run that is resumed encodes
-the blocks after its checkpoint again, and writes those that are missing.
+the blocks after its checkpoint again, and writes those that are missing. A file holds the rows of a block: a few
+megabytes, where preprocessing writes 1,024 rows or more.
 
 Order: the first epoch is that of an online run. Each epoch after it is one of a run over stored latents, over
-`runs/{run_name}/latents`: its row groups, which hold rows of a block each, are shuffled by the seed and the epoch, and
-the rows of a chunk among each other. Rows that the first epoch masked are not kept, so the others may have fewer steps.
+`runs/{run_name}/latents`: row groups, each of rows of one block, are shuffled by the seed and the epoch, and then the
+rows of each chunk. Rows that the first epoch masked are not kept, so the other epochs may have fewer steps.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Part = tuple[TrainingConfig, Callable, Callable]
 def parts(
     raw: OnlineConfig, config: TrainingConfig, stream: Callable, loop: Callable = train.train_loop_per_worker
 ) -> Iterator[Part]:
-    """`(config, loop, stream)` of each `trainer.fit()` that a run still needs: call it before you take the next one.
+    """`(config, loop, stream)` of each `trainer.fit()` that a run still needs; fit one before you take the next.
 
-    One that is as it is given, without `keep_latents`. `stream`: as `train.build_train_dataset` takes it; it encodes
-    what the first epoch left over, too. Raises ValueError if the run was started with another `keep_latents`, and
-    RuntimeError if a part of what it kept is gone.
+    Without `keep_latents` it is one, as given. `stream`: as `train.build_train_dataset` takes it; it also encodes what
+    the first epoch left over. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if
+    blocks that it kept are gone.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
