@@ -20,6 +20,7 @@ Core
     checkpoint      saving, loading and finding complete checkpoints
   * train           the training function of a Ray Train worker
     run_setup       checks before a run starts
+    kept_latents    online runs whose first epoch encodes, and whose others read what it kept
   * evaluate        pictures from prompts, validation, the exported diffusers pipeline
 data_io/            raw data
     readers         Parquet, WebDataset tars, image folders

@@ -240,7 +240,10 @@ class PreprocessingConfig(Parameters):
 
 @checked
 class OnlineConfig(PreprocessingConfig):
-    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
+    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch.
+
+    With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
+    """
 
     width_column: OptionalText = None  # of pictures, in pixels; with both, their shapes are known before they are read
     height_column: OptionalText = None
@@ -249,6 +252,7 @@ class OnlineConfig(PreprocessingConfig):
         float, "a share of the picture's shorter side: more than 0, at most 1 (the centre square)", Field(gt=0, le=1)
     ] = 1.0
     horizontal_flip: Switch = False
+    keep_latents: Switch = False  # the first epoch's; the others read them (`kept_latents`)
 
     def __post_init__(self) -> None:
         super().__post_init__()

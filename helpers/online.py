@@ -40,6 +40,11 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
     a Ray Data job if Ray is connected, else in this process. Raises FileNotFoundError or ValueError with what to
     change.
     """
+    if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
+        raise ValueError(
+            f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
+            f"{config.horizontal_flip} cut it anew in each epoch: use 1 and False, or keep_latents=False."
+        )
     uri, found = training.latents_uri, preprocess.check(config)
     names = ("aspect_ratios", "size_multiple", "width_column", "height_column", "random_crop", "horizontal_flip")
     parameters = {
@@ -120,13 +125,11 @@ def pixel_bytes(config: OnlineConfig) -> int:
     return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
-def raw_rows(
-    plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig, validation_share: float | None = None
-) -> ray.data.Dataset:
+def raw_rows(plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig) -> ray.data.Dataset:
     """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
     Columns: those of a raw row (`inputs.to_raw_rows`), `shape`, the latents column that the row is trained on at, and
-    `unit`, the unit's number in the run. `validation_share` is not used: the index holds rows out.
+    `unit`, the unit's number in the run.
 
     Row groups of Parquet files that are larger than a quarter of a chunk are kept in Ray's object store, up to
     `config.read_ahead_bytes` of the last ones, so that an epoch reads each once (for each bucket of its rows).

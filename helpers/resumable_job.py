@@ -31,7 +31,7 @@ from .runtime import lease
 ROWS_PER_SEGMENT = 200_000  # for each encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points of a segment in the report
 SEGMENTS, JOB, PLAN = "segments", "job.json", "plan.json"  # the folder of an unfinished job's entries, and files in it
-FILE_NAME = re.compile(r"\d{6}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed
+FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed
 STAGES = ("transform", "encode", "write")
 
 
@@ -108,6 +108,7 @@ class Job:
         input_crc32 = zlib.crc32(json.dumps(sorted(listing.items())).encode())
         parameters = {**parameters, "encoder": description["encoder"], "input_crc32": input_crc32}
         self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in what is compared with
+        self.entries = {}  # what `committed` has read
         self.check_same()
         self.segments = self.known_segments() or plan()
 
@@ -158,7 +159,10 @@ class Job:
             entries = ingest.read_manifest(self.latents_uri).segments
         else:
             uris = storage.list_files(self.uri(SEGMENTS), ".json")
-            entries = [storage.read_json(uri) for uri in uris if storage.name(uri) not in (JOB, PLAN)]
+            new = [uri for uri in uris if uri not in self.entries and storage.name(uri) not in (JOB, PLAN)]
+            with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
+                self.entries |= zip(new, pool.map(storage.read_json, new), strict=True)
+            entries = [self.entries[uri] for uri in uris if uri in self.entries]
         return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
 
     def pending(self) -> list[Segment]:

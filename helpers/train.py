@@ -33,15 +33,18 @@ RESUME = "resume.json"  # in a run's folder: where the current group of workers 
 Steps = Iterator[tuple[list[Unit], float]]
 
 
-def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = None) -> None:
+def train_loop_per_worker(config: dict, steps: Callable | None = None, part: tuple[int, int] | None = None) -> None:
     """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
 
     Args:
         config: `TrainingConfig.to_dict()`.
-        steps: `steps(config, manifest, first_step, rejects)` yields `(this worker's units, seconds it waited for data)`
-            of each step. None: `train_steps`, which reads the dataset of `build_train_dataset`.
+        steps: `steps(config, manifest, range of the plan's steps, rejects) -> Steps` yields `(this worker's units,
+            seconds it waited for data)`. None: `train_steps`, which reads the dataset of `build_train_dataset`.
+        part: `(begin, end)` of a run whose data changes on the way: the data's plan counts steps from `begin`, and the
+            worker ends, with a checkpoint, at step `end`. None: the whole run.
     """
     config = TrainingConfig.from_dict(config)
+    begin, end = part or (0, config.max_steps)
     if steps is None:
         ray.train.get_dataset_shard("train")  # Ray Data's processes start while the model is built
     manifest = next(iter(ingest.read_manifests(config, heads=True).values()))
@@ -63,7 +66,7 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
     shapes = set()
     with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
-        for units, data_seconds in (steps or train_steps)(config, manifest, step, rejects):
+        for units, data_seconds in (steps or train_steps)(config, manifest, range(step - begin, end - begin), rejects):
             shape = tuple(units[0].moments.shape[2:])
             if shape not in shapes:  # the U-Net is compiled for each shape
                 watchdog.beat(slow=True)
@@ -82,7 +85,7 @@ def train_loop_per_worker(config: dict, steps: Callable[..., Steps] | None = Non
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0
-            if step % config.checkpoint_every == 0 or step == config.max_steps or preemption.arrived(seconds):
+            if step % config.checkpoint_every == 0 or step == end or preemption.arrived(seconds):
                 watchdog.beat(slow=True)  # the upload before this one may not be finished
                 rejects.write(step)
                 writer.wait()
@@ -103,27 +106,25 @@ def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.
     Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is chosen;
     the workers read the choice (`restore`).
 
-    `make_dataset`: `ingest.latents_dataset`, or a function that encodes raw rows on the way; it is also given
-    `resolution` and `validation_share`.
+    `make_dataset`: `ingest.latents_dataset`, or a function with its signature that encodes raw rows on the way.
     """
     resume, manifests = choose_resume_point(config), ingest.read_manifests(config)
     plan = ingest.plan_run(manifests, config)
-    if make_dataset is ingest.latents_dataset:
-        return make_dataset(plan, resume["step"], config.max_steps)
-    options = {"resolution": config.resolution, "validation_share": config.validation_share}
-    rows = make_dataset(plan, resume["step"], config.max_steps, **options)
+    rows = make_dataset(plan, resume["step"], config.max_steps)
+    if make_dataset is ingest.latents_dataset:  # the stage that reads makes whole blocks of any size
+        return rows
     return ingest.join_blocks(rows, plan, max(manifest.row_bytes for manifest in manifests.values()))
 
 
-def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects: Rejects) -> Steps:
-    """Yield `(this worker's units, seconds it waited for data)` of each step, from the dataset "train".
+def train_steps(config: TrainingConfig, manifest: schema.Manifest, steps: range, rejects: Rejects) -> Steps:
+    """Yield `(this worker's units, seconds it waited for data)` of each of the plan's steps, from the dataset "train".
 
     A worker that gets none yields a masked one, which tells the step's shape.
 
     While a step is trained on, a thread makes the tensors of the next one. Raises RuntimeError if the dataset does not
-    start at `first_step` or is out of order.
+    start at the first of `steps` or is out of order.
     """
-    shard, steps = ray.train.get_dataset_shard("train"), range(first_step, config.max_steps)
+    shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
     blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     plan = ingest.plan_run(ingest.read_manifests(config, heads=True), config)
     tables = ingest.worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
@@ -137,12 +138,11 @@ def train_steps(config: TrainingConfig, manifest: schema.Manifest, first_step: i
         rows = config.micro_batch_size or config.unit_rows
         return units or [Unit.masked(manifest, latents, rows)], list(received.values())
 
-    thread = ThreadPoolExecutor(1)
-    coming = thread.submit(prepare, first_step)
+    coming = thread.submit(prepare, steps.start)
     for step in steps:
         started = time.perf_counter()
         units, received = coming.result()
-        if step + 1 < config.max_steps:
+        if step + 1 < steps.stop:
             coming = thread.submit(prepare, step + 1)
         for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
             rejects.add(rows)

@@ -78,7 +78,7 @@ def loop_with(*events):
     Not before the last checkpoint that is due is complete: the time that its upload takes is not what is tested.
     """
 
-    def loop(values):
+    def loop(values, **options):
         config, train_one = TrainingConfig.from_dict(values), TrainStep.step
 
         def act_and_train(self, step, units):
@@ -89,7 +89,7 @@ def loop_with(*events):
             return train_one(self, step, units)
 
         TrainStep.step = act_and_train
-        train.train_loop_per_worker(values)
+        train.train_loop_per_worker(values, **options)
 
     return loop
 

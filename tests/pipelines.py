@@ -10,7 +10,7 @@ import json
 import pathlib
 import types
 
-from helpers import encoder, ingest, preprocess, run_setup, train, train_step
+from helpers import encoder, ingest, kept_latents, online, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import lease, metrics_log, monitoring
@@ -192,3 +192,19 @@ def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset,
     build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
         return build(config, loop=loop).fit()
+
+
+def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
+    """Run the trainers of an online run, one with `keep_latents` after the other; `fitted(part)` is called after each.
+
+    As a cell of the online notebook does.
+    """
+    online.prepare(raw, config)
+    run_setup.open_run(config)
+    stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
+    build = from_notebook(ONLINE, "build_trainer", **parameters(ONLINE, config), config=config, stream=stream)
+    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
+        for part in kept_latents.parts(raw, config, stream, loop):
+            build(*part).fit()
+            if fitted:
+                fitted(part)

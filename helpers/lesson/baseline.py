@@ -129,13 +129,13 @@ class DeviceEncoder:
 
 
 def steps(
-    config: TrainingConfig, manifest: schema.Manifest, first_step: int, rejects, *, raw: OnlineConfig
+    config: TrainingConfig, manifest: schema.Manifest, steps: range, rejects, *, raw: OnlineConfig
 ) -> Iterator[tuple[list[Unit], float]]:
     """For `train.train_loop_per_worker(..., steps=...)`: rows from a `DataLoader`, encoded by the worker itself."""
     plan = ingest.plan_run(ingest.read_manifests(config), config)  # `manifest` does not list files
-    loader = iter(build_loader(plan, config, raw, first_step, distributed.rank(), distributed.world_size()))
+    loader = iter(build_loader(plan, config, raw, steps.start, distributed.rank(), distributed.world_size()))
     encode = DeviceEncoder(raw, ray.train.torch.get_device())
-    for _ in range(first_step, config.max_steps):
+    for _ in steps:
         started = time.perf_counter()
         item = next(loader)
         data_seconds = time.perf_counter() - started

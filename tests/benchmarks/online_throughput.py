@@ -47,7 +47,7 @@ class PlayedEncoder:
         return rows
 
 
-def online_stream(plan, first_step, num_steps, *, num_encoders, started, **options):
+def online_stream(plan, first_step, num_steps, *, num_encoders, started):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
     return ingest.latents_dataset(plan, first_step, num_steps).map_batches(
         PlayedEncoder,

@@ -46,10 +46,10 @@ def bare(config, manifest):
     return config.global_batch_size * (config.max_steps - WARM_UP) / (time.perf_counter() - started)
 
 
-def same_batch(config, manifest, first_step, rejects):
+def same_batch(config, manifest, steps, rejects):
     """As `train.train_steps`, without data: the same batch at every step."""
     batch = first_batch(config, manifest)
-    for _ in range(first_step, config.max_steps):
+    for _ in steps:
         yield [batch], 0.0
 
 

@@ -259,7 +259,7 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     manifest = online.prepare(raw, config)
     plan = ingest.plan_run({config.latents_uri: manifest}, config)
     stream = online_stream(raw, latent_encoder=counting(counted))
-    rows = stream(plan, 0, config.max_steps, resolution=32, validation_share=0.05)
+    rows = stream(plan, 0, config.max_steps)
     rows.context.execution_options = ingest.execution_options(config)
     (feed,) = rows.streaming_split(1, equal=False)
     blocks = iter(feed.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4))
@@ -286,7 +286,7 @@ def test_a_resumed_run_encodes_no_more_than_its_block(raw, tmp_path):
     config, counted = run_of(raw, "resumed", max_steps=60), tmp_path / "counted"
     plan = ingest.plan_run({config.latents_uri: online.prepare(raw, config)}, config)
     stream = online_stream(raw, latent_encoder=counting(counted))
-    rows = stream(plan, 45, config.max_steps, resolution=32, validation_share=0.05)
+    rows = stream(plan, 45, config.max_steps)
     assert rows.materialize().count() == counted.stat().st_size
     steps = counted.stat().st_size / config.global_batch_size
     assert 60 - 45 <= steps < 60 - 45 + 2 * plan.block_steps <= 60 - 45 + 16

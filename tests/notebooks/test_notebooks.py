@@ -89,6 +89,7 @@ NAMES = set(DEFAULTS) | {
     "profile_step",
     "random_crop",
     "horizontal_flip",
+    "keep_latents",
     "channels_last",
     "activation_checkpointing",
     "upscale",

@@ -1,0 +1,300 @@
+"""The latents that an online run keeps: what is committed when, and what the epochs after the first read. No Ray."""
+
+import collections
+import dataclasses
+import functools
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import encoder, ingest, kept_latents, online, schema, storage, train
+from helpers.config import OnlineConfig, TrainingConfig
+from tests.unit.test_ingest import bucket_plans, dealt, plans, rows_of
+
+RAW = OnlineConfig(keep_latents=True)
+GROUPS = [7, 20, 1, 13, 5, 9, 3]
+ROWS = sum(GROUPS)
+MASKED, REJECTED = range(0, ROWS, 9), range(4, ROWS, 17)
+PER_EPOCH = ROWS // 8
+
+
+class Killed(BaseException):
+    pass
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.one_of(plans(), bucket_plans()))
+def test_what_an_epoch_leaves_over_is_all_the_rest(plan):
+    rests = kept_latents.left_over(plan)
+    assert all(number >= plan.units_per_epoch for number in rests)
+    used = [row for unit, rows in dealt(plan, 0, plan.steps_per_epoch) if unit >= 0 for row in rows]
+    for rest in rests.values():
+        assert rest.block_rows <= plan.block_rows
+        used += [row for unit, rows in dealt(rest, 0, rest.steps_per_epoch) if unit >= 0 for row in rows]
+    counts = collections.Counter(used)
+    assert set(counts.values()) == {1}
+    in_pools = {row for source in plan.sources for row in rows_in(source)}
+    assert in_pools == counts.keys() and counts.keys() <= rows_of(plan)
+
+
+def rows_in(source):
+    """The rows that a source gives in an epoch."""
+    plan = ingest.Plan([source], 1, 1, 1, 0)
+    ranges = source.row_ranges(*plan.row_group_order(0)[0], 0, plan.num_rows)
+    return {(source.uri, *one[:2], row) for one in ranges for row in range(one[2], one[2] + one[3])}
+
+
+class Blocks:
+    """Stands for a Ray dataset: blocks that are made as they are asked for."""
+
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def map_batches(self, function, *, fn_kwargs, batch_size, batch_format, num_cpus):
+        return Blocks(function(block, **fn_kwargs) for block in self.blocks)
+
+    def iter_batches(self, **options):
+        yield from self.blocks
+
+
+def blocks_of(plan, first_step, num_steps, read):
+    chunks = plan.chunk_range(first_step, num_steps)
+    options = {"first_chunk": chunks.start, "first_step": first_step, "num_steps": num_steps, "read": read}
+    return Blocks(ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+
+
+class Run:
+    """An online run whose trainer only notes its rows: driver, stream and checkpoints, without Ray."""
+
+    def __init__(self, folder, rows, manifest, patch, max_steps=3 * PER_EPOCH, **changes):
+        self.rows, self.max_steps = rows, max_steps
+        self.encoded, self.steps, self.saved, self.died = [], {}, 0, set()
+        values = {"storage": str(folder), "latents_uri": str(folder / "online"), "run_name": "kept", "resolution": 32}
+        values |= {"global_batch_size": 8, "units_per_step": 2, "max_steps": max_steps, "checkpoint_every": 2}
+        self.config = TrainingConfig(**{**values, **changes})
+        storage.write_json(storage.join(self.config.latents_uri, schema.MANIFEST), manifest.to_dict())
+        patch.setattr(train, "last_step", lambda config: self.saved)
+        patch.setattr(train, "validation_rows", lambda config: None)
+        patch.setattr(ingest, "latents_dataset", self.stored)
+
+    def stream(self, plan, first_step, num_steps):
+        def read(ranges, source):
+            starts = np.concatenate([[0], np.cumsum(GROUPS)])
+            ids = np.concatenate([starts[one[1]] + one[2] + np.arange(one[3]) for one in ranges])
+            self.encoded += ids.tolist()
+            return self.rows.take(pa.array(ids))
+
+        return blocks_of(plan, first_step, num_steps, read)
+
+    def stored(self, plan, first_step, num_steps):
+        return blocks_of(plan, first_step, num_steps, ingest.read_latents)
+
+    def fit(self, config, loop, stream, die_at=None):
+        begin, end = loop.keywords["part"]
+        plan = ingest.plan_run(ingest.read_manifests(config), config)
+        rows = stream(plan, self.saved, config.max_steps)
+        steps = range(self.saved - begin, end - begin)
+        for step, units in zip(steps, ingest.worker_units(rows.iter_batches(), plan, steps, 0, 1), strict=True):
+            if step + begin == die_at and die_at not in self.died:
+                self.died.add(die_at)
+                raise Killed
+            found = pa.concat_tables([one.select(["id", "keep", "image_latents_32"]) for one in units.values()])
+            assert self.steps.setdefault(step + begin, found).equals(found)  # also of a step that is done again
+            if (step + begin + 1) % 2 == 0 or step + begin + 1 == end:
+                self.saved = step + begin + 1
+
+    def go(self, die_at=None):
+        for part in kept_latents.parts(RAW, self.config, self.stream, functools.partial(print)):
+            self.fit(*part, die_at)
+        return self
+
+    def go_on_until_done(self, die_at=None):
+        """The same command again and again; how often it was killed."""
+        for kills in range(5):
+            try:
+                self.go(die_at)
+                return kills
+            except Killed:
+                continue
+
+
+@pytest.fixture(scope="module")
+def rows(build_latents):
+    """Every row as an encoder gives it."""
+    reasons = ["broken image" if number in REJECTED else "" for number in range(ROWS)]
+    columns = {
+        schema.REASON: pa.array(reasons),
+        schema.SOURCE: pa.array(["a.parquet"] * ROWS),
+        "transform_seconds": pa.array([0.01] * ROWS),
+        "encoder_call": pa.nulls(ROWS, encoder.CALL),
+        ingest.KEEP: pa.array([number not in MASKED for number in range(ROWS)]),
+    }
+    return functools.reduce(lambda table, item: table.append_column(*item), columns.items(), build_latents(ROWS))
+
+
+@pytest.fixture
+def start(tmp_path, rows, build_manifest, monkeypatch):
+    """`start(name, **changes)`: a run in a storage of its own."""
+
+    def start(name, **changes):
+        (tmp_path / name).mkdir()
+        job = {"online": RAW.to_dict(), "resolutions": [32, 64], "raw_row_bytes": 2**19}
+        return Run(tmp_path / name, rows, build_manifest(GROUPS, job=job), monkeypatch, **changes)
+
+    return start
+
+
+def kept(run):
+    uri = storage.join(run.config.run_uri, kept_latents.FOLDER)
+    return uri, ingest.read_manifest(uri)
+
+
+def test_the_first_epoch_is_encoded_and_the_others_read_it(start, capsys):
+    run = start("straight").go()
+    assert sorted(run.encoded) == list(range(ROWS)) and sorted(run.steps) == list(range(3 * PER_EPOCH))
+    uri, manifest = kept(run)
+    good = set(range(ROWS)) - set(MASKED) - set(REJECTED)
+    assert manifest.buckets == {"32+64": len(good)} and not manifest.online
+    assert manifest.total("read") == ROWS and manifest.rejected == {"broken image": len(set(REJECTED) - set(MASKED))}
+    assert (
+        f"{len(good)} rows are kept at {uri}: {len(good) // 8} steps an epoch from now on." in capsys.readouterr().out
+    )
+    assert not storage.exists(storage.join(uri, "segments"))
+    names = {storage.name(one) for one in storage.list_files(storage.join(uri, "data"))}
+    assert names == {name for name, _ in manifest.files}
+    first = [row for step in range(PER_EPOCH) for row in run.steps[step]["id"].to_pylist()]
+    assert len(set(first)) == len(first) == 8 * PER_EPOCH
+    length = len(good) // 8
+    for begin in (PER_EPOCH, PER_EPOCH + length):
+        epoch = pa.concat_tables([run.steps[step] for step in range(begin, min(begin + length, 3 * PER_EPOCH))])
+        ids = epoch["id"].to_pylist()
+        assert len(set(ids)) == len(ids) and set(ids) <= good and all(epoch["keep"].to_pylist())
+        assert epoch["image_latents_32"].equals(run.rows.take(pa.array(ids))["image_latents_32"])
+    assert run.steps[PER_EPOCH]["id"] != run.steps[PER_EPOCH + length]["id"]  # each epoch has an order of its own
+
+
+def kill_once(patch, module, name, when, after=False):
+    """A function that is killed once: before it does its work, or after."""
+    function, done = getattr(module, name), []
+
+    def killed(*values, **options):
+        hit = not done and when(*values)
+        if hit:
+            done.append(True)
+        if hit and not after:
+            raise Killed
+        result = function(*values, **options)
+        if hit:
+            raise Killed
+        return result
+
+    patch.setattr(module, name, killed)
+
+
+def segment(index):
+    return lambda uri, *_: f"segments/{index:06d}.json" in uri
+
+
+KILLS = {
+    "in the first epoch": lambda patch: 5,
+    "in the first step": lambda patch: 0,
+    "between file and entry": lambda patch: kill_once(patch, storage, "write_json", segment(8)),
+    "after an entry": lambda patch: kill_once(patch, storage, "write_json", segment(8), after=True),
+    "before the first epoch's last checkpoint": lambda patch: PER_EPOCH - 1,
+    "in what was left over": lambda patch: kill_once(patch, storage, "write_json", segment(2 * PER_EPOCH)),
+    "before the manifest": lambda patch: kill_once(patch, storage, "write_text", lambda uri, _: "manifest" in uri),
+    "before the entries are deleted": lambda patch: kill_once(patch, storage, "delete", lambda uri: "segments" in uri),
+    "in the second epoch": lambda patch: PER_EPOCH + 3,
+    "in the third epoch": lambda patch: 2 * PER_EPOCH + 2,
+}
+
+
+@pytest.mark.parametrize("kill", KILLS.values(), ids=list(KILLS))
+def test_a_killed_run_goes_on_as_if_it_had_not_been(start, monkeypatch, kill):
+    straight, disturbed = start("straight"), start("disturbed")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "last_step", lambda config: straight.saved)
+        patch.setattr(ingest, "latents_dataset", straight.stored)
+        straight.go()
+    with monkeypatch.context() as patch:
+        assert disturbed.go_on_until_done(kill(patch)) == 1
+    assert straight.steps.keys() == disturbed.steps.keys()
+    for step, found in straight.steps.items():
+        assert found.equals(disturbed.steps[step]), step
+    (uri, manifest), (_, expected) = kept(disturbed), kept(straight)
+    assert [groups for _, groups in manifest.files] == [groups for _, groups in expected.files]
+    names = {storage.name(one) for one in storage.list_files(storage.join(uri, "data"))}
+    assert names == {name for name, _ in manifest.files}  # what was not committed is gone
+    assert set(disturbed.encoded) == set(range(ROWS))
+
+
+def test_a_block_is_committed_before_it_is_handed_over(start):
+    """So also before the checkpoint that covers it; a block that is committed is not written again."""
+    run = start("blocks")
+    plan = ingest.plan_run(ingest.read_manifests(run.config), run.config)
+    job = kept_latents.open_job(run.config, plan)
+    options = {"stream": run.stream, "keep": job.write_arguments(None)}
+    for _ in range(2):
+        for number, _ in enumerate(kept_latents.encode(plan, 0, 100, **options).iter_batches()):
+            assert len(job.committed()) >= number + 1
+        assert len(storage.list_files(job.uri("data"))) == len(job.committed())
+
+
+def test_a_run_shorter_than_an_epoch_keeps_what_it_encodes(start):
+    run = start("short", max_steps=3).go()
+    uri = storage.join(run.config.run_uri, kept_latents.FOLDER)
+    assert len(run.steps) == 3 and storage.list_files(storage.join(uri, "data"))
+    assert not storage.exists(storage.join(uri, schema.MANIFEST))
+    exact = start("exact", max_steps=PER_EPOCH).go()
+    assert len(exact.steps) == PER_EPOCH and kept(exact)[1].total("read") == ROWS
+
+
+def test_a_part_that_is_gone_is_said(start):
+    run = start("gone")
+    with pytest.raises(Killed):
+        run.go(die_at=5)
+    uri = storage.join(run.config.run_uri, kept_latents.FOLDER, "segments")
+    storage.delete(next(one for one in storage.list_files(uri) if storage.name(one) == "000000.json"))
+    with pytest.raises(RuntimeError, match="has lost 1 of the .* blocks that the first epoch of run_name='kept' kept"):
+        run.go()
+
+
+def test_a_run_that_lost_its_later_checkpoints_encodes_again(start):
+    run = start("again").go()
+    steps, run.steps, run.saved = run.steps, {}, PER_EPOCH - 2
+    run.go()
+    assert run.saved == run.max_steps
+    for step, found in run.steps.items():
+        assert found.equals(steps[step])
+    with pytest.raises(RuntimeError, match=f"are damaged: the run resumes at step 3 of {PER_EPOCH}"):
+        kept_latents.read(None, 3, 100, begin=PER_EPOCH)
+
+
+def test_keep_latents_cannot_be_changed_within_a_run(start):
+    run = start("changed")
+    with pytest.raises(Killed):
+        run.go(die_at=5)
+    changed = dataclasses.replace(RAW, keep_latents=False)
+    with pytest.raises(ValueError, match=re.escape("run_name='kept' was started with keep_latents=True, not False:")):
+        next(kept_latents.parts(changed, run.config, run.stream))
+    storage.delete(storage.join(run.config.run_uri, kept_latents.FOLDER))
+    with pytest.raises(ValueError, match="keep_latents=False, not True, or its latents/ was deleted: set it back"):
+        next(kept_latents.parts(RAW, run.config, run.stream))
+
+
+def test_without_keep_latents_there_is_one_part(start):
+    run, loop = start("plain"), object()
+    plain = dataclasses.replace(RAW, keep_latents=False)
+    assert list(kept_latents.parts(plain, run.config, run.stream, loop)) == [(run.config, loop, run.stream)]
+
+
+@pytest.mark.parametrize("cut", [{"random_crop": 0.8}, {"horizontal_flip": True}])
+def test_latents_of_random_cuts_are_not_kept(cut, tmp_path):
+    config = OnlineConfig(keep_latents=True, **cut)
+    with pytest.raises(ValueError, match="^keep_latents=True encodes a picture once, and random_crop=") as error:
+        online.prepare(config, TrainingConfig(latents_uri=str(tmp_path)))
+    assert str(next(iter(cut.values()))) in str(error.value)
