@@ -512,7 +512,7 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, manifest, buil
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[ingest.UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
     monkeypatch.setattr(ingest, "read_manifests", lambda config, heads: dict.fromkeys(config.proportions, manifest))
-    steps = worker_loop.train_steps(config, manifest, 0, rejects)
+    steps = worker_loop.train_steps(config, manifest, range(3), rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)
