@@ -313,6 +313,12 @@ FREE = {
     "max_skipped_steps": 3,
     "hang_timeout": 30,
     "profile_step": 10,
+    "prompts": ["a red circle"],
+    "guidance_scale": 4.0,
+    "sampling_steps": 50,
+    "sampler": "dpm++",
+    "clip_model": None,
+    "best_by": "clip_score",
 }
 
 
