@@ -157,10 +157,12 @@ class RunReader:
                 self.seen.add(uri)
                 self.said += results.sentences(result)
                 values = results.numbers(result)
-                grid = storage.join(self.run_uri, "evaluation", f"{result['step']:09d}", "grid.png")
+                step = values.pop("step")
+                grid = storage.join(self.run_uri, "evaluation", f"{step:09d}", "grid.png")
                 if storage.exists(grid):
                     values["evaluation"] = results.read_picture(grid)
-                yield values.pop("step"), values
+                if values:  # none of a checkpoint that was skipped
+                    yield step, values
 
 
 # ---- the machines
