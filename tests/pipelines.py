@@ -189,18 +189,20 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
-def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, **changes):
+def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, evaluation=None, **changes):
     """Run the trainer of Training.ipynb, or with a `stream` that of the online notebook; returns Ray Train's result.
 
-    `stream=None`: without Ray Data. `changes`: values of the notebook's parameters, or names that its cells import or
-    make, such as `detector`.
+    `stream=None`: without Ray Data. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of
+    the notebook's parameters, or names that its cells import or make, such as `detector`.
     """
     run_setup.open_run(config)
-    changes = {"detector": None, **changes}
-    validate = functools.partial(
-        at_checkpoints.validate, prompts=config.prompts and list(config.prompts), agreement=changes["detector"]
-    )
+    options = evaluation or {}
+    changes = {"prompts": config.prompts and list(config.prompts), "detector": None, **changes}
+    validate = functools.partial(at_checkpoints.validate, **options)
+    validate = functools.partial(validate, prompts=changes["prompts"], agreement=changes["detector"])
     changes["evaluate"] = stand_in(evaluate, validate=validate)
+    validation_config = functools.partial(at_checkpoints.validation_config, **options)
+    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
     notebook, given = (TRAINING, {}) if stream is ingest.latents_dataset else (ONLINE, {"stream": stream})
     build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():

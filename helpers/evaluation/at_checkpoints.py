@@ -35,12 +35,16 @@ from . import results
 NUM_PROMPTS = 64  # captions of held-out rows, where no prompts are given
 GRID = 16  # pictures of a checkpoint that are kept, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
+Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
 
 
 def validation_config(
     config: TrainingConfig,
     prompts: list[str] | None = None,
     agreement: Agreement | None = None,
+    *,
+    work: Work | None = None,
+    where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> ray.train.ValidationConfig:
     """What `TorchTrainer` takes as `validation_config`.
@@ -50,6 +54,9 @@ def validation_config(
         prompts: those where `config.prompts` is None; None: captions of held-out rows.
         agreement: `agreement(pictures, prompts)` gives the share of pictures that show what their prompt says, as
             "all" and by attribute, for data whose pictures a program can judge. None: no agreement.
+        work: a function of your own in place of `evaluate_checkpoint`, with its arguments.
+        where: options of the Ray task that works, to place it on machines of its own, such as {"accelerator_type":
+            "A10G"} or {"resources": {"evaluation": 1}}. By default it takes a CPU, and with `use_gpu` a GPU.
         timeout_s: seconds after which an evaluation is given up.
 
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
@@ -57,7 +64,7 @@ def validation_config(
     if config.best_by == "agreement" and agreement is None:
         raise ValueError("best_by='agreement' needs data whose pictures a program can judge: give another one.")
     inputs = {"prompts": resolve_prompts(config, prompts), "agreement": agreement}
-    fn = functools.partial(validate, config=config.to_dict(), timeout_s=timeout_s, **inputs)
+    fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
     # It only waits. Ray starts it again if its process is lost, which to Ray Train would be the end of the run.
     return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
@@ -81,19 +88,23 @@ def validate(
     config: dict,
     prompts: list[str] | None = None,
     agreement: Agreement | None = None,
+    *,
+    work: Work | None = None,
+    where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
     """Ray Train's validation function: has a checkpoint evaluated, and returns what was found, for its metrics.
 
     The newest checkpoint comes first: one that is passed over is noted as skipped. An evaluation that fails, is killed
-    or takes longer than `timeout_s` is noted as failed, and the run goes on.
+    or takes longer than `timeout_s` is noted as failed, and the run goes on. Arguments as for `validation_config`.
     """
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
     if newest > step:
         return results.note(config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and goes first")
-    task = ray.remote(num_cpus=1, num_gpus=int(config.use_gpu), max_calls=int(config.use_gpu), max_retries=0)
-    working = task(evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
+    gpu = int(config.use_gpu)  # whose memory is free when the task's process ends, after one call
+    task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})
+    working = task(work or evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
