@@ -33,9 +33,7 @@ RESUME = "resume.json"  # in a run's folder: where the current group of workers 
 Steps = Iterator[tuple[list[Unit], float]]
 
 
-def train_loop_per_worker(
-    config: dict, steps: Callable[..., Steps] | None = None, evaluate: Callable[..., tuple[dict, bool]] | None = None
-) -> None:
+def train_loop_per_worker(config: dict, steps: Callable | None = None, evaluate: Callable | None = None) -> None:
     """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
 
     Args:
@@ -400,6 +398,5 @@ def validation_rows(config: TrainingConfig) -> pa.Table | None:
 
 def read_validation(run_uri: str) -> pd.DataFrame:
     """The validation losses of a run: a frame with columns step, validation_loss, unweighted, rows."""
-    results = map(storage.read_json, storage.list_files(storage.join(run_uri, "validation"), ".json"))
-    columns = ["step", "validation_loss", "unweighted", "rows"]
-    return pd.DataFrame([result for result in results if "validation_loss" in result], columns=columns)
+    results = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+    return pd.DataFrame(results, columns=["step", "validation_loss", "unweighted", "rows"]).dropna()

@@ -33,6 +33,7 @@ from ..unet import build_unet
 from . import results
 
 NUM_PROMPTS = 64  # captions of held-out rows, where no prompts are given
+MOST_LOST = 3  # times that the waiting process of an evaluation may be lost
 GRID = 16  # pictures of a checkpoint that are kept, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
 Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
@@ -102,6 +103,12 @@ def validate(
     step, newest = step_of_name(saved.path), newest_due(config)
     if newest > step:
         return results.note(config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and goes first")
+    lost = storage.join(config.run_uri, "evaluation", f"{step:09d}", "lost.json")  # stays if this process is killed
+    times = storage.read_json(lost) if storage.exists(lost) else 0
+    if times >= MOST_LOST:
+        storage.delete(lost)
+        return results.note(config.run_uri, step, failed={"evaluation": f"its process was lost {times} times"})
+    storage.write_json(lost, times + 1)
     gpu = int(config.use_gpu)  # whose memory is free when the task's process ends, after one call
     task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})
     working = task(work or evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
@@ -114,6 +121,8 @@ def validate(
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
         reason = fault_tolerance.summarize_error(str(error))
+    finally:
+        storage.delete(lost)
     return results.note(config.run_uri, step, failed={"evaluation": reason})
 
 

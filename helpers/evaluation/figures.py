@@ -201,13 +201,13 @@ def draw_pictures(fig, pictures, steps, prompts):
     """A row of pictures a prompt, a column a checkpoint."""
     grid = fig.subplots(len(prompts), len(steps), squeeze=False)
     lines = int(fig.bbox.height / fig.dpi / len(prompts) / LINE) - 1
+    for ax, step in zip(grid[0], steps, strict=True):
+        ax.set_title(f"step {step:,}", fontsize=SMALL)
     for row, prompt in zip(grid, prompts, strict=True):
         for ax, step in zip(row, steps, strict=True):
             if prompt in pictures[step]:
                 show(ax, pictures[step][prompt])
             else:
                 ax.set_axis_off()
-            if row is grid[0]:
-                ax.set_title(f"step {step:,}", fontsize=SMALL)
         row[0].set_ylabel(wrap(prompt, 1.6, max(1, lines)), fontsize=SMALL, rotation=0, ha="right", va="center")
     return f"pictures of {len(prompts)} prompts at steps {', '.join(f'{step:,}' for step in steps)}"

@@ -139,9 +139,12 @@ class RunReader:
 
     def __init__(self, config: TrainingConfig):
         self.run_uri, self.folder = config.run_uri, storage.join(config.run_uri, "validation")
-        self.seen, self.said = set(storage.list_files(self.folder, ".json")), []
+        self.seen, self.said = {uri for uri in self.files() if "unfinished" not in storage.read_json(uri)}, []
         earlier = metrics_log.read_metrics(config.run_uri, all_attempts=True)
         self.earlier = set(zip(earlier["step"], earlier["attempt"], strict=True)) if len(earlier) else set()
+
+    def files(self) -> list[str]:
+        return storage.list_files(self.folder, ".json")
 
     def values(self, lines: list[dict]) -> Iterator[tuple[int, dict[str, Any]]]:
         """`(step, values)` of `lines` of the metrics, and of evaluations that are finished since the last call.
@@ -151,7 +154,7 @@ class RunReader:
         for line in lines:
             if (line["step"], line["attempt"]) not in self.earlier:
                 yield line["step"], {name: value for name, value in line.items() if name != "step" and is_number(value)}
-        for uri in storage.list_files(self.folder, ".json"):
+        for uri in self.files():
             result = {"unfinished": True} if uri in self.seen else storage.read_json(uri)
             if "unfinished" not in result:
                 self.seen.add(uri)
