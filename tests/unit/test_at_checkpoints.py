@@ -50,7 +50,7 @@ def build_run(tmp_path, build_manifest, build_latents):
     """A function that gives the config of a run with six held-out rows; keywords change it."""
 
     def build(held_out=6, **changes):
-        values = {"storage": str(tmp_path), "resolution": 32, "sampling_steps": 2, "checkpoint_every": 10}
+        values = {"storage": str(tmp_path), "resolution": 32, "sampling_steps": 1, "checkpoint_every": 10}
         config = TrainingConfig(**{**values, "validate_every": 10, "max_steps": 40, **changes})
         manifest = build_manifest(encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"})
         storage.write_json(storage.join(config.latents_uri, "manifest.json"), manifest.to_dict())
@@ -88,14 +88,15 @@ def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
 
 
 def test_the_same_weights_give_the_same_evaluation(build_run):
-    first, again, other = (evaluate_unet(build_run(seed=7), seed, step) for seed, step in ((0, 10), (0, 20), (1, 30)))
+    config = build_run(seed=7)
+    first, again, other = (evaluate_unet(config, seed, step, PROMPTS[:1]) for seed, step in ((0, 10), (0, 20), (1, 30)))
     names = ["loss_by_noise", "validation_loss", "clip_score", "cmmd"]
     assert [first[name] for name in names] == [again[name] for name in names]
     assert first["loss_by_noise"] != other["loss_by_noise"]
 
 
 def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
-    found = evaluate_unet(build_run(clip_model="broken"), agreement=lambda *_: {"all": 1.0})
+    found = evaluate_unet(build_run(clip_model="broken"), prompts=PROMPTS[:1], agreement=lambda *_: {"all": 1.0})
     assert found["agreement"] == 1.0 and found["validation_loss"] > 0
     assert found["failed"].keys() == {"clip_score", "cmmd"}
     assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
@@ -138,7 +139,7 @@ def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatc
 def test_a_sampler_of_another_name_draws_otherwise(sampler):
     unet = build_unet("tiny")
     drawn = [
-        evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=3)[
+        evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
             0
         ]
         for name in ("ddim", sampler)
