@@ -62,9 +62,11 @@ def validation_config(
 
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
     """
+    if config.validate_every:
+        prompts = resolve_prompts(config, prompts)
     if config.best_by == "agreement" and agreement is None:
         raise ValueError("best_by='agreement' needs data whose pictures a program can judge: give another one.")
-    inputs = {"prompts": resolve_prompts(config, prompts), "agreement": agreement}
+    inputs = {"prompts": prompts, "agreement": agreement}
     fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
     # It only waits. Ray starts it again if its process is lost, which to Ray Train would be the end of the run.
     return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
