@@ -1,7 +1,7 @@
 """Pre-training a text-to-image diffusion model: what goes inside the Ray Data and Ray Train calls of the notebooks.
 
 Six modules hold the system, marked with *: read them first. The list is in reading order: a module imports only what
-stands above it, and data_io/ and runtime/.
+stands above it, and data_io/, runtime/ and evaluation/.
 
 Core
     storage         files on a disk or an object store, by one path or URI
@@ -36,6 +36,10 @@ runtime/            support at run time
     metrics_log     `metrics.jsonl`, throughput
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
+evaluation/         how good the pictures are
+    results         what the evaluations of a run's checkpoints found
+    at_checkpoints  losses, pictures and scores of each checkpoint, while training goes on
+    figures         a run over time, several runs, one prompt over the checkpoints
 lesson/             what only the notebooks need
     captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
     figures, looks                     plots; rows, rejects and held-out prompts to look at

@@ -26,7 +26,7 @@ from . import distributed, storage
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
-BEST = "best"  # in a run's folder: a copy of the checkpoint with the lowest validation loss
+BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
 
 
 def checkpoint_name(step: int, attempt: int) -> str:

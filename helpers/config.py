@@ -285,6 +285,7 @@ def check_names(cells: Sequence[str]) -> None:
 MAY_CHANGE = {"storage", "latents_uri", "checkpoint_every", "checkpoints_kept", "validate_every", "profile_step"}
 MAY_CHANGE |= {"num_training_workers", "use_gpu", "training_accelerator_type", "max_failures", "hang_timeout"}
 MAY_CHANGE |= {"max_skipped_steps", "trackers"}
+MAY_CHANGE |= {"prompts", "guidance_scale", "sampling_steps", "sampler", "clip_model", "best_by"}
 MAY_CHANGE |= {"micro_batch_size", "strategy", "compile_unet", "channels_last", "activation_checkpointing"}
 
 
@@ -354,6 +355,13 @@ class TrainingConfig(Parameters):
         "a list of 'tensorboard', 'wandb' and 'mlflow', or []",
         Field(strict=False),
     ] = ()
+    # the evaluation at checkpoints
+    prompts: Annotated[Text | Annotated[tuple[Text, ...], Field(strict=False)] | None, "texts, a file, or None"] = None
+    guidance_scale: Annotated[float, "a number of at least 1 (no guidance)", Field(ge=1)] = 2.0
+    sampling_steps: Annotated[int, "a whole number from 1 to 1000", Field(ge=1, le=1000)] = 20
+    sampler: Literal["ddim", "dpm++", "euler", "unipc"] = "ddim"
+    clip_model: Annotated[Model | None, "a CLIP's folder or hub id, or None"] = "tiny-clip"
+    best_by: Literal["validation_loss", "unweighted", "clip_score", "cmmd", "agreement"] = "validation_loss"
     # step whose operations are profiled, for the share of time in communication; None: none
     profile_step: OptionalCount = None
 
@@ -376,6 +384,8 @@ class TrainingConfig(Parameters):
                 f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
                 "validation runs on checkpoints, beside the training (0: never)."
             )
+        if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
+            raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
 
     def default_units_per_step(self) -> int:
         """The most workers that the run may have; of a run that took steps, what it began with, on any workers."""

@@ -187,12 +187,13 @@ def encode_masked(
 
 
 @torch.inference_mode()
-def decode(model: str, latents_BCHW: torch.Tensor) -> np.ndarray:
-    """Unscaled latents -> (B, H, W, 3) uint8 pictures, by the model's VAE."""
-    pixels = load_vae(model).decode(latents_BCHW).sample
-    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+def decode(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np.ndarray:
+    """Unscaled latents -> (B, H, W, 3) uint8 pictures, by the model's VAE or by a VAE, on its device."""
+    vae = load_vae(model) if isinstance(model, str) else model
+    pixels = vae.decode(latents_BCHW.to(vae.device)).sample
+    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
-def reconstruct(model: str, moments_B2CHW: np.ndarray) -> np.ndarray:
+def reconstruct(model: str | AutoencoderKL, moments_B2CHW: np.ndarray) -> np.ndarray:
     """Stored moments -> (B, H, W, 3) uint8 pictures, decoded from the posterior's mean."""
     return decode(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))

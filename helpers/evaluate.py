@@ -1,9 +1,10 @@
-"""What a run has learned: the pipeline of a checkpoint, images from prompts, the validation function, the export."""
+"""What a run has learned: the pipeline of a checkpoint, pictures from prompts, the exported diffusers pipeline."""
 
 from __future__ import annotations
 
 import tempfile
 
+import diffusers
 import numpy as np
 import ray.train
 import torch
@@ -13,9 +14,13 @@ from PIL import Image
 
 from . import checkpoint, diffusion, encoder, images, ingest, schema, storage
 from .config import TrainingConfig
-from .train import record_validation, validation_rows
-from .train_step import validation_loss
 from .unet import build_unet
+
+SAMPLERS = {
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
 
 
 def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
@@ -24,9 +29,12 @@ def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
 
 
 def build_pipeline(
-    unet: UNet2DConditionModel, encoder_model: str, prediction_type: str = "v_prediction"
+    unet: UNet2DConditionModel, encoder_model: str, prediction_type: str = "v_prediction", sampler: str = "ddim"
 ) -> DiffusionPipeline:
-    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data."""
+    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data.
+
+    `sampler`: "ddim", "dpm++", "euler" or "unipc", as diffusers implements them.
+    """
     noise_schedule = diffusion.noise_schedule(prediction_type)
     pipeline = import_pipeline()(
         vae=encoder.load_vae(encoder_model),
@@ -38,6 +46,8 @@ def build_pipeline(
         feature_extractor=None,
         requires_safety_checker=False,
     )
+    if sampler != "ddim":
+        pipeline.scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -106,10 +116,11 @@ def sample(
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
-    pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type)
+    pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     size = {"resolution": config.largest_resolution, "width": width, "height": height}
-    return generate(pipeline, prompts, **size, seed=seed)
+    sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
+    return generate(pipeline, prompts, **size, **sampling, seed=seed)
 
 
 def save_pictures(pictures: list[np.ndarray], uri: str) -> None:
@@ -144,26 +155,3 @@ def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "e
     manifest = read_encoder_manifest(config)
     pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config.prediction_type)
     return export_pipeline(pipeline, storage.join(config.run_uri, "pipeline"))
-
-
-def validate(saved: ray.train.Checkpoint, config: dict) -> dict[str, float]:
-    """Ray Train's validation function: the held-out loss of a checkpoint's EMA weights, while training continues.
-
-    Where the trainers leave no GPU for it, they validate themselves instead (`train.CheckpointManager`).
-    Also writes it to the run's `validation/{step}.json`, and copies the checkpoint to `best/` if no other has a lower
-    loss. Returns {} if no rows are held out. `config`: the dict of a `TrainingConfig`.
-    """
-    config = TrainingConfig.from_dict(config)
-    manifest = read_encoder_manifest(config)
-    rows = validation_rows(config)
-    if rows is None:
-        return {}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with saved.as_directory() as folder:
-        step = checkpoint.step_of(folder)
-        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
-        losses = validation_loss(unet, manifest, rows, config)
-        result, is_best = record_validation(config, step, losses, rows.num_rows)
-        if is_best:
-            checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
-    return result

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -33,13 +32,21 @@ RESUME = "resume.json"  # in a run's folder: where the current group of workers 
 Steps = Iterator[tuple[list[Unit], float]]
 
 
-def train_loop_per_worker(config: dict, steps: Callable | None = None, part: tuple[int, int] | None = None) -> None:
+def train_loop_per_worker(
+    config: dict,
+    steps: Callable | None = None,
+    evaluate: Callable | None = None,
+    part: tuple[int, int] | None = None,
+) -> None:
     """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
 
     Args:
         config: `TrainingConfig.to_dict()`.
         steps: `steps(config, manifest, range of the plan's steps, rejects) -> Steps` yields `(this worker's units,
             seconds it waited for data)`. None: `train_steps`, which reads the dataset of `build_train_dataset`.
+        evaluate: `evaluate(unet, config, step)` evaluates the averaged weights, on all workers between two steps, where
+            no GPU is left for Ray Train's validation; returns what belongs to the checkpoint's metrics, and whether it
+            is the best so far (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints are not evaluated.
         part: `(begin, end)` of a run whose data changes on the way: the data's plan counts steps from `begin`, and the
             worker ends, with a checkpoint, at step `end`. None: the whole run.
     """
@@ -58,7 +65,7 @@ def train_loop_per_worker(config: dict, steps: Callable | None = None, part: tup
     log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
     meter = profiling.Meter(config, manifest, device)
     writer = MetricsWriter(log)
-    checkpoints = CheckpointManager(train_step, log)
+    checkpoints = CheckpointManager(train_step, log, evaluate)
     rejects = Rejects(config)
     preemption = fault_tolerance.PreemptionNotice(device)
     write_worker_info(config, log)
@@ -295,9 +302,9 @@ def first_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
 class CheckpointManager:
     """Saves checkpoints while training goes on, and has them validated: beside it, or by the workers themselves.
 
-    A Ray task validates where there is a GPU that nobody uses (`evaluate.validate`); where there is none it would wait
-    until training ends, and keep every checkpoint until then. So the workers validate between two steps. The last
-    checkpoint is left to the task, which gets a GPU of the trainers.
+    A Ray task validates where there is a GPU that nobody uses (`evaluation.at_checkpoints`); where there is none it
+    would wait until training ends, and keep every checkpoint until then. So the workers evaluate between two steps. The
+    last checkpoint is left to the task, which gets a GPU of the trainers.
 
     Training stops only while the state is copied to CPU memory, pinned and kept where there is a GPU. A thread of Ray
     Train then writes it, each worker its own part, and uploads it to the run's folder. A checkpoint counts once all of
@@ -306,10 +313,11 @@ class CheckpointManager:
     Args:
         train_step: what is saved.
         log: rank 0's metrics, whose attempt is part of a checkpoint's name; None on the other ranks.
+        evaluate: as `train_loop_per_worker` takes it.
     """
 
-    def __init__(self, train_step: TrainStep, log: MetricsLog | None):
-        self.train_step, self.log = train_step, log
+    def __init__(self, train_step: TrainStep, log: MetricsLog | None, evaluate: Callable | None = None):
+        self.train_step, self.log, self.evaluate = train_step, log, evaluate
         self.group = checkpoint.cpu_group()
         self.stager = checkpoint.open_stager(pinned=True) if train_step.device.type == "cuda" else None
         # Ray Train recognises checkpoints in its own folder only by its own file system.
@@ -322,9 +330,12 @@ class CheckpointManager:
         started, config, state = time.perf_counter(), self.train_step.config, self.train_step
         self.uploaded.wait()
         due = bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps)
-        is_best = False
+        found, is_best = {}, False
         if due and step < config.max_steps and not has_spare_gpu(state.device):
-            due, is_best = False, self.validate(step)
+            due = False
+            if self.evaluate:
+                with state.averaged() as unet:
+                    found, is_best = self.evaluate(unet, config, step)
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
         parts = dict(model=state.model, optimizer=state.optimizer, ema=state.ema)
         finish = checkpoint.async_save(folder, **parts, step=step, group=self.group, stager=self.stager)
@@ -332,7 +343,7 @@ class CheckpointManager:
         if self.log:
             self.log.flush()
         ray.train.report(
-            {"step": step},
+            {**found, "step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
             # Ray Train takes rank 0's name.
             checkpoint_dir_name=checkpoint.checkpoint_name(step, self.log.attempt) if self.log else None,
@@ -342,19 +353,6 @@ class CheckpointManager:
             validation=due,
         )
         return time.perf_counter() - started
-
-    def validate(self, step: int) -> bool:
-        """Validate the averaged weights on the training workers; whether no other checkpoint's loss is lower."""
-        config = self.train_step.config
-        if distributed.rank() == 0:
-            validation_rows(config)  # finds them once
-        ray.train.collective.barrier()
-        rows = validation_rows(config)
-        if rows is None:
-            return False
-        losses = self.train_step.validate(rows)
-        is_best = distributed.rank() == 0 and record_validation(config, step, losses, rows.num_rows)[1]
-        return ray.train.collective.broadcast_from_rank_zero(is_best)
 
     def upload(
         self, finish: Callable[[], None], is_best: bool, local: ray.train.Checkpoint, name: str
@@ -396,19 +394,3 @@ def validation_rows(config: TrainingConfig) -> pa.Table | None:
         pq.write_table(rows, file, compression="none")
         storage.write_bytes(uri, file.getvalue())
     return rows
-
-
-def record_validation(
-    config: TrainingConfig, step: int, losses: tuple[float, float], num_rows: int
-) -> tuple[dict[str, float], bool]:
-    """Write the run's `validation/{step}.json`; returns it, and whether no other step's loss is lower."""
-    others = read_validation(config.run_uri)["validation_loss"]
-    result = {"step": step, "validation_loss": losses[0], "unweighted": losses[1], "rows": num_rows}
-    storage.write_json(storage.join(config.run_uri, "validation", f"{step:09d}.json"), result)
-    return result, not (others < losses[0]).any()
-
-
-def read_validation(run_uri: str) -> pd.DataFrame:
-    """The validation losses of a run: a frame with columns step, validation_loss, unweighted, rows."""
-    results = [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
-    return pd.DataFrame(results, columns=["step", "validation_loss", "unweighted", "rows"])

@@ -244,42 +244,48 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
-    def validate(self, rows: pa.Table) -> tuple[float, float]:
-        """`validation_loss` of the averaged weights, by all ranks together, between two steps; for all ranks.
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """The U-Net with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
 
-        The averaged weights take the place of the trained ones meanwhile. Compiled blocks run as they were written:
-        they would be compiled again for another number of rows.
+        They take the place of the trained weights meanwhile. Compiled blocks run as they were written: they would be
+        compiled again for another number of rows.
         """
         with self.ema.swapped(), torch.compiler.set_stance("force_eager"):
-            self.unet.eval()
-            losses = validation_loss(self.unet, self.manifest, rows, self.config)
+            yield self.unet.eval()
             self.unet.train()
             for module in self.unet.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones
-        return losses
+
+
+def validation_loss(*arguments, **options) -> tuple[float, float]:
+    """`(loss, unweighted loss)`: the means of `losses_by_noise` over its timesteps."""
+    return tuple(losses_by_noise(*arguments, **options)[:, 1:].mean(axis=0).tolist())
 
 
 @torch.no_grad()
-def validation_loss(
+def losses_by_noise(
     unet: torch.nn.Module,
     manifest: schema.Manifest,
     rows: pa.Table,
     config: TrainingConfig,
     timesteps_per_row: int = 8,
-) -> tuple[float, float]:
-    """`(loss, unweighted loss)`: means over held-out latents `rows`, at evenly spaced timesteps, with fixed noise.
+) -> np.ndarray:
+    """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
 
-    Rows count that have latents of the largest resolution, in all of its shapes.
+    The timesteps are the middles of T equal parts of the noise schedule. Rows count that have latents of the largest
+    resolution, in all of its shapes.
 
-    The first is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise and
-    timesteps are the same every time, so that steps and runs can be compared. In a process group each rank computes its
-    part of the rows, and all return the same.
+    The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise
+    and timesteps are the same every time, so that steps and runs can be compared. In a process group each rank computes
+    its part of the rows, and all return the same.
     """
     device = next(unet.parameters()).device
     schedule = diffusion.noise_schedule(config.prediction_type)
     schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    totals = np.zeros(3)
+    timesteps = ((np.arange(timesteps_per_row) + 0.5) * 1000 / timesteps_per_row).astype(int)
+    totals = np.zeros((timesteps_per_row, 3))
     for spec in manifest.latents_at(config.largest_resolution):
         mine = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
         num_mine = -(-mine.num_rows // world_size())
@@ -289,14 +295,14 @@ def validation_loss(
             counts = torch.from_numpy(places < mine.num_rows).to(device)
             places = np.minimum(places, mine.num_rows - 1)
             moments, text, _ = Unit.from_arrow(mine.take(places).combine_chunks(), manifest, spec, 0).to(device)
-            for number in range(timesteps_per_row):
+            for number, timestep in enumerate(timesteps):
                 draws = diffusion.draw(0, number, places, moments.shape[2:], device=device)
-                draws.timesteps_B[:] = int((number + 0.5) * 1000 / timesteps_per_row)
+                draws.timesteps_B[:] = int(timestep)
                 latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
                 losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
                 unweighted = (losses * counts).sum().item()
                 # All rows have the same timestep here, and so the same weight.
                 weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
-                totals += unweighted * weight, unweighted, counts.sum().item()
-    *totals, count = sum_over_ranks(torch.tensor(totals, device=device)).tolist()
-    return tuple(total / max(1, count) for total in totals)
+                totals[number] += unweighted * weight, unweighted, counts.sum().item()
+    totals = sum_over_ranks(torch.tensor(totals, device=device)).cpu().numpy()
+    return np.column_stack([timesteps, totals[:, :2] / totals[:, 2:].clip(min=1)])

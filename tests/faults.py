@@ -16,6 +16,7 @@ from ray import cloudpickle
 
 from helpers import checkpoint, storage, train
 from helpers.config import TrainingConfig
+from helpers.evaluation import results
 from helpers.runtime import metrics_log
 from helpers.train_step import TrainStep
 
@@ -61,6 +62,11 @@ def wait_until(reached):
 def checkpoint_is_there(config, step):
     """Whether the newest checkpoint that is due after so many steps is complete."""
     return train.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
+
+
+def is_evaluated(config, step):
+    """Whether the evaluation of a step's checkpoint is over, or the step was skipped."""
+    return any(result["step"] == step and "unfinished" not in result for result in results.read(config.run_uri))
 
 
 def is_listed(config, step):

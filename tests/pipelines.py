@@ -12,6 +12,7 @@ import types
 
 from helpers import encoder, ingest, kept_latents, online, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
 from helpers.runtime import lease, metrics_log, monitoring
 
@@ -133,6 +134,8 @@ def short_run(storage_uri, name, **changes):
             "checkpoint_every": 10,
             "validate_every": 0,
             "validation_share": 0.05,
+            "prompts": ["a red circle", "a blue square"],
+            "sampling_steps": 2,
             **changes,
         }
     )
@@ -182,12 +185,16 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
-def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, **changes):
+def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, evaluation=None, **changes):
     """Run the trainer of Training.ipynb, or with a `stream` that of the online notebook; returns Ray Train's result.
 
-    `stream=None`: without Ray Data. `changes`: values of the notebook's parameters, or names that its cells import.
+    `stream=None`: without Ray Data. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of
+    the notebook's parameters, or names that its cells import or make, such as `detector`.
     """
     run_setup.open_run(config)
+    changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
+    validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
+    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
     notebook, given = (TRAINING, {}) if stream is ingest.latents_dataset else (ONLINE, {"stream": stream})
     build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():

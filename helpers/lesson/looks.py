@@ -15,6 +15,7 @@ from PIL import Image
 from .. import images, ingest, preprocess, schema, storage
 from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..data_io import filters, inputs
+from ..evaluation import at_checkpoints
 from . import captioned_shapes
 
 
@@ -206,16 +207,18 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
     """`(prompts, detector)`: captions that training does not see, and what scores pictures of them.
 
     For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data:
-    the captions of held-out rows (if nothing is held out, of training rows), and None.
+    the captions of held-out rows (if nothing is held out, of training rows), and None. `config.prompts` takes the place
+    of the prompts.
     """
-    rows = ingest.validation_rows(config, num_prompts)
-    captions = first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist()
+    given = at_checkpoints.resolve_prompts(config)
+    rows = ingest.validation_rows(config, num_prompts) if given is None else None
+    captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:
         for caption in captions:
             captioned_shapes.parse(caption)
     except ValueError:
         return captions, None
-    return captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
+    return given or captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
 
 
 def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:

@@ -172,7 +172,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[trac
     reader, lines = metrics_log.MetricsReader(config.run_uri), {}
     num_shown = len(fault_tolerance.read_failures(config.run_uri))
     tracks = bool(config.trackers or track)
-    tracked, nodes, asked_nodes = tracks and tracking.RunReader(config), tracking.ClusterUse(), 0.0
+    tracked, nodes, asked_nodes = tracking.RunReader(config), tracking.ClusterUse(), 0.0
 
     def show():
         nonlocal num_shown, asked_nodes
@@ -181,16 +181,17 @@ def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[trac
             progress.message(f"lost: {failure}")
         num_shown = len(failures)
         new = reader.read()
-        if tracks:
-            for step, values in tracked.values(new):
-                track_all(step, values)
-            if lines and ray.is_initialized() and time.monotonic() - asked_nodes > 10:
-                asked_nodes = time.monotonic()
-                try:
-                    track_all(next(reversed(lines)), nodes.values())
-                except Exception as error:  # whatever it is, it is not worth a run
-                    asked_nodes = math.inf
-                    progress.message(f"The use of the nodes is no longer tracked: {type(error).__name__}: {error}")
+        for step, values in tracked.values(new):
+            track_all(step, values)
+        while tracked.said:
+            progress.message(tracked.said.pop(0))
+        if tracks and lines and ray.is_initialized() and time.monotonic() - asked_nodes > 10:
+            asked_nodes = time.monotonic()
+            try:
+                track_all(next(reversed(lines)), nodes.values())
+            except Exception as error:  # whatever it is, it is not worth a run
+                asked_nodes = math.inf
+                progress.message(f"The use of the nodes is no longer tracked: {type(error).__name__}: {error}")
         for line in new:
             lines.pop(line["step"], None)  # a step that is repeated after a failure counts once, as the newest
             lines[line["step"]] = line

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 from ..config import TrainingConfig
+from ..evaluation import results
 from . import metrics_log
 
 # `track(step, values)`: values by name are numbers, or pictures (RGB arrays H x W x 3 of uint8, or Pillow's).
@@ -131,24 +132,40 @@ def start(config: TrainingConfig, own: Sequence[Track] = ()) -> Iterator[Track]:
 
 
 class RunReader:
-    """What a run leaves in its folder from now on: `values()` of each step and validation once."""
+    """What a run leaves in its folder from now on: `values()` of each step and evaluated checkpoint once.
+
+    `said`: sentences about evaluations that failed or were skipped; the caller takes them out.
+    """
 
     def __init__(self, config: TrainingConfig):
-        self.folder = storage.join(config.run_uri, "validation")
-        self.seen = set(storage.list_files(self.folder, ".json"))
+        self.run_uri, self.folder = config.run_uri, storage.join(config.run_uri, "validation")
+        self.seen, self.said = {uri for uri in self.files() if "unfinished" not in storage.read_json(uri)}, []
         earlier = metrics_log.read_metrics(config.run_uri, all_attempts=True)
         self.earlier = set(zip(earlier["step"], earlier["attempt"], strict=True)) if len(earlier) else set()
 
-    def values(self, lines: list[dict]) -> Iterator[tuple[int, dict[str, float]]]:
-        """`(step, values)` of `lines` of the metrics, and of validations that are finished since the last call."""
+    def files(self) -> list[str]:
+        return storage.list_files(self.folder, ".json")
+
+    def values(self, lines: list[dict]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """`(step, values)` of `lines` of the metrics, and of evaluations that are finished since the last call.
+
+        The values of an evaluation are its numbers, and its pictures as "evaluation".
+        """
         for line in lines:
             if (line["step"], line["attempt"]) not in self.earlier:
                 yield line["step"], {name: value for name, value in line.items() if name != "step" and is_number(value)}
-        for uri in storage.list_files(self.folder, ".json"):
-            if uri not in self.seen:
+        for uri in self.files():
+            result = {"unfinished": True} if uri in self.seen else storage.read_json(uri)
+            if "unfinished" not in result:
                 self.seen.add(uri)
-                result = storage.read_json(uri)
-                yield result["step"], {"validation_loss": result["validation_loss"]}
+                self.said += results.sentences(result)
+                values = results.numbers(result)
+                step = values.pop("step")
+                grid = storage.join(self.run_uri, "evaluation", f"{step:09d}", "grid.png")
+                if storage.exists(grid):
+                    values["evaluation"] = results.read_picture(grid)
+                if values:  # none of a checkpoint that was skipped
+                    yield step, values
 
 
 # ---- the machines

@@ -1,9 +1,12 @@
 """One preprocessing job and one training run, which most tests of this folder look at or go on from."""
 
+import functools
+
 import pytest
 
 from helpers.config import PreprocessingConfig
 from helpers.lesson import captioned_shapes
+from tests.faults import is_evaluated, loop_with, wait_until
 from tests.pipelines import TWO_WORKERS, encode, fit, short_run
 
 ROWS = 600
@@ -19,7 +22,9 @@ def encoded(cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run(encoded):
+def run(encoded, tmp_path_factory):
     """A finished run, undisturbed and validated: (config, Ray Train's result). Two workers shard it, at two sizes."""
     config = short_run(encoded[0].storage, "first", **TWO_WORKERS, validate_every=20)
-    return config, fit(config)
+    flag = tmp_path_factory.mktemp("flags") / "evaluated"
+    wait = functools.partial(wait_until, functools.partial(is_evaluated, config, 20))
+    return config, fit(config, loop=loop_with((wait, 30, 0, flag)))  # or step 40 would be evaluated in its place

@@ -1,5 +1,7 @@
 """Training on a real Ray: what a run writes, how it resumes, and that it learns."""
 
+import dataclasses
+import functools
 import json
 import pathlib
 
@@ -14,11 +16,11 @@ from safetensors.torch import load_file
 
 from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.evaluation import at_checkpoints, results
 from helpers.lesson import captioned_shapes, looks
 from helpers.runtime import metrics_log, session
-from helpers.train_step import TrainStep
 from helpers.unet import build_unet
-from tests.faults import variants
+from tests.faults import die, is_evaluated, loop_with, once, variants, wait_until
 from tests.pipelines import TWO_WORKERS, bare, encode, fit, short_run
 
 
@@ -79,14 +81,14 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
 
 def test_the_best_checkpoint_is_kept_apart(run):
     config, _ = run
-    validation = train.read_validation(config.run_uri)
+    validation = results.scores(config.run_uri)
     (best,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.find_corruption(best) is None
     assert checkpoint.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
 
 
 def test_validation_runs_beside_training_on_held_out_rows(run):
-    validation = train.read_validation(run[0].run_uri)
+    validation = results.scores(run[0].run_uri)
     assert validation["step"].tolist() == [20, 40]
     assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
 
@@ -94,15 +96,14 @@ def test_validation_runs_beside_training_on_held_out_rows(run):
 def validating_loop(folder):
     """The worker loop where there is no GPU to spare; a rank that validates leaves a file."""
 
-    def loop(values):
-        validate = TrainStep.validate
-
-        def noted(self, rows):
+    class Noted(at_checkpoints.OnWorkers):
+        def __call__(self, unet, config, step):
             (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
-            return validate(self, rows)
+            return super().__call__(unet, config, step)
 
-        TrainStep.validate, train.has_spare_gpu = noted, lambda device: False
-        train.train_loop_per_worker(values)
+    def loop(values):
+        train.has_spare_gpu = lambda device: False
+        train.train_loop_per_worker(values, evaluate=Noted(list(values["prompts"])))
 
     return loop
 
@@ -115,13 +116,50 @@ def test_workers_validate_where_no_gpu_is_left_for_it(run, tmp_path):
 
     fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
-    found, expected = (train.read_validation(one.run_uri) for one in (config, first))
+    found, expected = (results.scores(one.run_uri) for one in (config, first))
     assert found["step"].tolist() == [20, 40] and found["rows"].tolist() == expected["rows"].tolist()
     np.testing.assert_allclose(found["validation_loss"], expected["validation_loss"], rtol=1e-5)
     losses, undisturbed = (metrics_log.read_metrics(one.run_uri)["loss"].tolist() for one in (config, first))
     assert losses == undisturbed
     best = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert [checkpoint.find_corruption(uri) for uri in best] == [None]
+
+
+def test_an_evaluation_that_is_killed_is_noted_and_ends_nothing(run):
+    """By SIGKILL, when its losses are known and its pictures are judged."""
+    config, result = run
+    config = dataclasses.replace(config, run_name="killed")
+
+    found = at_checkpoints.validate(result.checkpoint, config.to_dict(), list(config.prompts), lambda *_: die())
+    assert found["failed"].keys() == {"evaluation"} and "died" in found["failed"]["evaluation"]
+    assert found["validation_loss"] > 0 and results.read(config.run_uri) == [found]
+
+
+@variants
+def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
+    """The first is killed; the second waits until training is done; so the third is skipped; the last is made."""
+    config = short_run(data, "evaluated", validate_every=10, best_by="agreement")
+    killed, slow = tmp_path / "killed", tmp_path / "slow"
+
+    def agreement(pictures, prompts):
+        once(killed, die)
+        once(slow, functools.partial(wait_until, lambda: train.last_step(config) == config.max_steps))
+        return {"all": 0.5}
+
+    first = functools.partial(wait_until, lambda: is_evaluated(config, 10))
+    second = functools.partial(wait_until, slow.exists)
+    loop = loop_with((first, 15, 0, tmp_path / "first"), (second, 25, 0, tmp_path / "second"))
+    result = fit(config, loop=loop, detector=agreement)
+    assert result.error is None and metrics_log.read_metrics(config.run_uri)["attempt"].eq(1).all()
+    found = {one["step"]: one for one in results.read(config.run_uri)}
+    assert list(found) == [10, 20, 30, 40]
+    assert found[10].keys() >= {"failed", "validation_loss"} and "agreement" not in found[10]
+    assert found[20]["agreement"] == found[40]["agreement"] == 0.5 and found[30].keys() == {"step", "skipped"}
+    assert "step 40 is newer" in found[30]["skipped"]
+    best = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
+    assert [checkpoint.step_of(uri) for uri in best] == [40]  # the later one of two equal ones
+    kept = {checkpoint.step_of(str(one.path)): metrics for one, metrics in result.best_checkpoints}
+    assert kept[40]["agreement"] == 0.5 and kept[40]["loss_by_noise"] == found[40]["loss_by_noise"]
 
 
 def test_config_json_says_what_made_the_run(run):
@@ -189,7 +227,7 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
     losses, samples = zip(*bare(config, 12, prepare=load), strict=True)
     assert metrics["samples_crc32"].tolist() == list(samples)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-    assert train.read_validation(config.run_uri)["step"].tolist() == [6, 12]
+    assert results.scores(config.run_uri)["step"].tolist() == [6, 12]
     # Raw or averaged, the weights that two ranks wrote make a pipeline.
     last, exported = train.last_checkpoint(config), {}
     for which in ("model", "ema"):
@@ -212,7 +250,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path):
     assert metrics["samples_crc32"].tolist() == list(samples)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
-    assert train.read_validation(config.run_uri)["step"].tolist() == [10, 16]
+    assert results.scores(config.run_uri)["step"].tolist() == [10, 16]
     wide = evaluate.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
@@ -347,12 +385,15 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     assert (
-        looks.held_out_prompts(small(data, validation_share=0.0, validate_every=0), 4)[1] is captioned_shapes.agreement
+        looks.held_out_prompts(small(data, prompts=None, validation_share=0.0, validate_every=0), 4)[1]
+        is captioned_shapes.agreement
     )
     rows = pa.table({"caption": ["a dog", "a cat"], "hash": [1, 2], "jpg": [b"", b""]})
     pq.write_table(rows, tmp_path / "raw.parquet")
     raw = OnlineConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw.parquet"), resolutions=[32])
-    config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0)
+    config = small(
+        str(tmp_path), prompts=None, latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0
+    )
     online.prepare(raw, config)
     assert looks.held_out_prompts(config, 4) == (["a dog", "a cat"], None)
 

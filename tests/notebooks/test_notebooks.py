@@ -105,6 +105,12 @@ NAMES = set(DEFAULTS) | {
     "dollars_per_hour",
     "encoder_revision",
     "trackers",
+    "prompts",
+    "guidance_scale",
+    "sampling_steps",
+    "sampler",
+    "clip_model",
+    "best_by",
 }
 SHRUNK = {
     "Preprocessing.ipynb": {"limit": 320, "resolutions": [32], "validation_share": 0.05},

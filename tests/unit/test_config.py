@@ -73,6 +73,17 @@ BAD_PREPROCESSING = [
 ]
 
 BAD_TRAINING = [
+    ({"prompts": 3}, "prompts=3 must be texts, a file, or None."),
+    ({"prompts": ["a cat", None]}, "prompts=['a cat', None] must be texts, a file, or None."),
+    ({"guidance_scale": 0.5}, "guidance_scale=0.5 must be a number of at least 1 (no guidance)."),
+    ({"sampling_steps": 0}, "sampling_steps=0 must be a whole number from 1 to 1000."),
+    ({"sampler": "heun"}, "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'."),
+    ({"clip_model": 3}, "clip_model=3 must be a CLIP's folder or hub id, or None."),
+    ({"best_by": "loss"}, "best_by='loss' is unknown: choose one of 'validation_loss', 'unweighted', 'clip_score'"),
+    (
+        {"best_by": "cmmd", "clip_model": None},
+        "best_by='cmmd' needs a CLIP: give clip_model, or keep the best by another.",
+    ),
     ({"init_from": 5}, "init_from=5 must be a run, the folder of a U-Net, or None."),
     ({"init_from": ""}, "init_from='' must be a run, the folder of a U-Net, or None."),
     ({"training_accelerator_type": 4}, "training_accelerator_type=4 must be a text, or None."),
@@ -313,6 +324,12 @@ FREE = {
     "max_skipped_steps": 3,
     "hang_timeout": 30,
     "profile_step": 10,
+    "prompts": ["a red circle"],
+    "guidance_scale": 4.0,
+    "sampling_steps": 50,
+    "sampler": "dpm++",
+    "clip_model": None,
+    "best_by": "clip_score",
 }
 
 

@@ -7,10 +7,12 @@ import types
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from helpers import storage
 from helpers.config import TrainingConfig
+from helpers.evaluation import results
 from helpers.runtime import monitoring, tracking
 from helpers.runtime.metrics_log import MetricsLog
 
@@ -56,7 +58,31 @@ def test_a_function_of_ones_own_gets_steps_and_validations(run_folder):
     with monitoring.monitor_run(config, every=60, track=[lambda step, values: seen.append((step, values))]):
         take_steps(config, 2, 3)
     assert [step for step, _ in seen] == [2, 3, 3]
-    assert {**LINE, **SPEED}.items() <= seen[0][1].items() and seen[2][1] == {"validation_loss": 0.25}
+    assert {**LINE, **SPEED}.items() <= seen[0][1].items()
+    assert seen[2][1] == {"validation_loss": 0.25, "unweighted": 0.3, "rows": 2}
+
+
+def test_an_evaluation_is_tracked_when_it_is_over(run_folder, capsys):
+    """With its losses by noise level and its pictures; what failed or was skipped is said once."""
+    config, seen = run_of(run_folder), []
+    reader = tracking.RunReader(config)
+    result = {"step": 2, "validation_loss": 0.25, "loss_by_noise": {"62": 0.5, "937": 0.1}}
+    results.write(config.run_uri, {**result, "unfinished": True})
+    assert list(reader.values([])) == []
+    folder = run_folder / "runs/tracked/evaluation/000000002"
+    folder.mkdir(parents=True)
+    Image.fromarray(PICTURE).save(folder / "grid.png")
+    with monitoring.monitor_run(config, every=60, track=[lambda step, values: seen.append((step, values))]):
+        results.write(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
+        results.note(config.run_uri, 3, skipped="step 4 is newer")
+    ((step, values),) = seen
+    assert step == 2 and np.array_equal(values.pop("evaluation"), PICTURE)
+    by_noise = {"loss_by_noise/0062": 0.5, "loss_by_noise/0937": 0.1}
+    assert values == {"validation_loss": 0.25, "clip_score": 30.0, **by_noise}
+    assert len(list(reader.values([]))) == 1 and list(reader.values([])) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("evaluation of step 2, cmmd failed: too few pictures") == 1
+    assert "evaluation of step 3 skipped: step 4 is newer" in lines
 
 
 def test_tensorboard_gets_numbers_pictures_and_parameters(run_folder):

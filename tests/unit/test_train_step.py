@@ -195,7 +195,8 @@ def train_and_save(folder, rank, world, manifest, rows):
         assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
         found = train(state, manifest, rows, 0, middle, rank, world)
         checkpoint.save(f"{folder}/{strategy}-{world}", **parts(state), step=middle)
-        validated[f"{strategy}-{world}"] = state.validate(rows[:HELD_OUT])  # between two steps, whose losses stay
+        with state.averaged() as unet:  # between two steps, whose losses stay
+            validated[f"{strategy}-{world}"] = train_step.validation_loss(unet, manifest, rows[:HELD_OUT], state.config)
         found += train(state, manifest, rows, middle, 2 * middle, rank, world)
         losses[f"{strategy}-{world}"] = [line["loss"] for line in found]
         norms[f"{strategy}-{world}"] = [line["grad_norm"] for line in found]
@@ -819,6 +820,19 @@ def test_the_validation_loss_is_reproducible_and_weighs_rows(manifest, build_lat
                     ]
                 )
     assert found == pytest.approx(np.mean(per_row, axis=0), rel=1e-4) and found[0] != found[1]
+
+
+def test_losses_by_noise_are_those_of_each_timestep_alone(manifest, build_latents):
+    unet, rows = build_unet("tiny"), build_latents(80)
+    by_noise = train_step.losses_by_noise(unet, manifest, rows, recipe(), timesteps_per_row=4)
+    assert by_noise[:, 0].tolist() == [125, 375, 625, 875] and (by_noise[:, 1:] > 0).all()
+    again = train_step.losses_by_noise(unet, manifest, rows, recipe(seed=7), timesteps_per_row=4)
+    np.testing.assert_array_equal(by_noise, again)
+    means = train_step.validation_loss(unet, manifest, rows, recipe(), timesteps_per_row=4)
+    assert means == tuple(by_noise[:, 1:].mean(axis=0))
+    schedule = train_step.diffusion.noise_schedule()
+    weights = train_step.diffusion.loss_weights(schedule, torch.tensor([125, 375, 625, 875]), 5.0)
+    np.testing.assert_allclose(by_noise[:, 1], by_noise[:, 2] * weights.numpy(), rtol=1e-6)
 
 
 def test_without_weighting_both_validation_losses_are_the_same(manifest, build_latents):

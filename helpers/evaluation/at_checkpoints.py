@@ -1,0 +1,335 @@
+"""Evaluation of a run's checkpoints while it trains: held-out loss by noise level, pictures of fixed prompts, scores.
+
+Ray Train calls `validate` for each checkpoint that is due, one at a time, beside the training. It ends a run whose
+validation is killed or runs out of memory, so `validate` does nothing but wait for a Ray task that does the work
+(`evaluate_checkpoint`), and notes what becomes of it. Where the trainers use all GPUs, they evaluate between two steps
+(`OnWorkers`). Results: `results`; pictures: the run's `evaluation/{step}/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.train
+import ray.train.collective
+import torch
+from PIL import Image
+
+from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
+from ..config import TrainingConfig
+from ..runtime import fault_tolerance
+from ..train_step import losses_by_noise
+from ..unet import build_unet
+from . import results
+
+NUM_PROMPTS = 64  # captions of held-out rows, where no prompts are given
+MOST_LOST = 3  # times that the waiting process of an evaluation may be lost
+GRID = 16  # pictures of a checkpoint that are kept, of the first prompts
+Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
+Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
+
+
+def validation_config(
+    config: TrainingConfig,
+    prompts: list[str] | None = None,
+    agreement: Agreement | None = None,
+    *,
+    work: Work | None = None,
+    where: dict[str, Any] | None = None,
+    timeout_s: float = 3600,
+) -> ray.train.ValidationConfig:
+    """What `TorchTrainer` takes as `validation_config`.
+
+    Args:
+        config: `prompts`, `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
+        prompts: those where `config.prompts` is None; None: captions of held-out rows.
+        agreement: `agreement(pictures, prompts)` gives the share of pictures that show what their prompt says, as
+            "all" and by attribute, for data whose pictures a program can judge. None: no agreement.
+        work: a function of your own in place of `evaluate_checkpoint`, with its arguments.
+        where: options of the Ray task that works, to place it on machines of its own, such as {"accelerator_type":
+            "A10G"} or {"resources": {"evaluation": 1}}. By default it takes a CPU, and with `use_gpu` a GPU.
+        timeout_s: seconds after which an evaluation is given up.
+
+    Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
+    """
+    if config.validate_every:
+        prompts = resolve_prompts(config, prompts)
+    if config.best_by == "agreement" and agreement is None:
+        raise ValueError("best_by='agreement' needs data whose pictures a program can judge: give another one.")
+    inputs = {"prompts": prompts, "agreement": agreement}
+    fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
+    # It only waits. Ray starts it again if its process is lost, which to Ray Train would be the end of the run.
+    return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
+
+
+def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) -> list[str] | None:
+    """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for what cannot be drawn."""
+    if config.prompts is None:
+        return prompts
+    from .prompts import read_prompts
+
+    tokenizer = images.load_tokenizer(evaluate.read_encoder_manifest(config).encoder["model"])
+    given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
+    return read_prompts(given, tokenizer=tokenizer)
+
+
+# ---- beside the training
+
+
+def validate(
+    saved: ray.train.Checkpoint,
+    config: dict,
+    prompts: list[str] | None = None,
+    agreement: Agreement | None = None,
+    *,
+    work: Work | None = None,
+    where: dict[str, Any] | None = None,
+    timeout_s: float = 3600,
+) -> dict[str, Any]:
+    """Ray Train's validation function: has a checkpoint evaluated, and returns what was found, for its metrics.
+
+    The newest checkpoint comes first: one that is passed over is noted as skipped. An evaluation that fails, is killed
+    or takes longer than `timeout_s` is noted as failed, and the run goes on. Arguments as for `validation_config`.
+    """
+    config = TrainingConfig.from_dict(config)
+    step, newest = step_of_name(saved.path), newest_due(config)
+    if newest > step:
+        return results.note(config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and goes first")
+    lost = storage.join(config.run_uri, "evaluation", f"{step:09d}", "lost.json")  # stays if this process is killed
+    times = storage.read_json(lost) if storage.exists(lost) else 0
+    if times >= MOST_LOST:
+        storage.delete(lost)
+        return results.note(config.run_uri, step, failed={"evaluation": f"its process was lost {times} times"})
+    storage.write_json(lost, times + 1)
+    gpu = int(config.use_gpu)  # whose memory is free when the task's process ends, after one call
+    task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})
+    working = task(work or evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
+    try:
+        return ray.get(working, timeout=timeout_s)
+    except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
+        raise
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(working, force=True)
+        reason = f"it took longer than {timeout_s:,.0f} s"
+    except ray.exceptions.RayError as error:
+        reason = fault_tolerance.summarize_error(str(error))
+    finally:
+        storage.delete(lost)
+    return results.note(config.run_uri, step, failed={"evaluation": reason})
+
+
+def step_of_name(name: str) -> int:
+    return int(storage.name(name).split("-")[1])
+
+
+def newest_due(config: TrainingConfig) -> int:
+    """The step of the run's newest complete checkpoint that is to be evaluated; 0 without one."""
+    for uri in checkpoint.list_checkpoints(config.run_uri):
+        step = step_of_name(uri)
+        due = config.validate_every and (step % config.validate_every == 0 or step == config.max_steps)
+        if due and checkpoint.find_corruption(uri) is None:
+            return step
+    return 0
+
+
+def evaluate_checkpoint(
+    saved: ray.train.Checkpoint, config: dict, prompts: list[str] | None, agreement: Agreement | None
+) -> dict[str, Any]:
+    """Evaluate the averaged weights of a checkpoint, in this process; copy it to `best/` if no other is better."""
+    config = TrainingConfig.from_dict(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with saved.as_directory() as folder:
+        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        result = evaluate_unet(unet, config, checkpoint.step_of(folder), prompts, agreement)
+        if results.is_best(config, result):
+            checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
+    return result
+
+
+# ---- by the trainers
+
+
+class OnWorkers:
+    """`evaluate` of `train.train_loop_per_worker`: all workers evaluate together, each some rows and some prompts.
+
+    `prompts` as `resolve_prompts` gives them; `agreement` as for `validation_config`.
+    """
+
+    def __init__(self, prompts: list[str] | None = None, agreement: Agreement | None = None):
+        self.prompts, self.agreement = prompts, agreement
+
+    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> tuple[dict[str, Any], bool]:
+        if distributed.rank() == 0:
+            train.validation_rows(config)  # finds them once
+        ray.train.collective.barrier()
+        result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
+        found = (result, results.is_best(config, result)) if distributed.rank() == 0 else None
+        return ray.train.collective.broadcast_from_rank_zero(found)
+
+
+# ---- what is evaluated
+
+
+def evaluate_unet(
+    unet: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
+) -> dict[str, Any]:
+    """Evaluate a U-Net, by all ranks together; returns on rank 0 what it writes to the run's `validation/{step}.json`.
+
+    The losses are written before the first picture is drawn, so that they are there if drawing fails. What fails is
+    noted, and the rest goes on. Pictures depend on the prompts' order alone, not on the number of ranks.
+    """
+    started, manifest = time.perf_counter(), evaluate.read_encoder_manifest(config)
+    rows = train.validation_rows(config)
+    result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
+    if distributed.rank() == 0:
+        results.write(config.run_uri, {**result, "unfinished": True})
+    if prompts is None and rows is not None:
+        prompts = list(dict.fromkeys(rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
+    try:
+        drawn = draw(unet, config, manifest, prompts) if prompts else []
+    except Exception as error:  # whatever it is, it is not worth a run
+        drawn = error
+    parts = distributed.gather_objects(drawn)
+    if parts is None:
+        return {}
+    errors = [f"{type(part).__name__}: {part}" for part in parts if isinstance(part, Exception)]
+    failed = {"drawing": errors[0]} if errors else {}
+    if prompts and not failed:
+        pictures = [picture for part in parts for picture in part][: len(prompts)]
+        save_grid(pictures, prompts, config, step)
+        result["prompts"] = len(prompts)
+        for what, found in score(pictures, prompts, config, manifest, rows, agreement):
+            if isinstance(found, Exception):
+                failed[what] = f"{type(found).__name__}: {found}"
+            else:
+                result |= found
+    result["seconds"] = round(time.perf_counter() - started, 3)
+    results.write(config.run_uri, result)
+    return results.note(config.run_uri, step, failed=failed) if failed else result
+
+
+def held_out_losses(
+    unet: torch.nn.Module, manifest: schema.Manifest, rows: pa.Table | None, config: TrainingConfig
+) -> dict[str, Any]:
+    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
+    if rows is None:
+        return {}
+    losses = losses_by_noise(unet, manifest, rows, config)
+    loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
+    by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
+    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
+
+
+def draw(
+    unet: torch.nn.Module, config: TrainingConfig, manifest: schema.Manifest, prompts: list[str]
+) -> list[np.ndarray]:
+    """This rank's part of the pictures, as many as every other rank's: sharded weights are gathered by all together."""
+    device, num_mine = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
+    first = distributed.rank() * num_mine
+    mine = [prompts[min(first + place, len(prompts) - 1)] for place in range(num_mine)]
+    pipeline = evaluate.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
+    pipeline.vae.to(device)
+    pipeline.text_encoder.to(device)
+    options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
+    return evaluate.generate(pipeline, mine, resolution=config.largest_resolution, seed=first, **options)
+
+
+def score(
+    pictures: list[np.ndarray],
+    prompts: list[str],
+    config: TrainingConfig,
+    manifest: schema.Manifest,
+    rows: pa.Table | None,
+    agreement: Agreement | None,
+) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """Yield `(what, the numbers found)` of each score that is asked for, or the exception that it ended with."""
+
+    def clip_score():
+        from . import scores
+
+        return {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
+
+    def cmmd():
+        from . import scores
+
+        return {"cmmd": scores.cmmd(embedded(), embed_held_out(clip(), config, manifest, rows))}
+
+    def right():
+        shares = agreement(pictures, prompts)
+        return {"agreement": shares["all"], "agreement_by_attribute": shares}
+
+    @functools.cache
+    def clip():
+        from .scores import CLIP
+
+        return CLIP(config.clip_model, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    @functools.cache
+    def embedded():
+        return clip().images(pictures)
+
+    asked = [right] if agreement else []
+    # The small CLIP of this repository knows the drawn pictures alone.
+    if config.clip_model and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd"):
+        asked += [clip_score] + ([cmmd] if rows is not None else [])
+    for one in asked:
+        try:
+            yield one.__name__, one()
+        except Exception as error:  # said, and worth no run
+            yield one.__name__, error
+
+
+def embed_held_out(clip: Any, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
+    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; kept in the run's `validation/`.
+
+    `clip`: `scores.CLIP`.
+    """
+    name = f"held-out-{zlib.crc32(config.clip_model.encode()):08x}.npy"
+    uri = storage.join(config.run_uri, "validation", name)
+    if storage.exists(uri):
+        filesystem, path = storage.open_filesystem(uri)
+        with filesystem.open_input_file(path) as file:
+            return np.load(io.BytesIO(file.read()))
+    embedded = np.concatenate([clip.images(pictures) for pictures in decode_rows(rows, config, manifest)])
+    file = io.BytesIO()
+    np.save(file, embedded)
+    storage.write_bytes(uri, file.getvalue())
+    return embedded
+
+
+def decode_rows(
+    rows: pa.Table, config: TrainingConfig, manifest: schema.Manifest, batch_size: int = 64
+) -> Iterator[list[np.ndarray]]:
+    """Pictures of latents of the largest resolution, in all of its shapes, by the VAE that encoded them."""
+    vae = encoder.load_vae(manifest.encoder["model"]).to("cuda" if torch.cuda.is_available() else "cpu")
+    for spec in manifest.latents_at(config.largest_resolution):
+        if spec.name in rows.column_names:
+            moments, valid = spec.decode(rows[spec.name])
+            moments = moments[np.asarray(valid)]
+            for start in range(0, len(moments), batch_size):
+                yield list(encoder.reconstruct(vae, moments[start : start + batch_size]))
+
+
+def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:
+    """Write the first pictures to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
+    uri, shown = storage.join(config.run_uri, "evaluation", f"{step:09d}"), pictures[:GRID]
+    height, width = shown[0].shape[:2]
+    columns = min(4, len(shown))
+    grid = Image.new("RGB", (columns * width, -(-len(shown) // columns) * height))
+    for place, picture in enumerate(shown):
+        grid.paste(Image.fromarray(picture), (place % columns * width, place // columns * height))
+    with tempfile.TemporaryDirectory() as folder:
+        grid.save(f"{folder}/grid.png")
+        storage.copy_folder(folder, uri)
+    evaluate.save_pictures(shown, uri)
+    storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))

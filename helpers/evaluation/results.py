@@ -1,0 +1,82 @@
+"""What the evaluations of a run's checkpoints found: a file `validation/{step}.json` in the run's folder for each.
+
+Keys of a file: step; validation_loss, unweighted and rows (`train_step.validation_loss`); loss_by_noise, {timestep:
+unweighted loss}; prompts, how many pictures were drawn; clip_score, cmmd, agreement and agreement_by_attribute, as far
+as they were asked for; seconds. Where something went wrong: failed, {what: a sentence}. A checkpoint that was passed
+over for a newer one has step and skipped, a sentence. `unfinished` is true while an evaluation runs.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+
+from .. import storage
+from ..config import TrainingConfig
+
+HIGHER_IS_BETTER = {"clip_score", "agreement"}  # of `best_by`; of the others the lowest is best
+
+
+def uri(run_uri: str, step: int) -> str:
+    return storage.join(run_uri, "validation", f"{step:09d}.json")
+
+
+def write(run_uri: str, result: dict[str, Any]) -> None:
+    storage.write_json(uri(run_uri, result["step"]), result)
+
+
+def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
+    """Add what became of an evaluation to what is known of the step, print it, and return the whole."""
+    result = storage.read_json(uri(run_uri, step)) if storage.exists(uri(run_uri, step)) else {"step": step}
+    result.pop("unfinished", None)
+    if skipped:
+        result["skipped"] = skipped
+    if failed:
+        result["failed"] = {**result.get("failed", {}), **failed}
+    write(run_uri, result)
+    for sentence in sentences(result):
+        print(sentence)
+    return result
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """What went wrong with an evaluation, for people to read."""
+    where = f"evaluation of step {result['step']}"
+    failed = [f"{where}, {what} failed: {why}" for what, why in result.get("failed", {}).items()]
+    return failed + ([f"{where} skipped: {result['skipped']}"] if "skipped" in result else [])
+
+
+def read(run_uri: str) -> list[dict[str, Any]]:
+    """All files, by rising step."""
+    return [storage.read_json(one) for one in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+
+
+def scores(run_uri: str) -> pd.DataFrame:
+    """The numbers of the run's evaluated checkpoints: a row a step, a column for each number that was found."""
+    rows = [numbers(result) for result in read(run_uri) if "skipped" not in result]
+    return pd.DataFrame(rows, columns=list(dict.fromkeys(["step", *(name for row in rows for name in row)])))
+
+
+def numbers(result: dict[str, Any]) -> dict[str, float]:
+    """A result without what is no number; the losses by noise as "loss_by_noise/{timestep}"."""
+    flat = {f"loss_by_noise/{int(timestep):04d}": loss for timestep, loss in result.get("loss_by_noise", {}).items()}
+    kept = {name: value for name, value in result.items() if isinstance(value, int | float)}
+    return {**kept, **flat}
+
+
+def read_picture(uri: str) -> np.ndarray:
+    """(H, W, 3) uint8 of a file."""
+    filesystem, path = storage.open_filesystem(uri)
+    with filesystem.open_input_file(path) as file:
+        return np.asarray(Image.open(io.BytesIO(file.read())).convert("RGB"))
+
+
+def is_best(config: TrainingConfig, result: dict[str, Any]) -> bool:
+    """Whether no other step of the run is better by `config.best_by`. False if the result does not have it."""
+    mine, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
+    others = [one.get(config.best_by) for one in read(config.run_uri) if one["step"] != result["step"]]
+    return mine is not None and all(sign * mine <= sign * other for other in others if other is not None)

@@ -1,0 +1,204 @@
+"""What the evaluation of a checkpoint finds and leaves, and which checkpoint is the best."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray.train
+from PIL import Image
+
+import helpers.evaluation
+from helpers import distributed, evaluate, storage
+from helpers.config import TrainingConfig
+from helpers.evaluation import at_checkpoints, results
+from helpers.lesson import captioned_shapes
+from helpers.unet import build_unet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = ["a large red circle in the centre on a blue background", "a small white square", "a triangle"]
+
+
+class CLIP:
+    """A stand-in: a picture's embedding is its mean colour, a text's the first axis."""
+
+    def __init__(self, model, device="cpu"):
+        if model == "broken":
+            raise ValueError("'broken' is no CLIP")
+
+    def images(self, pictures):
+        colours = np.stack([picture.mean(axis=(0, 1)) + 1 for picture in pictures]).astype(np.float32)
+        return colours / np.linalg.norm(colours, axis=1, keepdims=True)
+
+    def texts(self, texts):
+        return np.eye(3, dtype=np.float32)[[0] * len(texts)]
+
+
+@pytest.fixture(autouse=True)
+def clip(monkeypatch):
+    module = types.ModuleType("helpers.evaluation.scores")
+    module.CLIP, module.clip_score = CLIP, lambda images, texts: float(100 * (images * texts).sum(1).mean())
+    module.cmmd = lambda x, y: float(((x.mean(0) - y.mean(0)) ** 2).sum())
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(helpers.evaluation, "scores", module, raising=False)
+
+
+@pytest.fixture
+def build_run(tmp_path, build_manifest, build_latents):
+    """A function that gives the config of a run with six held-out rows; keywords change it."""
+
+    def build(held_out=6, **changes):
+        values = {"storage": str(tmp_path), "resolution": 32, "sampling_steps": 1, "checkpoint_every": 10}
+        config = TrainingConfig(**{**values, "validate_every": 10, "max_steps": 40, **changes})
+        manifest = build_manifest(encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"})
+        storage.write_json(storage.join(config.latents_uri, "manifest.json"), manifest.to_dict())
+        rows = storage.join(config.run_uri, "validation", "rows.parquet")
+        storage.write_text(rows, "")
+        pq.write_table(build_latents(held_out), rows)
+        return config
+
+    return build
+
+
+def evaluate_unet(config, seed=0, step=10, prompts=PROMPTS, agreement=None):
+    return at_checkpoints.evaluate_unet(build_unet("tiny", seed=seed).eval(), config, step, prompts, agreement)
+
+
+def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
+    config = build_run()
+    found = evaluate_unet(config, agreement=lambda pictures, prompts: {"all": 0.25, "shape": 0.5})
+    assert found == storage.read_json(f"{config.run_uri}/validation/000000010.json") and "failed" not in found
+    assert found["rows"] == 6 and found["prompts"] == 3 and 0 < found["clip_score"] <= 100 and found["cmmd"] >= 0
+    assert found["agreement"] == 0.25 and found["agreement_by_attribute"] == {"all": 0.25, "shape": 0.5}
+    by_noise = found["loss_by_noise"]
+    assert list(map(int, by_noise)) == sorted(map(int, by_noise)) and len(by_noise) == 8
+    assert np.mean(list(by_noise.values())) == pytest.approx(found["unweighted"])
+    folder = f"{config.run_uri}/evaluation/000000010"
+    assert json.loads(storage.read_text(f"{folder}/prompts.json")) == PROMPTS
+    assert [storage.name(uri) for uri in storage.list_files(folder, ".png")] == [
+        "00.png",
+        "01.png",
+        "02.png",
+        "grid.png",
+    ]
+    assert Image.open(f"{folder}/grid.png").size == (96, 32) and Image.open(f"{folder}/02.png").size == (32, 32)
+    assert results.scores(config.run_uri)["validation_loss"].tolist() == [found["validation_loss"]]
+
+
+def test_the_same_weights_give_the_same_evaluation(build_run):
+    config = build_run(seed=7)
+    first, again, other = (evaluate_unet(config, seed, step, PROMPTS[:1]) for seed, step in ((0, 10), (0, 20), (1, 30)))
+    names = ["loss_by_noise", "validation_loss", "clip_score", "cmmd"]
+    assert [first[name] for name in names] == [again[name] for name in names]
+    assert first["loss_by_noise"] != other["loss_by_noise"]
+
+
+def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
+    found = evaluate_unet(build_run(clip_model="broken"), prompts=PROMPTS[:1], agreement=lambda *_: {"all": 1.0})
+    assert found["agreement"] == 1.0 and found["validation_loss"] > 0
+    assert found["failed"].keys() == {"clip_score", "cmmd"}
+    assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
+
+
+def test_pictures_that_cannot_be_drawn_leave_the_losses(build_run, monkeypatch):
+    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: 1 / 0)
+    found = evaluate_unet(build_run())
+    assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
+    assert "unfinished" not in found
+
+
+def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
+    config = build_run(clip_model=None)
+    assert evaluate_unet(config, prompts=None).keys() & {"clip_score", "cmmd"} == set()
+    shown = json.loads(storage.read_text(f"{config.run_uri}/evaluation/000000010/prompts.json"))
+    assert shown == [f"caption {number}" for number in range(6)]
+
+
+def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
+    config = build_run()
+    photographs = build_manifest(encoder={"model": "another", "revision": "0", "precision": "fp32"})
+    assert list(at_checkpoints.score([], [], config, photographs, None, None)) == []
+
+
+def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatch):
+    config, manifest = build_run(), evaluate.read_encoder_manifest(build_run())
+    unet = build_unet("tiny").eval()
+    alone, parts = at_checkpoints.draw(unet, config, manifest, PROMPTS), []
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        parts.append(at_checkpoints.draw(unet, config, manifest, PROMPTS))
+    assert [len(part) for part in parts] == [2, 2]  # as many, for sharded weights
+    for one, other in zip(alone, parts[0] + parts[1], strict=False):
+        assert np.abs(one.astype(int) - other).max() <= 1
+
+
+@pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
+def test_a_sampler_of_another_name_draws_otherwise(sampler):
+    unet = build_unet("tiny")
+    drawn = [
+        evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
+            0
+        ]
+        for name in ("ddim", sampler)
+    ]
+    assert drawn[0].shape == drawn[1].shape == (32, 32, 3) and (drawn[0] != drawn[1]).any()
+
+
+# ---- which checkpoint, which is the best
+
+
+def checkpoint_at(config, step):
+    uri = storage.join(config.run_uri, f"checkpoint-{step:09d}-001")
+    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}})
+    return ray.train.Checkpoint(uri)
+
+
+def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
+    config = build_run()
+    old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
+    incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
+    storage.write_text(incomplete, "half")
+    found = at_checkpoints.validate(old, config.to_dict())
+    assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and goes first"}
+    assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
+    assert len(results.scores(config.run_uri)) == 0
+
+
+def test_an_evaluation_whose_process_is_lost_again_is_given_up(build_run):
+    config = build_run()
+    saved = checkpoint_at(config, 20)
+    storage.write_json(f"{config.run_uri}/evaluation/000000020/lost.json", 3)
+    found = at_checkpoints.validate(saved, config.to_dict())
+    assert found == {"step": 20, "failed": {"evaluation": "its process was lost 3 times"}}
+    assert storage.list_files(f"{config.run_uri}/evaluation/000000020") == []
+
+
+@pytest.mark.parametrize(
+    ("best_by", "values", "best"),
+    [
+        ("validation_loss", [0.3, 0.2, 0.25], 1),
+        ("cmmd", [0.3, 0.2, 0.1], 2),
+        ("clip_score", [20.0, 30.0, 25.0], 1),
+        ("agreement", [0.5, None, 0.4], 0),
+    ],
+)
+def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
+    config, kept = build_run(best_by=best_by), None
+    for number, value in enumerate(values):
+        result = {"step": 10 * number, "validation_loss": -number if best_by != "validation_loss" else value}
+        result |= {} if value is None else {best_by: value}
+        results.write(config.run_uri, result)
+        if results.is_best(config, result):
+            kept = number
+    assert kept == best
+
+
+def test_the_best_by_agreement_needs_a_judge(build_run):
+    with pytest.raises(ValueError, match="best_by='agreement' needs data whose pictures a program can judge"):
+        at_checkpoints.validation_config(build_run(best_by="agreement"))
+    config = build_run(best_by="agreement")
+    made = at_checkpoints.validation_config(config, PROMPTS, captioned_shapes.agreement)
+    assert made.fn.keywords["prompts"] == PROMPTS and made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
