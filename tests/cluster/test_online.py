@@ -338,7 +338,7 @@ def test_the_augmentation_changes_with_the_epoch_alone():
 
 def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
-    config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"))
+    config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"), global_batch_size=16)
     manifest = online.prepare(limited, config)
     rejected = sum(manifest.rejected.values())
     assert manifest.total("read") == 150 == manifest.total("written") + manifest.total("filtered") + rejected
