@@ -7,62 +7,24 @@ arrays or PIL images. ValueError for what cannot be drawn.
     python -m helpers.lesson.figures .github/architecture.png     # the diagram in README
 """
 
-import io
 import sys
-import textwrap
 
 import numpy as np
 import pandas as pd
 from matplotlib import ticker
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Ellipse, FancyBboxPatch, Patch, Rectangle
 
-# Okabe & Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#7A7A7A"
-CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)  # red is kept for what needs attention
+from ..evaluation.drawing import BLUE, CYCLE, GREEN, GREY, LINE, ORANGE, PURPLE, RED, SKY, SMALL, WIDTH, DescribedFigure
+from ..evaluation.drawing import aspect as _aspect
+from ..evaluation.drawing import axes as _axes
+from ..evaluation.drawing import listed as _listed
+from ..evaluation.drawing import show as _show
+from ..evaluation.drawing import wrap as _wrap
+
 # A stage has the same colour in every figure, found by these words in its name.
 STAGES = {"read": GREY, "transform": SKY, "encode": ORANGE, "write": GREEN, "train": BLUE, "sample": PURPLE}
 PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
-WIDTH, DPI, SMALL = 10, 100, 9
-CHARACTER = 0.072  # inches, width of an average character of the SMALL font
-LINE = 0.16  # inches, height of a line of it
-
-
-class DescribedFigure(Figure):
-    """A matplotlib Figure with `alt_text`, which Jupyter stores beside the picture.
-
-    The notebook gets it as the output's `metadata["image/png"]["alt"]`, the key that IPython and nbconvert use, and as
-    its plain text, for readers that show no pictures.
-    """
-
-    alt_text = ""
-
-    def __init__(self, height, width=WIDTH, layout="constrained"):
-        super().__init__(figsize=(width, height), dpi=DPI, layout=layout)
-        FigureCanvasAgg(self)  # pyplot, which would draw every open figure a second time, never knows of it
-
-    def described(self, text):
-        self.alt_text = " ".join(text.split())
-        return self
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        png = io.BytesIO()
-        self.savefig(png, format="png", bbox_inches="tight")
-        return {"image/png": png.getvalue(), "text/plain": self.alt_text}, {"image/png": {"alt": self.alt_text}}
-
-
-def _axes(fig, *shape, grid="y", **options):
-    """Axes with a light grid and no frame on the right and top: one, or an array of them in a given `shape`."""
-    axes = fig.subplots(*shape, **options)
-    for ax in np.atleast_1d(axes).flat:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(axis=grid, color="0.9")
-        ax.set_axisbelow(True)
-    return axes
 
 
 def _whole_steps(ax, **labels):
@@ -85,30 +47,9 @@ def _last_attempt(frame, what, *names):
     return frame.drop_duplicates("step", keep="last").sort_values("step")
 
 
-def _wrap(text, inches, lines):
-    text = str(text)
-    if not text.isascii():  # captions come in all scripts; a glyph that the font lacks would be a warning
-        known = get_font(findfont(FontProperties())).get_charmap()
-        text = "".join(c if ord(c) in known else "□" for c in text)
-    width = max(8, int(inches / CHARACTER))
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
-
-
-def _show(ax, picture, **how):
-    ax.imshow(np.asarray(picture), cmap="gray", **how)  # cmap: for pictures of one channel
-    ax.set(xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
-
-
 def _size(picture):
     height, width = np.asarray(picture).shape[:2]
     return f"{width} x {height} px"
-
-
-def _aspect(pictures):
-    """Height over width of the tallest picture, within what a row of a grid can show."""
-    shapes = [np.asarray(picture).shape for picture in pictures]
-    return float(np.clip(max(height / width for height, width, *_ in shapes), 0.3, 2))
 
 
 def _vertical_note(ax, x, text, *, left=False, color="0.2"):
@@ -128,11 +69,6 @@ def _vertical_note(ax, x, text, *, left=False, color="0.2"):
         parse_math=False,
         bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.5},
     )
-
-
-def _listed(texts, most=12):
-    texts = list(dict.fromkeys(str(text) for text in texts))
-    return "; ".join(texts[:most]) + (f"; and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def architecture(
