@@ -23,13 +23,12 @@ import pandas as pd
 import pyarrow as pa
 import ray
 import ray.data
-import torch
 
-from .. import encoder, images, ingest, schema, storage
+from .. import ingest, schema, storage
 from ..config import TrainingConfig
 
 TASK_BYTES = 2**30  # that a task of the pass reads
-STEP_BYTES = 64 * 2**20  # of latents that a task holds at a time
+STEP_BYTES = 64 * 2**20  # of latents, or of distances, that a task holds at a time
 PLACE = ["data_set", "group", "row"]
 
 
@@ -41,13 +40,17 @@ class Part(NamedTuple):
     mask_share: float
 
 
-@torch.inference_mode()
 def encode(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
     """Pictures of one size, (H, W, 3) uint8 -> (N, C, H/8, W/8) unscaled latents, the means of the VAE's posterior."""
+    import torch  # not at the top: the tasks that search need no PyTorch and no diffusers
+
+    from .. import encoder, images
+
     vae, found = encoder.load_vae(model), []
-    for start in range(0, len(pictures), batch_size):
-        pixels_BHWC = images.normalize(torch.from_numpy(np.stack(pictures[start : start + batch_size])))
-        found.append(vae.encode(pixels_BHWC.permute(0, 3, 1, 2)).latent_dist.mean)
+    with torch.inference_mode():
+        for start in range(0, len(pictures), batch_size):
+            pixels_BHWC = images.normalize(torch.from_numpy(np.stack(pictures[start : start + batch_size])))
+            found.append(vae.encode(pixels_BHWC.permute(0, 3, 1, 2)).latent_dist.mean)
     return torch.cat(found).numpy()
 
 
@@ -163,9 +166,9 @@ def search_groups(
     batch: dict[str, np.ndarray], *, parts: ray.ObjectRef, spec: schema.ColumnSpec, queries: ray.ObjectRef, k: int
 ) -> Iterator[pd.DataFrame]:
     """For `map_batches`: the k nearest rows of each query in the row groups `batch["id"]`, counted over all `parts`."""
-    parts, queries_QD = ray.get(parts), torch.from_numpy(np.array(ray.get(queries)))
+    parts, queries_QD = ray.get([parts, queries])
     starts, best = np.cumsum([0, *(len(part.groups) for part in parts)]), None
-    at_once = max(1, STEP_BYTES // (schema.ROWS_PER_ROW_GROUP * spec.row_bytes))
+    at_once = max(1, STEP_BYTES // (schema.ROWS_PER_ROW_GROUP * max(spec.row_bytes, 8 * len(queries_QD))))
     for number, part in enumerate(parts):
         mine = batch["id"][(batch["id"] >= starts[number]) & (batch["id"] < starts[number + 1])] - starts[number]
         for start in range(0, len(mine), at_once):
@@ -192,13 +195,15 @@ def read_groups(part: Part, groups: np.ndarray, spec: schema.ColumnSpec) -> tupl
     return places[keep], read_means(rows.filter(pa.array(keep)), spec)
 
 
-def nearest_rows(queries_QD: torch.Tensor, rows_BD: np.ndarray, places: pd.DataFrame, k: int) -> pd.DataFrame:
-    """The k nearest rows of each query. In fp64: from products of fp32, a copy's distance would not come to 0."""
-    distances_QB = torch.cdist(queries_QD, torch.from_numpy(rows_BD), compute_mode="use_mm_for_euclid_dist")
-    distances_QK, rows_QK = distances_QB.topk(min(k, len(rows_BD)), largest=False)
-    found = places.iloc[rows_QK.flatten().numpy()].reset_index(drop=True)
-    queries = np.repeat(np.arange(len(queries_QD)), rows_QK.shape[1])
-    return found.assign(query=queries, distance=distances_QK.flatten().numpy())[["query", "distance", *PLACE]]
+def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFrame, k: int) -> pd.DataFrame:
+    """The k nearest rows of each query, in any order. All in fp64: by fp32, a copy's distance would not come to 0."""
+    squares_QB = (queries_QD**2).sum(axis=1)[:, None] + (rows_BD**2).sum(axis=1) - 2 * queries_QD @ rows_BD.T
+    k = min(k, len(rows_BD))
+    rows_QK = np.argpartition(squares_QB, max(0, k - 1), axis=1)[:, :k] if k else np.zeros((len(queries_QD), 0), int)
+    distances_QK = np.sqrt(np.maximum(np.take_along_axis(squares_QB, rows_QK, axis=1), 0))
+    found = places.iloc[rows_QK.ravel()].reset_index(drop=True)
+    queries = np.repeat(np.arange(len(queries_QD)), k)
+    return found.assign(query=queries, distance=distances_QK.ravel())[["query", "distance", *PLACE]]
 
 
 def keep_nearest(found: pd.DataFrame, k: int) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from helpers import encoder
 from helpers.evaluation import figures, memorisation
@@ -23,8 +22,13 @@ def test_pictures_become_the_latents_that_are_stored():
 def test_a_copy_is_at_distance_zero_among_large_values():
     rows = np.random.default_rng(0).normal(100, 1, size=(50, 4096))
     places = pd.DataFrame({"data_set": 0, "group": 0, "row": range(50)})
-    found = memorisation.nearest_rows(torch.from_numpy(rows[[30]]), rows, places, 2)
+    found = memorisation.keep_nearest(memorisation.nearest_rows(rows[[30]], rows, places, 2), 2)
     assert found["row"].iloc[0] == 30 and found["distance"].iloc[0] < 1e-3 < 80 < found["distance"].iloc[1]
+
+
+def test_row_groups_without_a_row_to_search_are_no_obstacle():
+    places = pd.DataFrame({"data_set": 0, "group": 0, "row": []})
+    assert memorisation.nearest_rows(np.zeros((3, 8)), np.zeros((0, 8)), places, 2).empty
 
 
 def test_of_blocks_the_nearest_rows_are_kept():
