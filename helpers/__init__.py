@@ -36,10 +36,14 @@ runtime/            support at run time
     metrics_log     `metrics.jsonl`, throughput
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
-evaluation/         how good the pictures are
+evaluation/         whether the model gets better
+    prompts         prompts from lists and files
     results         what the evaluations of a run's checkpoints found
     at_checkpoints  losses, pictures and scores of each checkpoint, while training goes on
-    figures         a run over time, several runs, one prompt over the checkpoints
+    trials          settings compared seed by seed: paired differences with intervals
+    side_by_side    a blind comparison of two models by a reader
+    memorisation    the nearest training latents of generated pictures
+    figures, drawing    their figures; what these share with those of the lessons
 lesson/             what only the notebooks need
     captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
     figures, looks                     plots; rows, rejects and held-out prompts to look at

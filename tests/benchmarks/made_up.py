@@ -11,7 +11,7 @@ from helpers import preprocess, resumable_job, schema, storage, train
 from helpers.train_step import TrainStep
 
 
-def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0):
+def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0):
     """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`.
 
     `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
@@ -31,7 +31,12 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0):
         rows = pa.table(columns).append_column(schema.REASON, pa.array([""] * count))
         rows = rows.append_column("encoder_call", pa.nulls(count)).append_column("transform_seconds", pa.nulls(count))
         report = preprocess.write_latents(
-            rows, latents_uri=uri, segment=resumable_job.Segment(0, [], count), columns=specs, id_type=pa.int64()
+            rows,
+            latents_uri=uri,
+            segment=resumable_job.Segment(0, [], count),
+            columns=specs,
+            id_type=pa.int64(),
+            validation_share=validation_share,
         )
         resumable_job.add_report(segment, json.loads(report["report"][0].as_py()))
     manifest = schema.Manifest(

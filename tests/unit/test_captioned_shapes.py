@@ -327,3 +327,14 @@ def test_the_data_set_needs_neither_torch_nor_ray():
     code += "; print({'torch', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_drawbench_prompts_use_known_words_in_new_captions():
+    prompts = [prompt for of_category in captioned_shapes.DRAWBENCH.values() for prompt in of_category]
+    known = {
+        word for text in [*captioned_shapes.captions(1)[::7], *captioned_shapes.RELATIONS] for word in text.split()
+    }
+    assert len(set(prompts)) == len(prompts) == 16
+    assert {word for prompt in prompts for word in prompt.split()} <= known
+    assert all(captioned_shapes.is_held_out(prompt) for prompt in prompts if captioned_shapes.is_caption(prompt))
+    assert [any(map(captioned_shapes.is_caption, of)) for of in captioned_shapes.DRAWBENCH.values()] == [1, 1, 0, 0]

@@ -200,5 +200,5 @@ def test_the_package_lists_every_module():
     for name, path in MODULES.items():
         if path.parent == PACKAGE and path.name != "__init__.py":
             assert name.rpartition(".")[2] in listed, name
-    for folder in ("data_io", "runtime", "lesson"):
+    for folder in ("data_io", "runtime", "evaluation", "lesson"):
         assert f"{folder}/" in listed, folder

@@ -1,0 +1,192 @@
+"""Paired trials: settings of a training run compared seed by seed, with an interval around the difference.
+
+The losses of two runs of one recipe differ from seed to seed, often by more than two recipes do. So each setting is
+trained once a seed, and with one seed all settings share the first weights, the rows of each step, their noise and
+dropped captions. What a seed does to a run, it then does to all settings, and falls out of their difference.
+
+Timesteps are shared too where `timestep_sampling="uniform"`; importance sampling draws them by the objective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+
+from .. import diffusion, ingest, schema
+from ..config import TrainingConfig
+from ..train_step import TrainStep, Unit
+
+NUM_ROWS = 256  # held-out rows that errors are measured on
+
+# Fields of `TrainingConfig` that differ, or a function that trains: it gets the trial's config and returns its U-Net.
+Setting = Mapping[str, object] | Callable[[TrainingConfig], torch.nn.Module]
+
+
+def run(
+    config: TrainingConfig,
+    settings: Mapping[str, Setting],
+    seeds: Sequence[int],
+    measure: Callable[[torch.nn.Module, TrainingConfig], Mapping[str, float]] | None = None,
+    device: torch.device | str | None = None,
+) -> pd.DataFrame:
+    """Train each setting with each seed; returns a frame with columns setting, seed, metric, value.
+
+    Args:
+        config: what the settings have in common.
+        settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}; or a function that gets the
+            config with the trial's seed and returns a trained U-Net, for what is no field, or to train through Ray.
+        seeds: replace the config's.
+        measure: `(unet, its config) -> {metric: value}`; None: `held_out_errors`, on rows that no setting trains on.
+        device: of the trials that are trained here; None: this process's GPU if it has one.
+
+    Raises ValueError if there are no two settings, no two seeds, or a name that is no field of `TrainingConfig`.
+    """
+    if len(settings) < 2:
+        raise ValueError(f"settings={list(settings)} leaves nothing to compare: give two or more.")
+    if len(set(seeds)) < max(2, len(seeds)):
+        raise ValueError(f"seeds={list(seeds)} must be two or more different ones: one says nothing about chance.")
+    configs = {
+        name: config if callable(setting) else dataclasses.replace(config, **setting)
+        for name, setting in settings.items()
+    }
+    if measure is None:
+        rows = ingest.validation_rows(config, NUM_ROWS)
+        if rows is None:
+            raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
+        manifest = ingest.read_manifest(next(iter(config.proportions)))
+        measure = functools.partial(held_out_errors, manifest=manifest, rows=rows)
+    found = []
+    for seed in seeds:  # all settings of a seed, then the next seed: what is there after an interruption is paired
+        for name, setting in settings.items():
+            one, started = dataclasses.replace(configs[name], seed=seed), time.perf_counter()
+            unet = setting(one) if callable(setting) else train(one, device)
+            values = measure(unet, one)
+            found += [(name, seed, metric, float(value)) for metric, value in values.items()]
+            (metric, value), *_ = values.items()
+            print(f"{name}, seed {seed}: {metric} {value:.4f}, {time.perf_counter() - started:.0f} s", flush=True)
+    return pd.DataFrame(found, columns=["setting", "seed", "metric", "value"])
+
+
+def train(config: TrainingConfig, device: torch.device | str | None = None) -> torch.nn.Module:
+    """The U-Net of a run, with averaged weights, trained in this process without Ray, on the batches of the run."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    trained = TrainStep(config, ingest.read_manifest(next(iter(config.proportions))), device)
+    for step, units in enumerate(batches(config)):
+        trained.step(step, units)
+    trained.ema.swap()
+    return trained.unet.eval()
+
+
+def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
+    """The global batches of a run's steps, as Ray Train's workers get them, read in this process."""
+    manifests, steps = ingest.read_manifests(config), range(config.max_steps)
+    manifest, plan = next(iter(manifests.values())), ingest.plan_run(manifests, config)
+    chunks = plan.chunk_range(0, len(steps))
+    read = functools.partial(
+        ingest.read_latents, resolution=config.resolution, validation_share=config.validation_share
+    )
+    blocks = ingest.read_chunks(
+        {"id": range(len(chunks))}, plan=plan, first_chunk=chunks.start, first_step=0, num_steps=len(steps), read=read
+    )
+    for step, units in zip(steps, ingest.worker_units(blocks, plan, steps, 0, 1), strict=True):
+        latents = plan.latents_at(step) or config.resolution_at(step)
+        yield [
+            Unit.from_arrow(rows, manifest, latents, unit % config.units_per_step * config.unit_rows)
+            for unit, rows in units.items()
+        ]
+
+
+@torch.no_grad()
+def held_out_errors(
+    unet: torch.nn.Module,
+    config: TrainingConfig,
+    *,
+    manifest: schema.Manifest,
+    rows: pa.Table,
+    timesteps: Sequence[int] = range(50, 1000, 100),
+    gamma: float = 5.0,
+) -> dict[str, float]:
+    """Errors on held-out latents that are comparable whatever the U-Net predicts: v or the noise.
+
+    The noisy latents are given, so at a timestep the errors of v, of the noise and of the clean latents x0 that follow
+    from one prediction are multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), a being
+    alphas_cumprod at that timestep. Which of two U-Nets is better at a timestep does not depend on the choice. Over all
+    timesteps it depends on their weights: those of min-SNR are for the error of x0, so they are the same for both.
+
+    Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
+    mse(v), ...}. Noise is the same in every call.
+    """
+    device = next(unet.parameters()).device
+    schedule = diffusion.noise_schedule(config.prediction_type)
+    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    sums, count = np.zeros(len(timesteps)), 0
+    for spec in manifest.latents_at(config.largest_resolution):
+        mine = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
+        for start in range(0, mine.num_rows, 64):
+            unit = Unit.from_arrow(mine[start : start + 64].combine_chunks(), manifest, spec, start)
+            moments, text, _ = unit.to(device)
+            for number, timestep in enumerate(timesteps):
+                draws = diffusion.draw(0, number, unit.positions_U, moments.shape[2:], device=device)
+                draws.timesteps_B[:] = timestep
+                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
+                sums[number] += diffusion.row_losses(unet, schedule, latents, text.float(), draws).sum().item()
+        count += mine.num_rows
+    alphas = schedule.alphas_cumprod[list(timesteps)].double().cpu().numpy()
+    of_v = sums / count if config.prediction_type == "v_prediction" else sums / count / alphas
+    of_x0 = (1 - alphas) * of_v
+    weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))
+    return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
+
+
+def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
+    """Each setting against the first one, by metric: the mean of their differences seed by seed, and its t interval.
+
+    Args:
+        results: what `run` returned, or such a frame from elsewhere.
+        confidence: of the interval from low to high.
+
+    Columns: setting, metric, baseline and value (means over the seeds), difference (value - baseline), low, high,
+    seeds. An interval without 0 is a difference that chance alone would seldom make; of many metrics, some will.
+    Raises ValueError if a setting lacks a seed that another one has, or if there are no two seeds.
+    """
+    names, found = list(dict.fromkeys(results["setting"])), []
+    for metric in dict.fromkeys(results["metric"]):
+        values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")
+        lacking = values.reindex(columns=names).isna().stack()
+        if lacking.any():
+            seed, name = lacking.index[lacking][0]
+            raise ValueError(f"{name!r} has no {metric!r} with seed {seed}: the settings must have the same seeds.")
+        for name in names[1:]:
+            differences = (values[name] - values[names[0]]).tolist()
+            low, high = t_interval(differences, confidence)
+            means = values[names[0]].mean(), values[name].mean(), statistics.mean(differences)
+            found.append((name, metric, *means, low, high, len(differences)))
+    columns = ["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Student's t interval around the mean of a sample. Raises ValueError for fewer than two values."""
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} value(s): an interval takes two or more, of as many seeds.")
+    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """The quantile of Student's t distribution, by numerical integration.
+
+    With t = sqrt(degrees) tan(angle), the density of the angle is proportional to cos(angle) ** (degrees - 1).
+    """
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 100_001)
+    density = np.cos(angles) ** (degrees - 1)
+    cumulative = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return float(degrees**0.5 * np.tan(np.interp(probability, cumulative / cumulative[-1], angles)))

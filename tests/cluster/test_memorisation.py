@@ -1,0 +1,90 @@
+"""The nearest training latents of generated pictures, searched through Ray Data."""
+
+import numpy as np
+import pytest
+
+from helpers import ingest, schema, storage
+from helpers.config import TrainingConfig
+from helpers.evaluation import memorisation
+from tests.benchmarks import made_up
+
+SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (2, 4)}
+COLUMN = "image_latents_64"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """The config of a run over two data sets, by bucket: a third of the rows have no large latents."""
+    folder = str(tmp_path_factory.mktemp("mixture"))
+    for number, name in enumerate("ab"):
+        rows_per_file = 250 + 50 * number  # other rows in each data set
+        made_up.write_latents(f"{folder}/{name}", 400 + 300 * number, SHAPES, rows_per_file, 1 / 3, 0.1)
+    return TrainingConfig(storage=folder, latents_uri={f"{folder}/a": 1, f"{folder}/b": 3}, global_batch_size=8)
+
+
+def stored(uri, spec):
+    """(ids, (N, D) means) of the rows that are trained on, read without the manifest's buckets."""
+    manifest = ingest.read_manifest(uri)
+    ranges = [ingest.RowRange(name, n, 0, rows) for name, groups in manifest.files for n, rows in enumerate(groups)]
+    rows = ingest.read_row_ranges(ranges, [schema.ID, spec.name], storage.join(uri, "data"))
+    rows = rows.filter(rows[spec.name].is_valid())
+    keep = ~schema.held_out(rows["id"].to_pylist(), 0.1)
+    means = spec.decode(rows[spec.name])[0][:, 0].reshape(len(rows), -1).astype(np.float64)
+    return np.array(rows["id"].to_pylist())[keep], means[keep]
+
+
+def brute_force(config, queries, k):
+    """[[(distance, folder, id)]]: by comparing every query with every row."""
+    spec = ingest.read_manifest(next(iter(config.proportions))).column(COLUMN)
+    found = []
+    for query in queries.reshape(len(queries), -1).astype(np.float64):
+        rows = []
+        for uri in config.proportions:
+            ids, means = stored(uri, spec)
+            distances = np.sqrt(np.mean((means - query) ** 2, axis=1))
+            rows += zip(distances, [uri] * len(ids), ids, strict=True)
+        found.append(sorted(rows)[:k])
+    return found
+
+
+def earlier_version(config, folder):
+    """The same latents as a job of an earlier version left them: held-out rows lie among the others."""
+    for uri in config.proportions:
+        copy = storage.join(folder, storage.name(uri))
+        storage.copy_folder(uri, copy)
+        values = storage.read_json(storage.join(copy, schema.MANIFEST))
+        for segment in values["segments"]:
+            segment.pop("buckets")
+        storage.write_json(storage.join(copy, schema.MANIFEST), {**values, "schema_version": 2})
+    shares = {storage.join(folder, storage.name(uri)): share for uri, share in config.proportions.items()}
+    return TrainingConfig(storage=str(folder), latents_uri=shares, validation_share=0.1, global_batch_size=8)
+
+
+@pytest.mark.parametrize("by_bucket", [True, False])
+def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture, by_bucket, tmp_path):
+    config = mixture if by_bucket else earlier_version(mixture, tmp_path)
+    random = np.random.default_rng(0)
+    queries = random.uniform(0, 2, size=(5, 4, 8, 8)).astype(np.float32)
+    uri = list(config.proportions)[1]
+    ids, means = stored(uri, ingest.read_manifest(uri).column(COLUMN))
+    queries[3] = means[7].reshape(4, 8, 8)  # a copy
+    found, held_out = memorisation.search(config, queries, k=3, num_held_out=40)
+    expected = brute_force(config, queries, 3)
+    assert found["query"].tolist() == sorted([*range(5)] * 3)
+    for query, rows in found.groupby("query"):
+        distances, folders, neighbours = zip(*expected[query], strict=True)
+        assert rows["distance"].tolist() == pytest.approx(distances, abs=1e-7)
+        assert (rows["latents_uri"].tolist(), rows["id"].tolist()) == (list(folders), list(neighbours))
+    copy = found[found["query"] == 3].iloc[0]
+    assert (copy["id"], copy["latents_uri"], copy["nearer"]) == (ids[7], uri, 0)
+    assert copy["distance"] == pytest.approx(0, abs=1e-7) and (copy["latents"].ravel() == means[7]).all()
+    unseen = ingest.validation_rows(config, 40)
+    unseen = unseen.filter(unseen[COLUMN].is_valid())
+    means = ingest.read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
+    nearest = [rows[0][0] for rows in brute_force(config, means, 1)]
+    assert sorted(held_out) == pytest.approx(sorted(nearest), abs=1e-7) and min(held_out) > 0.1
+
+
+def test_a_size_that_was_not_trained_on_is_refused(mixture):
+    with pytest.raises(ValueError, match=r"^The latents given have the shape \(4, 9, 9\), and those of resolution=64"):
+        memorisation.search(mixture, np.zeros((1, 4, 9, 9)))
