@@ -90,14 +90,10 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     manifests, steps = ingest.read_manifests(config), range(config.max_steps)
     manifest, plan = next(iter(manifests.values())), ingest.plan_run(manifests, config)
     chunks = plan.chunk_range(0, len(steps))
-    read = functools.partial(
-        ingest.read_latents, resolution=config.resolution, validation_share=config.validation_share
-    )
-    blocks = ingest.read_chunks(
-        {"id": range(len(chunks))}, plan=plan, first_chunk=chunks.start, first_step=0, num_steps=len(steps), read=read
-    )
+    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": len(steps), "read": ingest.read_latents}
+    blocks = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, ingest.worker_units(blocks, plan, steps, 0, 1), strict=True):
-        latents = plan.latents_at(step) or config.resolution_at(step)
+        latents = plan.latents_at(step)
         yield [
             Unit.from_arrow(rows, manifest, latents, unit % config.units_per_step * config.unit_rows)
             for unit, rows in units.items()
