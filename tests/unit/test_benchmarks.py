@@ -210,6 +210,7 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
             ["--rows", "300", "--at", "1", "2", "3", "--seeds", "1", "--prompts", "4"],
             marks=pytest.mark.variants,
         ),
+        ("aspect_buckets", ["--rows", "600", "--scale", "0.002", "--prompts", "4"]),
         pytest.param("storage_cost", ["--rows", "150", "--steps", "2", "--prompts", "2"], marks=pytest.mark.variants),
     ],
 )
