@@ -84,6 +84,7 @@ _WHY = {
         "checkpoints_kept": "the newest may be incomplete",
         "validate_every": "at each checkpoint, as MosaicML",
         "validation_share": "still 79,000 of 790 M rows",
+        "clip_model": "for photographs; tiny-clip knows drawn pictures",
     },
     "run": {
         "run_name": "the same name resumes",
