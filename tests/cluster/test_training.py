@@ -138,7 +138,7 @@ def test_an_evaluation_that_is_killed_is_noted_and_ends_nothing(run):
 @variants
 def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
     """The first is killed; the second waits until training is done; so the third is skipped; the last is made."""
-    config = short_run(data, "evaluated", validate_every=10, best_by="agreement")
+    config = short_run(data, "evaluated", validate_every=10, best_by="agreement", clip_model=None)
     killed, slow = tmp_path / "killed", tmp_path / "slow"
 
     def agreement(pictures, prompts):

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray.train
+import ray.train.collective
 from PIL import Image
 
 import helpers.evaluation
@@ -133,6 +134,16 @@ def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatc
     assert [len(part) for part in parts] == [2, 2]  # as many, for sharded weights
     for one, other in zip(alone, parts[0] + parts[1], strict=False):
         assert np.abs(one.astype(int) - other).max() <= 1
+
+
+def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
+    monkeypatch.setattr(ray.train.collective, "barrier", lambda: None)
+    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
+    config, on_workers = build_run(clip_model=None), at_checkpoints.OnWorkers(PROMPTS[:1])
+    result, is_best = on_workers(build_unet("tiny").eval(), config, 10)
+    assert is_best and results.read(config.run_uri) == [result]
+    results.write(config.run_uri, {"step": 20, "validation_loss": result["validation_loss"] / 2})
+    assert not on_workers(build_unet("tiny").eval(), config, 30)[1]
 
 
 @pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
