@@ -34,8 +34,14 @@ runtime/            support at run time
     metrics_log     `metrics.jsonl`, throughput
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
+evaluation/         is the model getting better?
+    prompts         prompts from a list, a file, COCO's captions
+    scores          CLIP score, CMMD, FID, KID; CLIP and Inception, from which they are computed
+    generation      pictures of many prompts through Ray Data, resumable; the sweep over guidance scales
+    drawing, figures    what figures share; the figures of evaluation
 lesson/             what only the notebooks need
-    captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
+    captioned_shapes    the drawn data set with its detector
+    build_tiny_sd, build_tiny_clip    how tiny-sd and tiny-clip were made
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    what the lesson compares with, and breaks
     published_results, estimates, full_run  published numbers, arithmetic on clusters, how the full run differs
