@@ -37,7 +37,9 @@ runtime/            support at run time
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
 evaluation/         whether the model gets better
-    prompts         prompts from lists and files
+    prompts         prompts from a list, a file, COCO's captions
+    scores          CLIP score, CMMD, FID, KID; CLIP and Inception, from which they are computed
+    generation      pictures of many prompts through Ray Data, resumable; the sweep over guidance scales
     results         what the evaluations of a run's checkpoints found
     at_checkpoints  losses, pictures and scores of each checkpoint, while training goes on
     trials          settings compared seed by seed: paired differences with intervals
@@ -45,7 +47,8 @@ evaluation/         whether the model gets better
     memorisation    the nearest training latents of generated pictures
     figures, drawing    their figures; what these share with those of the lessons
 lesson/             what only the notebooks need
-    captioned_shapes, build_tiny_sd    the drawn data set with its detector; how tiny-sd was made
+    captioned_shapes    the drawn data set with its detector
+    build_tiny_sd, build_tiny_clip    how tiny-sd and tiny-clip were made
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    what the lesson compares with, and breaks
     published_results, estimates, full_run  published numbers, arithmetic on clusters, how the full run differs

@@ -127,7 +127,7 @@ def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
     textures = draw_textures(4000, seed)
     vae = AutoencoderKL(**VAE_CONFIG).to(memory_format=torch.channels_last)  # 1.3x as fast on a CPU
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmup_cosine(step, num_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, num_steps))
     ema = copy.deepcopy(vae)
 
     def pick(pool, num):
@@ -174,7 +174,7 @@ def train_vae(num_steps: int, seed: int) -> AutoencoderKL:
     return ema
 
 
-def _warmup_cosine(step: int, num_steps: int, num_warmup: int = 60) -> float:
+def warmup_cosine(step: int, num_steps: int, num_warmup: int = 60) -> float:
     return min((step + 1) / num_warmup, 0.5 * (1 + np.cos(np.pi * step / num_steps)))
 
 
@@ -325,7 +325,7 @@ def change_one_attribute(scene: captioned_shapes.Scene, rng: np.random.Generator
     return replace(scene, objects=tuple(objects))
 
 
-def _draw_families(num_families: int, seed: int, size: int = 4) -> tuple[torch.Tensor, list[str]]:
+def draw_families(num_families: int, seed: int, size: int = 4) -> tuple[torch.Tensor, list[str]]:
     """Families of pictures whose captions differ from the first one's in one attribute: uint8 (N * size, 3, 64, 64)."""
     rng = np.random.default_rng([seed, 3])
     scenes = []
@@ -350,7 +350,7 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    pixels, captions = _draw_families(4000, SPLIT_SEEDS["train"] + seed)
+    pixels, captions = draw_families(4000, SPLIT_SEEDS["train"] + seed)
     pixels = pixels.unflatten(0, (-1, 4))
     tokens = tokenize(tokenizer, captions).unflatten(0, (-1, 4))
     labels = {name: values.unflatten(0, (-1, 4)) for name, values in attribute_labels(captions).items()}
@@ -389,7 +389,7 @@ def train_text_encoder(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> C
         *(p for m in (text, vision, project_text, project_vision, classify) for p in m.parameters()),
     ]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmup_cosine(step, num_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, num_steps))
 
     started = time.process_time()
     for step in range(num_steps):

@@ -1,5 +1,5 @@
-"""What several aspect ratios bring on the drawn pictures, of which a third is not square: less is cut away, and pictures
-are as good as those of a model that was trained on squares.
+"""What several aspect ratios bring on the drawn pictures, of which a third is not square: less is cut away, while the
+model draws as well as one that was trained on squares.
 
     python -m tests.benchmarks.aspect_buckets [--rows 6000] [--scale 1]
 

@@ -327,7 +327,8 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
     mine = evaluate.sample(config.to_dict(), [prompt], result.checkpoint)[0]
-    theirs = evaluate.generate(opened, [prompt], resolution=config.largest_resolution)[0]
+    options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
+    theirs = evaluate.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint.load_weights(folder, build_unet("tiny"), "ema").state_dict()

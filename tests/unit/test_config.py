@@ -33,7 +33,7 @@ BAD_PREPROCESSING = [
         {"max_aspect_ratio": 0.5},
         "max_aspect_ratio=0.5 must be a number of at least 1 (longer side / shorter side), or None.",
     ),
-    ({"max_aspect_ratio": "2"}, "max_aspect_ratio='2' must be at least 1"),
+    ({"max_aspect_ratio": "2"}, "max_aspect_ratio='2' must be a number of at least 1"),
     ({"upscale": 1}, "upscale=1 must be True or False."),
     ({"limit": 0}, "limit=0 must be a whole number of at least 1."),
     ({"limit": "all"}, "limit='all' must be a whole number of at least 1."),

@@ -204,7 +204,7 @@ def test_the_card_states_the_scores_of_these_files(reconstruction):
 
 @pytest.mark.variants
 def test_a_short_build_replaces_the_old_model(tmp_path, monkeypatch):
-    for name in ("draw_shapes", "draw_textures", "_draw_families"):
+    for name in ("draw_shapes", "draw_textures", "draw_families"):
         monkeypatch.setattr(build_tiny_sd, name, few(getattr(build_tiny_sd, name)))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text("{}")

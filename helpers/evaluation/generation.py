@@ -1,0 +1,381 @@
+"""Pictures of many prompts, 30,000 for example, with what their scores are computed from: made by Ray Data, resumable.
+
+The prompts are cut into parts of consecutive ones. One of many actors makes the pictures of a part, embeds them, and
+writes both as one Parquet file, which is there whole or not at all: a part is done when its file exists. A rerun makes
+what is missing. Picture i depends on prompt i and seed + i alone, on any number of actors. Scores read the embeddings
+of all parts, and no picture.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import json
+import tempfile
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from ray.data import ActorPoolStrategy
+
+from .. import encoder, evaluate, images, schema, storage
+from ..config import PreprocessingConfig
+from ..data_io import inputs
+from ..resumable_job import Segment
+from ..runtime import session
+from . import scores
+
+PARTS, JOB = "parts", "job.json"
+INDEX, PROMPT, PICTURE = "index", "prompt", "picture"  # columns of a part, and the three of features:
+IMAGE_EMBEDDING, TEXT_EMBEDDING, INCEPTION = FEATURES = ("image_embedding", "text_embedding", "inception")
+FINGERPRINT_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides the pictures and their features; a rerun into the same folder must have the same.
+
+    Args:
+        pipeline: a folder or URI in diffusers layout (`evaluate.export_checkpoint`), or a hub id.
+        resolution: pixels of a side.
+        guidance_scale, steps, seed: as in `evaluate.generate`.
+        precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
+        clip: see `scores.CLIP`.
+        inception: file of `scores.Inception`'s weights, the same path on every node; "": no features for FID and KID.
+        rows_per_part: prompts that are committed together; what a killed actor has to do again.
+        picture_format: "PNG" (exact) or "JPEG" (quality 95, a fifth of the size of photographs).
+    """
+
+    pipeline: str
+    resolution: int
+    guidance_scale: float = 2.0
+    steps: int = 20
+    seed: int = 0
+    precision: str = "fp32"
+    clip: str = scores.TINY_CLIP
+    inception: str = ""
+    rows_per_part: int = 128
+    picture_format: str = "PNG"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the work is done: the number of actors, and what each is given. None of it changes a picture's content."""
+
+    num_generators: int = 1
+    gpus_per_generator: float = 0
+    accelerator_type: str | None = None
+    batch_size: int = 32  # pictures that one pass of the pipeline makes
+    num_threads: int = 1  # of PyTorch, on a CPU
+
+
+class Job:
+    """The parts of a list of prompts, and which of them are done.
+
+    Raises ValueError if `uri` holds pictures of other prompts, settings or weights.
+    """
+
+    def __init__(self, prompts: list[str], uri: str, settings: Settings):
+        if not prompts:
+            raise ValueError("There are no prompts: give at least one.")
+        self.prompts, self.uri, self.settings = prompts, storage.resolve(uri), settings
+        values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
+        self.values = {**dataclasses.asdict(settings), **values, "weights": fingerprint(settings.pipeline)}
+        found = storage.join(self.uri, JOB)
+        if storage.exists(found):
+            before = storage.read_json(found)
+            for name, value in self.values.items():
+                if before.get(name) != value:
+                    raise ValueError(
+                        f"{uri!r} holds pictures that were made with {name}={before.get(name)!r}, not {value!r}: give "
+                        "another folder, or delete that one."
+                    )
+
+    @property
+    def num_parts(self) -> int:
+        return -(-len(self.prompts) // self.settings.rows_per_part)
+
+    def pending(self) -> list[int]:
+        """Numbers of the parts that are still to be made."""
+        done = {storage.name(path) for path in storage.list_files(storage.join(self.uri, PARTS), ".parquet")}
+        return [number for number in range(self.num_parts) if part_name(number) not in done]
+
+    def part(self, number: int) -> dict:
+        """A part as a row of Ray Data: its file, the index of its first prompt, its prompts, the guidance scale."""
+        first = number * self.settings.rows_per_part
+        return {
+            "file": storage.join(self.uri, PARTS, part_name(number)),
+            "first": first,
+            "prompts": self.prompts[first : first + self.settings.rows_per_part],
+            "guidance_scale": float(self.settings.guidance_scale),
+        }
+
+
+def part_name(number: int) -> str:
+    return f"{number:06d}.parquet"
+
+
+def fingerprint(pipeline: str) -> int | None:
+    """A CRC of the ends of a folder's weight files, which differ between checkpoints; None of a hub id."""
+    files = [path for path in storage.list_files(pipeline, ".safetensors", recursive=True)]
+    if not files:
+        return None
+    crc32 = 0
+    for path in files:
+        filesystem, name = storage.open_filesystem(path)
+        with filesystem.open_input_file(name) as file:
+            size = min(file.size(), FINGERPRINT_BYTES)
+            crc32 = zlib.crc32(file.read_at(size, file.size() - size), crc32)
+    return crc32
+
+
+def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
+    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
+    with contextlib.ExitStack() as stack:
+        if "://" in pipeline:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            storage.copy_folder(pipeline, folder)
+            pipeline = folder
+        options = {"dtype": dtype, "safety_checker": None, "use_safetensors": True}
+        loaded = evaluate.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+# ---- actors
+
+
+class Features:
+    """Pictures -> {column: (N, D) float32}: CLIP's embeddings, and Inception's features where it has weights."""
+
+    def __init__(self, clip: str, inception: str, device: str):
+        self.clip = scores.CLIP(clip, device)
+        self.inception = scores.Inception(inception, device) if inception else None
+
+    def __call__(self, pictures: list[np.ndarray]) -> dict[str, np.ndarray]:
+        found = {IMAGE_EMBEDDING: self.clip.images(pictures)}
+        return found | ({INCEPTION: self.inception.images(pictures)} if self.inception else {})
+
+
+def use_device(num_threads: int) -> str:
+    """The GPU that Ray gave this actor, or the CPU with so many threads."""
+    if torch.cuda.is_available():
+        return "cuda"
+    torch.set_num_threads(num_threads)
+    return "cpu"
+
+
+class PartGenerator:
+    """A Ray Data actor: parts (`Job.part`) -> their files; returns how many pictures each has."""
+
+    def __init__(self, settings: Settings, placement: Placement):
+        self.settings, self.batch_size = settings, placement.batch_size
+        device = use_device(placement.num_threads)
+        dtype = encoder.PRECISIONS[settings.precision] if device == "cuda" else torch.float32
+        self.pipeline = load_pipeline(settings.pipeline, dtype).to(device)
+        self.features = Features(settings.clip, settings.inception, device)
+
+    def __call__(self, parts: dict[str, np.ndarray]) -> dict[str, list[int]]:
+        rows = zip(*(parts[name] for name in ("file", "first", "prompts", "guidance_scale")), strict=True)
+        return {
+            "pictures": [
+                self.make(str(file), int(first), [str(p) for p in said], float(g)) for file, first, said, g in rows
+            ]
+        }
+
+    def make(self, file: str, first: int, prompts: list[str], guidance_scale: float) -> int:
+        pictures = evaluate.generate(
+            self.pipeline,
+            prompts,
+            resolution=self.settings.resolution,
+            seed=self.settings.seed + first,
+            steps=self.settings.steps,
+            guidance_scale=guidance_scale,
+            batch_size=self.batch_size,
+        )
+        features = {**self.features(pictures), TEXT_EMBEDDING: self.features.clip.texts(prompts)}
+        columns = {
+            INDEX: pa.array(range(first, first + len(prompts)), pa.int64()),
+            PROMPT: pa.array(prompts, pa.string()),
+            PICTURE: pa.array([encode(picture, self.settings.picture_format) for picture in pictures], pa.binary()),
+            **{name: schema.to_binary(values, dtype=np.float32) for name, values in features.items()},
+        }
+        data = io.BytesIO()
+        pq.write_table(pa.table(columns), data, compression="none")
+        storage.write_bytes(file, data.getvalue())
+        return len(prompts)
+
+
+def encode(picture: np.ndarray, picture_format: str) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(picture).save(data, picture_format, **({"quality": 95} if picture_format == "JPEG" else {}))
+    return data.getvalue()
+
+
+class RealFeatures:
+    """A Ray Data actor: raw rows -> the features of their pictures' centre squares; broken pictures are left out."""
+
+    def __init__(self, clip: str, inception: str, resolution: int, num_threads: int):
+        self.features, self.resolution = Features(clip, inception, use_device(num_threads)), resolution
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        pictures = []
+        for data in rows[inputs.IMAGE].to_pylist():
+            with contextlib.suppress(images.BadImage):
+                square = images.center_square(images.decode(data))
+                pictures.append(images.to_pixels(images.resize(square, self.resolution)))
+        found = self.features(pictures)
+        return pa.table({name: schema.to_binary(values, dtype=np.float32) for name, values in found.items()})
+
+
+# ---- what a notebook calls
+
+
+def generate(
+    prompts: list[str],
+    uri: str,
+    settings: Settings,
+    placement: Placement | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    generator: type = PartGenerator,
+) -> int:
+    """Make the pictures of the prompts that have none at `uri` yet; returns how many were made.
+
+    Ray Data starts an actor that dies anew, with the part it was at. `progress(pictures, of_pictures)` is called as
+    parts are written. `generator`: the actor's class. Raises ValueError as `Job` does.
+    """
+    return run([Job(prompts, uri, settings)], placement, progress, generator)
+
+
+def run(
+    jobs: list[Job],
+    placement: Placement | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    generator: type = PartGenerator,
+) -> int:
+    """`generate` for several jobs on the same actors: jobs may differ in their prompts, folder and guidance scale."""
+    placement = placement or Placement()
+    parts = [job.part(number) for job in jobs for number in job.pending()]
+    made, total = 0, sum(len(job.prompts) for job in jobs)
+    already = total - sum(len(part["prompts"]) for part in parts)
+    for job in jobs:
+        session.check_shared(job.uri, "uri")
+        storage.write_json(storage.join(job.uri, JOB), job.values)
+    if not parts:
+        return 0
+    pool = {"compute": ActorPoolStrategy(size=min(placement.num_generators, len(parts))), "num_cpus": 1}
+    pool |= {"num_gpus": placement.gpus_per_generator or None, "accelerator_type": placement.accelerator_type}
+    written = ray.data.from_items(parts, override_num_blocks=len(parts)).map_batches(
+        generator, fn_constructor_args=(jobs[0].settings, placement), batch_size=1, **pool
+    )
+    # Closed, not left to the garbage collector: an interrupted cell stops the actors.
+    with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
+        for batch in batches:
+            made += int(sum(batch["pictures"]))
+            if progress:
+                progress(already + made, total)
+    return made
+
+
+def real_features(
+    config: PreprocessingConfig,
+    resolution: int,
+    *,
+    clip: str = scores.TINY_CLIP,
+    inception: str = "",
+    placement: Placement | None = None,
+) -> dict[str, np.ndarray]:
+    """Features of real pictures, `config.limit` rows of `config`'s raw data: what generated ones are compared with.
+
+    {"image_embedding": (N, D), "inception": (N, 2048) where weights are given}. The pictures are resized to the side of
+    the generated ones, as reports on Stable Diffusion do. Raises ValueError if there is no picture.
+    """
+    placement = placement or Placement()
+    paths = inputs.list_inputs(config.data_uri, config.input_format)
+    pool = {"compute": ActorPoolStrategy(size=placement.num_generators), "num_cpus": 1}
+    pool |= {"num_gpus": placement.gpus_per_generator or None, "accelerator_type": placement.accelerator_type}
+    embedded = inputs.read_rows(Segment(0, paths, 0, config.limit), config).map_batches(
+        RealFeatures,
+        fn_constructor_args=(clip, inception, resolution, placement.num_threads),
+        batch_size=scores.BATCH_SIZE,
+        batch_format="pyarrow",
+        **pool,
+    )
+    tables = [table for table in embedded.iter_batches(batch_size=None, batch_format="pyarrow") if len(table)]
+    if not tables:
+        raise ValueError(f"{config.data_uri!r} holds no picture that can be decoded: give other data.")
+    return features_of(pa.concat_tables(tables))
+
+
+def features_of(table: pa.Table) -> dict[str, np.ndarray]:
+    """{column: (N, D) float32} of the feature columns of a table."""
+    return {
+        name: schema.from_binary(table[name], (-1,), np.float32)[0] for name in FEATURES if name in table.schema.names
+    }
+
+
+def read_features(uri: str) -> dict[str, np.ndarray]:
+    """The features of all generated pictures of a folder, in the order of the prompts; no picture is read.
+
+    Raises ValueError if parts are missing.
+    """
+    values = storage.read_json(storage.join(uri, JOB))
+    files = storage.list_files(storage.join(uri, PARTS), ".parquet")
+    expected = -(-values["prompts"] // values["rows_per_part"])
+    if len(files) < expected:
+        raise ValueError(
+            f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate` again, which makes the others."
+        )
+
+    def read(path):
+        filesystem, name = storage.open_filesystem(path)
+        with pq.ParquetFile(name, filesystem=filesystem) as file:
+            return file.read(columns=[column for column in FEATURES if column in file.schema_arrow.names])
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
+        return features_of(pa.concat_tables(pool.map(read, files)))
+
+
+def score(uri: str, real: dict[str, np.ndarray] | None = None) -> dict[str, float]:
+    """Scores of the pictures of a folder: their number, CLIP score and, against `real` (`real_features`), distances.
+
+    "cmmd", and with Inception's features on both sides "fid" and "kid". Raises ValueError as the scores do, for example
+    for fewer pictures than FID needs.
+    """
+    found = read_features(uri)
+    pictures = found[IMAGE_EMBEDDING]
+    values = {"pictures": len(pictures), "clip_score": scores.clip_score(pictures, found[TEXT_EMBEDDING])}
+    if real is not None:
+        values["cmmd"] = scores.cmmd(pictures, real[IMAGE_EMBEDDING])
+        if INCEPTION in found and INCEPTION in real:
+            values["fid"] = scores.frechet_distance(found[INCEPTION], real[INCEPTION])
+            values["kid"] = scores.kernel_distance(found[INCEPTION], real[INCEPTION])
+    return values
+
+
+def guidance_sweep(
+    prompts: list[str],
+    uri: str,
+    settings: Settings,
+    scales: list[float],
+    real: dict[str, np.ndarray] | None = None,
+    placement: Placement | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> pd.DataFrame:
+    """The same prompts and noise at several guidance scales: a row each, with `guidance_scale` and what `score` gives.
+
+    Pictures go to `guidance-{scale}` below `uri`; a rerun makes what is missing.
+    """
+    places = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
+    jobs = [Job(prompts, at, dataclasses.replace(settings, guidance_scale=scale)) for scale, at in places.items()]
+    run(jobs, placement, progress)
+    return pd.DataFrame([{"guidance_scale": scale, **score(at, real)} for scale, at in places.items()])

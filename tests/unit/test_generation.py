@@ -1,0 +1,126 @@
+"""Pictures of many prompts: what is planned, what one actor makes of a part, and what is read back. No Ray."""
+
+import io
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from helpers import evaluate, storage, unet
+from helpers.evaluation import figures, generation, scores
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [f"a {size} {color} circle" for size in ("small", "large") for color in ("red", "green", "blue")]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """An untrained pipeline, as `evaluate.export_pipeline` leaves it."""
+    folder = str(tmp_path_factory.mktemp("pipeline"))
+    return evaluate.export_pipeline(evaluate.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
+
+
+@pytest.fixture
+def settings(pipeline):
+    return generation.Settings(pipeline, resolution=32, steps=2, seed=7, rows_per_part=4)
+
+
+def written(job, number):
+    return pq.read_table(job.part(number)["file"])
+
+
+def test_30000_prompts_killed_half_way_leave_only_what_is_missing(tmp_path):
+    prompts = [f"prompt {number}" for number in range(30_000)]
+    settings = generation.Settings("hub/id", resolution=512)
+    job = generation.Job(prompts, tmp_path, settings)
+    parts = [job.part(number) for number in job.pending()]
+    assert len(parts) == 235 and [text for part in parts for text in part["prompts"]] == prompts
+    for number in range(0, 235, 2):  # actors finish in no order
+        storage.write_bytes(parts[number]["file"], b"")
+    storage.write_bytes(parts[1]["file"] + ".0123.part", b"")  # of a write that was killed
+    left = generation.Job(prompts, tmp_path, settings).pending()
+    assert left == list(range(1, 235, 2))
+    assert sum(len(job.part(number)["prompts"]) for number in left) == 117 * 128
+
+
+def test_a_folder_of_other_pictures_is_refused(tmp_path, settings, pipeline):
+    job = generation.Job(PROMPTS, tmp_path, settings)
+    storage.write_json(f"{tmp_path}/job.json", job.values)
+    assert generation.Job(list(PROMPTS), tmp_path, settings).pending() == [0, 1]
+    for name, prompts, other in [
+        ("guidance_scale=2.0, not 5.0", PROMPTS, generation.dataclasses.replace(settings, guidance_scale=5.0)),
+        ("prompts=6, not 5", PROMPTS[:5], settings),
+        ("prompts_crc32=", PROMPTS[::-1], settings),
+    ]:
+        with pytest.raises(ValueError, match=f"made with {name}.*give another folder, or delete that one"):
+            generation.Job(prompts, tmp_path, other)
+    with pytest.raises(ValueError, match="There are no prompts"):
+        generation.Job([], tmp_path, settings)
+
+
+def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
+    storage.copy_folder(pipeline, tmp_path)
+    assert generation.fingerprint(str(tmp_path)) == generation.fingerprint(pipeline)
+    evaluate.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd").unet.save_pretrained(tmp_path / "unet")
+    assert generation.fingerprint(str(tmp_path)) != generation.fingerprint(pipeline)
+    assert generation.fingerprint("hub/id@revision") is None
+
+
+def test_pictures_do_not_depend_on_parts_or_batches(tmp_path, settings, pipeline):
+    """Picture i is that of prompt i and seed + i; its embeddings are those of the stored picture and its prompt."""
+    loaded = generation.load_pipeline(pipeline)
+    straight = evaluate.generate(loaded, PROMPTS, resolution=32, seed=7, steps=2)
+    job = generation.Job(PROMPTS, tmp_path, settings)
+    actor = generation.PartGenerator(settings, generation.Placement(batch_size=3))
+    for number in job.pending():
+        rows = {name: [value] for name, value in job.part(number).items()}
+        assert actor(rows) == {"pictures": [len(job.part(number)["prompts"])]}
+    table = pq.read_table(tmp_path / "parts")
+    assert table["index"].to_pylist() == list(range(6)) and table["prompt"].to_pylist() == PROMPTS
+    stored = [np.asarray(Image.open(io.BytesIO(data))) for data in table["picture"].to_pylist()]
+    for picture, expected in zip(stored, straight, strict=True):
+        assert np.abs(picture.astype(int) - expected).max() <= 1  # sums in another order
+    found, clip = generation.features_of(table), scores.CLIP()
+    assert found["image_embedding"] == pytest.approx(clip.images(stored), abs=1e-5)
+    assert found["text_embedding"] == pytest.approx(clip.texts(PROMPTS), abs=1e-5)
+
+
+def test_scores_are_read_without_the_pictures(tmp_path, monkeypatch):
+    """From the feature columns of all parts; FID and KID where both sides have Inception's."""
+    random, n = np.random.default_rng(0), 40
+    made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in generation.FEATURES}
+    real = {name: random.normal(size=(n, 3)) for name in ("image_embedding", "inception")}
+    storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25})
+    for number, rows in enumerate((slice(0, 25), slice(25, n))):
+        columns = {name: generation.schema.to_binary(v[rows], dtype=np.float32) for name, v in made.items()}
+        columns["picture"] = ["no picture"] * len(columns["inception"])
+        (tmp_path / "parts").mkdir(exist_ok=True)
+        pq.write_table(generation.pa.table(columns), tmp_path / "parts" / generation.part_name(number))
+    found = generation.score(str(tmp_path), real)
+    assert found == {
+        "pictures": n,
+        "clip_score": scores.clip_score(made["image_embedding"], made["text_embedding"]),
+        "cmmd": scores.cmmd(made["image_embedding"], real["image_embedding"]),
+        "fid": scores.frechet_distance(made["inception"], real["inception"]),
+        "kid": scores.kernel_distance(made["inception"], real["inception"]),
+    }
+    assert generation.score(str(tmp_path)).keys() == {"pictures", "clip_score"}
+    (tmp_path / "parts" / generation.part_name(0)).unlink()
+    with pytest.raises(ValueError, match="has 1 of 2 parts: run `generate` again"):
+        generation.score(str(tmp_path))
+
+
+SWEEP = pd.DataFrame({"guidance_scale": [1.0, 2.0, 7.5], "clip_score": [20.0, 25, 27], "cmmd": [0.5, 0.3, 0.4]})
+
+
+def test_the_guidance_curve_labels_each_point_with_its_scale():
+    figure = figures.guidance_curve(SWEEP)
+    ax = figure.axes[0]
+    assert ax.get_ylabel() == "CMMD" and [text.get_text() for text in ax.texts] == ["1", "2", "7.5"]
+    assert "7.5: 27.0, 0.4" in figure.alt_text
+    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP.assign(fid=[30, 20, 25])}, distance="cmmd")
+    assert [text.get_text() for text in both.axes[0].get_legend().get_texts()] == ["early", "late"]
+    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep the features of real pictures"):
+        figures.guidance_curve(SWEEP.drop(columns="cmmd"))
