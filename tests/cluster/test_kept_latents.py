@@ -89,6 +89,7 @@ def bare(raw, config):
     return found
 
 
+@variants
 def test_a_run_that_keeps_latents_encodes_each_row_once(raw, tmp_path):
     """Its losses are those of a bare loop. What it promises when it is killed: `tests/unit/test_kept_latents.py`."""
     config, counted, encoded = run_of(raw, "kept"), tmp_path / "counted", []
