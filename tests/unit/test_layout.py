@@ -127,7 +127,7 @@ def test_evaluate_needs_no_sample_data():
 
 def test_the_core_is_small():
     core = [name for name, path in MODULES.items() if path.parent == PACKAGE]
-    assert cost(core) <= 3640, {name: cost([name]) for name in core}
+    assert cost(core) <= 3645, {name: cost([name]) for name in core}
 
 
 def test_imports_make_no_circle():
