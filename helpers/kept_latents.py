@@ -14,7 +14,8 @@ megabytes, where preprocessing writes 1,024 rows or more.
 
 Order: the first epoch is that of an online run. Each epoch after it is one of a run over stored latents, over
 `runs/{run_name}/latents`: row groups, each of rows of one block, are shuffled by the seed and the epoch, and then the
-rows of each chunk. Rows that the first epoch masked are not kept, so the other epochs may have fewer steps.
+rows of each chunk. Rows that the first epoch masked are not kept, so the other epochs may have fewer steps; a row is
+trained on at the sizes at which the first epoch encoded it.
 """
 
 from __future__ import annotations
@@ -123,21 +124,28 @@ def encode(
     rows = stream(plan, first_step, min(num_steps, plan.steps_per_epoch))
     if keep is None:
         return rows
-    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=keep, **WRITER)
+    arguments = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **keep}
+    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=arguments, **WRITER)
 
 
-def keep_block(rows: pa.Table, **arguments) -> pa.Table:
+def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
     """Commit the rows of a block that are trained on, unless they are; returns the block as it came.
 
-    `arguments`: `resumable_job.Job.write_arguments`.
+    Args:
+        rows: one unit of each of the block's steps; -1 in place of a unit that is not needed.
+        steps: of a block.
+        units_per_step: of the plan.
+        arguments: `resumable_job.Job.write_arguments`.
     """
     units = rows[ingest.UNIT].to_numpy()
-    units = units[units >= 0]  # -1 fills up a block
+    units = units[units >= 0]
     if not len(units):
         return rows
-    segment = resumable_job.Segment(int(units.min()), [], len(units))
+    first = int(units.min())
+    segment = resumable_job.Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
     uri = storage.join(arguments["latents_uri"], resumable_job.SEGMENTS, f"{segment.index:06d}.json")
-    if not storage.exists(uri):
+    # A run that resumes within a block may not have its first units. They were trained on, so the block is committed.
+    if first == segment.index and not storage.exists(uri):
         report = json.loads(write(rows, **{**arguments, "segment": segment})["report"][0].as_py())
         entry = resumable_job.new_entry(segment)
         resumable_job.add_report(entry, report)

@@ -26,7 +26,7 @@ class Killed(BaseException):
     pass
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.one_of(plans(), bucket_plans()))
 def test_what_an_epoch_leaves_over_is_all_the_rest(plan):
     rests = kept_latents.left_over(plan)
@@ -74,7 +74,13 @@ class Run:
         self.rows, self.max_steps = rows, max_steps
         self.encoded, self.steps, self.saved, self.died = [], {}, 0, set()
         values = {"storage": str(folder), "latents_uri": str(folder / "online"), "run_name": "kept", "resolution": 32}
-        values |= {"global_batch_size": 8, "units_per_step": 2, "max_steps": max_steps, "checkpoint_every": 2}
+        values |= {
+            "global_batch_size": 8,
+            "units_per_step": 2,
+            "max_steps": max_steps,
+            "checkpoint_every": 3,
+            "validate_every": 0,
+        }
         self.config = TrainingConfig(**{**values, **changes})
         storage.write_json(storage.join(self.config.latents_uri, schema.MANIFEST), manifest.to_dict())
         patch.setattr(train, "last_step", lambda config: self.saved)
@@ -104,7 +110,7 @@ class Run:
                 raise Killed
             found = pa.concat_tables([one.select(["id", "keep", "image_latents_32"]) for one in units.values()])
             assert self.steps.setdefault(step + begin, found).equals(found)  # also of a step that is done again
-            if (step + begin + 1) % 2 == 0 or step + begin + 1 == end:
+            if (step + begin + 1) % self.config.checkpoint_every == 0 or step + begin + 1 == end:
                 self.saved = step + begin + 1
 
     def go(self, die_at=None):
@@ -242,6 +248,23 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
         for number, _ in enumerate(kept_latents.encode(plan, 0, 100, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
         assert len(storage.list_files(job.uri("data"))) == len(job.committed())
+
+
+def test_a_block_without_its_first_steps_is_not_committed(start):
+    """A run that resumes within a block: what was trained on before is there, and committed."""
+    run = start("within")
+    plan = ingest.plan_run(ingest.read_manifests(run.config), run.config)
+    job = kept_latents.open_job(run.config, plan)
+    options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments(None)}
+    block = next(run.stream(plan, 2, 4).iter_batches())
+    units = np.where(block[ingest.UNIT].to_numpy() < 6, -1, block[ingest.UNIT].to_numpy())
+    cut = block.set_column(block.column_names.index(ingest.UNIT), ingest.UNIT, pa.array(units))
+    assert plan.block_steps == 2 and set(units) == {-1, 6}
+    assert kept_latents.keep_block(cut, **options) is cut and not job.committed() and not job.written_files()
+    kept_latents.keep_block(block, **options)
+    assert list(job.committed()) == [4]
+    kept_latents.keep_block(cut, **options)
+    assert list(job.committed()) == [4]
 
 
 def test_a_run_shorter_than_an_epoch_keeps_what_it_encodes(start):
