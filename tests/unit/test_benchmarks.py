@@ -205,6 +205,11 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
             ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],
             marks=pytest.mark.variants,
         ),
+        pytest.param(
+            "score_order",
+            ["--rows", "300", "--steps", "3", "--seeds", "1", "--prompts", "4"],
+            marks=pytest.mark.variants,
+        ),
         pytest.param("storage_cost", ["--rows", "150", "--steps", "2", "--prompts", "2"], marks=pytest.mark.variants),
     ],
 )
