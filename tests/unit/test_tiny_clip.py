@@ -43,6 +43,20 @@ def test_the_right_caption_is_nearest_among_held_out_ones(clip):
     assert np.diag(similar).mean() > similar.mean() + 0.3
 
 
+def test_the_clip_score_falls_with_the_share_of_wrong_pictures(clip):
+    """As agreement does, where each wrong picture differs from its prompt in a single attribute."""
+    rng, prompts = np.random.default_rng(0), captioned_shapes.held_out_prompts(40)
+    scenes = [captioned_shapes.parse(prompt) for prompt in prompts]
+    wrong = [build_tiny_sd.change_one_attribute(scene, rng) for scene in scenes]
+    right, other = ([np.asarray(captioned_shapes.draw(s, i)) for i, s in enumerate(kind)] for kind in (scenes, wrong))
+    texts, found = clip.texts(prompts), []
+    for number in range(0, 41, 8):
+        pictures = other[:number] + right[number:]
+        score = scores.clip_score(clip.images(pictures), texts)
+        found.append((captioned_shapes.agreement(pictures, prompts)["all"], score))
+    assert found == sorted(found, reverse=True) and len(set(found)) == 6
+
+
 @pytest.mark.variants
 def test_the_card_states_the_retrieval_accuracy_of_these_files(clip):
     card = (FOLDER / "README.md").read_text()
