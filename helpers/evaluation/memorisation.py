@@ -33,11 +33,10 @@ PLACE = ["data_set", "group", "row"]
 
 
 class Part(NamedTuple):
-    """The row groups of a data set that hold rows to search. `mask_share`: held-out rows lie among the others."""
+    """The row groups of a data set that hold rows to search."""
 
     source: ingest.Source
     groups: np.ndarray
-    mask_share: float
 
 
 def encode(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
@@ -79,7 +78,7 @@ def search(
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)
     if unseen is not None and spec.name in unseen.column_names:
         queries = np.concatenate([queries, read_means(unseen.filter(unseen[spec.name].is_valid()), spec)])
-    parts = [training_groups(uri, manifest, spec, config) for uri, manifest in manifests.items()]
+    parts = [training_groups(uri, manifest, spec) for uri, manifest in manifests.items()]
     nearest = run_pass(parts, spec, queries, k)
     if nearest.empty:
         raise ValueError(f"No row of {config.latents_uri} is trained on with latents in {spec.name!r}.")
@@ -121,18 +120,16 @@ def find_column(
     )
 
 
-def training_groups(uri: str, manifest: schema.Manifest, spec: schema.ColumnSpec, config: TrainingConfig) -> Part:
+def training_groups(uri: str, manifest: schema.Manifest, spec: schema.ColumnSpec) -> Part:
     """The row groups of a data set whose rows are trained on and have latents in a column."""
     source = ingest.Source.of(uri, manifest.files)
-    if manifest.buckets is None:
-        return Part(source, np.arange(len(source.group_rows)), config.validation_share)
     names, group_buckets = manifest.group_buckets
     mine = [
         number
         for number, name in enumerate(names)
         if not name.startswith(schema.HELD_OUT) and spec.name in schema.bucket_columns(name)
     ]
-    return Part(source, np.flatnonzero(np.isin(group_buckets, mine)), 0.0)
+    return Part(source, np.flatnonzero(np.isin(group_buckets, mine)))
 
 
 def read_means(rows: pa.Table, spec: schema.ColumnSpec) -> np.ndarray:
@@ -184,15 +181,11 @@ def read_groups(part: Part, groups: np.ndarray, spec: schema.ColumnSpec) -> tupl
     """`(columns group and row, (B, D) means)` of the rows of these row groups that are searched."""
     counts = part.source.group_rows[groups]
     ranges = [part.source.row_range(group, 0, count) for group, count in zip(groups, counts, strict=True)]
-    columns = [schema.ID, spec.name] if part.mask_share else [spec.name]
-    rows = ingest.read_row_ranges(ranges, columns, storage.join(part.source.uri, "data"))
-    keep = rows[spec.name].is_valid().to_numpy()
-    if part.mask_share:
-        keep &= ~schema.held_out(rows[schema.ID].to_pylist(), part.mask_share)
+    rows = ingest.read_row_ranges(ranges, [spec.name], storage.join(part.source.uri, "data"))
     places = pd.DataFrame(
         {"group": np.repeat(groups, counts), "row": np.concatenate([np.arange(count) for count in counts])}
     )
-    return places[keep], read_means(rows.filter(pa.array(keep)), spec)
+    return places, read_means(rows, spec)
 
 
 def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFrame, k: int) -> pd.DataFrame:

@@ -47,23 +47,8 @@ def brute_force(config, queries, k):
     return found
 
 
-def earlier_version(config, folder):
-    """The same latents as a job of an earlier version left them: held-out rows lie among the others."""
-    for uri in config.proportions:
-        copy = storage.join(folder, storage.name(uri))
-        storage.copy_folder(uri, copy)
-        values = storage.read_json(storage.join(copy, schema.MANIFEST))
-        for segment in values["segments"]:
-            segment.pop("buckets")
-        storage.write_json(storage.join(copy, schema.MANIFEST), {**values, "schema_version": 2})
-    shares = {storage.join(folder, storage.name(uri)): share for uri, share in config.proportions.items()}
-    return TrainingConfig(storage=str(folder), latents_uri=shares, validation_share=0.1, global_batch_size=8)
-
-
-@pytest.mark.parametrize("by_bucket", [True, False])
-def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture, by_bucket, tmp_path):
-    config = mixture if by_bucket else earlier_version(mixture, tmp_path)
-    random = np.random.default_rng(0)
+def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
+    config, random = mixture, np.random.default_rng(0)
     queries = random.uniform(0, 2, size=(5, 4, 8, 8)).astype(np.float32)
     uri = list(config.proportions)[1]
     ids, means = stored(uri, ingest.read_manifest(uri).column(COLUMN))
