@@ -107,7 +107,11 @@ class WebDataset:
             for sample in itertools.islice(samples(tar), GROUP_ROWS):
                 names |= dict.fromkeys(sample)
         return pa.schema(
-            [(name, self.types.get(name, pa.binary() if name == "jpg" else pa.string())) for name in names]
+            [
+                (name, self.types.get(name, pa.binary() if name == "jpg" else pa.string()))
+                for name in names
+                if name != START
+            ]
         )
 
     def row_groups(self, path: str) -> list[int]:

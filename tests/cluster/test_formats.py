@@ -392,9 +392,8 @@ def test_a_captions_table_may_hold_quotes_lines_and_gaps(tmp_path):
 def test_a_line_that_is_no_json_is_a_row_of_nulls(tmp_path):
     path = tmp_path / "metadata.jsonl"
     path.write_text('{"file_name": "a.jpg", "text": "a"}\n{"file_name":\n\n{"text": "c", "file_name": "c.jpg"}')
-    (table,) = readers.ImageFolder({"file_name": pa.string(), "text": pa.string()}).read(
-        str(path), [0], ["file_name", "text"]
-    )
+    reader = readers.ImageFolder({"file_name": pa.string(), "text": pa.string()})
+    (table,) = reader.stream(str(path), ["file_name", "text"])
     assert table["file_name"].to_pylist() == ["a.jpg", None, "c.jpg"] and table["text"].to_pylist() == ["a", None, "c"]
     path.write_text('{"file_name": "b.jpg", "text": "bb"}')
     (table,) = readers.ImageFolder({"text": pa.string()}).stream(str(path), ["text"])
