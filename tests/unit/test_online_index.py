@@ -72,6 +72,12 @@ def transformed(plan, raw, first_step, num_steps):
 KNOWN = {"width_column": "width", "height_column": "height"}
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Other tests may have connected to Ray, whose tasks would not see what is replaced here."""
+    monkeypatch.setattr(index.ray, "is_initialized", lambda: False)
+
+
 @pytest.fixture
 def decoded(monkeypatch):
     """The bytes of each picture that is decoded."""
