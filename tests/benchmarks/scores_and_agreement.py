@@ -18,8 +18,9 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from helpers import encoder, ingest
+from helpers import encoder, schema
 from helpers.evaluation import results
+from helpers.evaluation.scores import CLIP
 from helpers.lesson import captioned_shapes
 from helpers.train_step import validation_loss
 from tests.benchmarks import record
@@ -73,14 +74,13 @@ def main():
     parser.add_argument("--rows", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    from helpers.evaluation.scores import CLIP
 
     torch.set_num_threads(arguments.threads)
     table, manifest = encoded_rows(arguments.rows)
     prompts, clip, found = captioned_shapes.held_out_prompts(arguments.prompts), CLIP("tiny-clip"), []
     for seed in range(arguments.seeds):
         run = Training({**lesson_recipe(), "max_steps": max(arguments.at)}, seed, table, manifest)
-        mine = ingest.held_out(table["id"].to_pylist(), run.config.validation_share)
+        mine = schema.held_out(table["id"].to_pylist(), run.config.validation_share)
         held_out = table.filter(pa.array(mine)).combine_chunks()
         found.append(score_checkpoints(run, arguments.at, held_out, manifest, prompts, clip))
         print(f"seed {seed}:", correlations(found[-1]), flush=True)
