@@ -32,15 +32,15 @@ runtime/            support at run time
     session         connecting to Ray, shared storage, GPUs
     lease           one driver at a time on a job or a run
     monitoring      progress of a run in a notebook and in a terminal
-    tracking        a run in TensorBoard, Weights & Biases, MLflow; the use of the nodes
     metrics_log     `metrics.jsonl`, throughput
+    results         what the evaluations of a run's checkpoints found
+    tracking        a run in TensorBoard, Weights & Biases, MLflow; the use of the nodes
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
 evaluation/         whether the model gets better
     prompts         prompts from a list, a file, COCO's captions
     scores          CLIP score, CMMD, FID, KID; CLIP and Inception, from which they are computed
     generation      pictures of many prompts through Ray Data, resumable; the sweep over guidance scales
-    results         what the evaluations of a run's checkpoints found
     at_checkpoints  losses, pictures and scores of each checkpoint, while training goes on
     trials          settings compared seed by seed: paired differences with intervals
     side_by_side    a blind comparison of two models by a reader

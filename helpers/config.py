@@ -257,10 +257,11 @@ class OnlineConfig(PreprocessingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = [self.width_column, self.height_column]
-        if None in sizes and (any(sizes) or set(self.aspect_ratios) != {1.0}):
+        if None in sizes and any(sizes):
+            raise ValueError(f"width_column={sizes[0]!r} and height_column={sizes[1]!r}: name both columns or neither.")
+        if None in sizes and set(self.aspect_ratios) != {1.0}:
             raise ValueError(
-                f"width_column={sizes[0]!r} and height_column={sizes[1]!r}: name both columns or neither; "
-                f"aspect_ratios={list(self.aspect_ratios)} other than [1] need both."
+                f"aspect_ratios={list(self.aspect_ratios)}, while encoding online, need width_column and height_column."
             )
 
 

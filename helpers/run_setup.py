@@ -34,7 +34,7 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     manifests = ingest.read_manifests(config)
     buckets = check_run(config, manifests).describe_buckets()
     for uri, manifest in manifests.items():
-        share = manifest.job.get("validation_share")
+        share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
     for left_out in (bucket for bucket in buckets if not bucket["steps"]):

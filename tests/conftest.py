@@ -108,7 +108,7 @@ def build_manifest():
             "scaling_factor": 0.5,
             "id_type": "int64",
             "empty_caption_embedding": schema.encode_embedding(np.linspace(-1, 1, 6 * 128).reshape(6, 128)),
-            "job": {},
+            "job": {"validation_share": 0.0},
             "segments": [segment],
         }
         return schema.Manifest.from_dict({"schema_version": schema.SCHEMA_VERSION, **values, **changes})

@@ -1,5 +1,6 @@
 """Faults that tests put into Ray's workers, each once and at the same step in every run of a test."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -10,14 +11,15 @@ import threading
 
 import psutil
 import pytest
+import ray
 import ray.train
 import torch
 from ray import cloudpickle
+from ray.cluster_utils import Cluster
 
 from helpers import checkpoint, storage, train
 from helpers.config import TrainingConfig
-from helpers.evaluation import results
-from helpers.runtime import metrics_log
+from helpers.runtime import metrics_log, results, session
 from helpers.train_step import TrainStep
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -178,6 +180,33 @@ def loop_with_slow_parts(seconds):
         train.train_loop_per_worker(values)
 
     return loop
+
+
+@contextlib.contextmanager
+def simulated_cluster(num_cpus):
+    """A Ray cluster on this machine whose head has so many CPUs, to add nodes to; this process is connected to it.
+
+    A Ray that this process is connected to is stopped first.
+    """
+    ray.shutdown()
+    # Nodes are added from threads too, in which Python cannot register handlers for the exit.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus}, shutdown_at_exit=False)
+    # Ray Train would ask this cluster for its state long after it is gone.
+    address_file = pathlib.Path(cluster.head_node.get_temp_dir_path(), "ray_current_cluster")
+    try:
+        session.connect(cluster.address)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        address_file.unlink(missing_ok=True)
+
+
+def add_node(cluster, num_cpus=1, **options):
+    """Add a node, and wait until Ray knows it."""
+    node = cluster.add_node(num_cpus=num_cpus, **options)
+    wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
+    return node
 
 
 DRIVER = """

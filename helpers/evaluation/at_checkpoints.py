@@ -3,7 +3,7 @@
 Ray Train calls `validate` for each checkpoint that is due, one at a time, beside the training. It ends a run whose
 validation is killed or runs out of memory, so `validate` does nothing but wait for a Ray task that does the work
 (`evaluate_checkpoint`), and notes what becomes of it. Where the trainers use all GPUs, they evaluate between two steps
-(`OnWorkers`). Results: `results`; pictures: the run's `evaluation/{step}/`.
+(`OnWorkers`). Results: `runtime.results`; pictures: the run's `evaluation/{step}/`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from PIL import Image
 
 from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
 from ..config import TrainingConfig
-from ..runtime import fault_tolerance
+from ..runtime import fault_tolerance, results
 from ..train_step import losses_by_noise
 from ..unet import build_unet
-from . import results
+from . import scores
+from .prompts import read_prompts
 
 NUM_PROMPTS = 64  # captions of held-out rows, where no prompts are given
 MOST_LOST = 3  # times that the waiting process of an evaluation may be lost
@@ -76,8 +77,6 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for what cannot be drawn."""
     if config.prompts is None:
         return prompts
-    from .prompts import read_prompts
-
     tokenizer = images.load_tokenizer(evaluate.read_encoder_manifest(config).encoder["model"])
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
@@ -255,13 +254,9 @@ def score(
     """Yield `(what, the numbers found)` of each score that is asked for, or the exception that it ended with."""
 
     def clip_score():
-        from . import scores
-
         return {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
 
     def cmmd():
-        from . import scores
-
         return {"cmmd": scores.cmmd(embedded(), embed_held_out(clip(), config, manifest, rows))}
 
     def right():
@@ -270,9 +265,7 @@ def score(
 
     @functools.cache
     def clip():
-        from .scores import CLIP
-
-        return CLIP(config.clip_model, device="cuda" if torch.cuda.is_available() else "cpu")
+        return scores.CLIP(config.clip_model, device="cuda" if torch.cuda.is_available() else "cpu")
 
     @functools.cache
     def embedded():
@@ -289,11 +282,8 @@ def score(
             yield one.__name__, error
 
 
-def embed_held_out(clip: Any, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
-    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; kept in the run's `validation/`.
-
-    `clip`: `scores.CLIP`.
-    """
+def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
+    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; kept in the run's `validation/`."""
     name = f"held-out-{zlib.crc32(config.clip_model.encode()):08x}.npy"
     uri = storage.join(config.run_uri, "validation", name)
     if storage.exists(uri):

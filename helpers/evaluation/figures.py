@@ -8,8 +8,7 @@ import pandas as pd
 from PIL import Image
 
 from .. import storage
-from ..runtime import metrics_log
-from . import results
+from ..runtime import metrics_log, results
 from .drawing import (
     BLUE,
     CYCLE,

@@ -29,9 +29,7 @@ def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.Da
 
 def encoder_timeline(manifest: schema.Manifest) -> pd.DataFrame:
     """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second, encoders."""
-    points, names = manifest.report["timeline"], ["seconds", "busy", "images_per_second", "encoders"]
-    known = min(map(len, points), default=len(names))  # earlier versions did not count encoders
-    return pd.DataFrame([point[:known] for point in points], columns=names[:known])
+    return pd.DataFrame(manifest.report["timeline"], columns=["seconds", "busy", "images_per_second", "encoders"])
 
 
 def dataset_stats(

@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 from ..config import TrainingConfig
-from ..evaluation import results
-from . import metrics_log
+from . import metrics_log, results
 
 # `track(step, values)`: values by name are numbers, or pictures (RGB arrays H x W x 3 of uint8, or Pillow's).
 Track = Callable[[int, dict[str, Any]], object]

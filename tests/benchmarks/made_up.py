@@ -46,7 +46,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
-        job={},
+        job={"validation_share": 0.0},
         segments=[segment],
     )
     storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())

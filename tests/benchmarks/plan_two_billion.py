@@ -48,7 +48,7 @@ def write_manifest(folder, num_files, rows_per_file, num_buckets):
         "scaling_factor": 0.18215,
         "id_type": "int64",
         "empty_caption_embedding": "",
-        "job": {},
+        "job": {"validation_share": 0.0},
     }
     written = num_files * rows_per_file
     counts = {"index": 0, "rejects": [], "read": written, "written": written, "rejected": {}, "filtered": 0}

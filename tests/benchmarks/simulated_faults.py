@@ -10,7 +10,6 @@ must say the rest. How long a restart takes varies with what else the cores do: 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -25,16 +24,15 @@ import pandas as pd
 import ray
 import torch
 from ray import cloudpickle
-from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 
 from helpers import storage, train
 from helpers.config import TrainingConfig
 from helpers.lesson import fault_injection, planner, simulator
-from helpers.runtime import metrics_log, monitoring, session
+from helpers.runtime import metrics_log, monitoring
 from helpers.train_step import TrainStep
 from tests.benchmarks import made_up, record
-from tests.faults import wait_until
+from tests.faults import add_node, simulated_cluster
 from tests.pipelines import fit
 
 TRAINER, RESIZE_SECONDS = {"trainer": 1}, 5
@@ -131,7 +129,7 @@ class RealRun:
         lost = time.time()
         while time.time() < lost + seconds:
             time.sleep(0.1)
-        add_node(self.cluster)
+        add_node(self.cluster, resources=TRAINER)
         return {"machine": 1, "back_after": time.time() - lost, "since": lost}
 
     # ---- what was seen
@@ -176,27 +174,6 @@ class RealRun:
         }
 
 
-@contextlib.contextmanager
-def nodes():
-    """(cluster, its second node of trainers), which ends with the block."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3}, shutdown_at_exit=False)
-    # Ray Train would ask this cluster for its state long after it is gone.
-    address_file = pathlib.Path(cluster.head_node.get_temp_dir_path(), "ray_current_cluster")
-    try:
-        session.connect(cluster.address)
-        yield cluster, [add_node(cluster) for _ in range(2)][1]
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        address_file.unlink(missing_ok=True)
-
-
-def add_node(cluster):
-    node = cluster.add_node(num_cpus=1, resources=TRAINER)
-    wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
-    return node
-
-
 def simulated(run, faults, unit_seconds):
     """What the simulator says of a run's losses."""
     fleet = simulator.Fleet(count=2, workers_each=1, dollars_per_hour=1.0, faults=faults)
@@ -218,7 +195,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.2, help="of a unit; a step has two")
     given = parser.parse_args()
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    with nodes() as (cluster, second), tempfile.TemporaryDirectory() as folder:
+    with simulated_cluster(3) as cluster, tempfile.TemporaryDirectory() as folder:
+        _, second = (add_node(cluster, resources=TRAINER) for _ in range(2))
         shapes = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
         made_up.write_latents(folder, 2_000, shapes, rows_per_file=500)
         real = functools.partial(RealRun, cluster, folder, steps=given.steps, unit_seconds=given.seconds)

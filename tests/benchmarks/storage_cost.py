@@ -94,7 +94,7 @@ def encode(config, raw):
         found.append(latent_encoder(preprocess.transform(rows, config=config)))
     description = preprocess.describe(config)
     manifest = schema.Manifest(
-        **description, resolutions=list(config.resolutions), id_type="int64", job={}, segments=[]
+        **description, resolutions=list(config.resolutions), id_type="int64", job={"validation_share": 0.0}, segments=[]
     )
     layout = schema.latents_schema(pa.int64(), manifest.columns)
     return pa.concat_tables(found).select(layout.names).cast(layout).combine_chunks(), manifest

@@ -11,22 +11,19 @@ are rows over elapsed time after the first twenty steps, checkpoints included (`
 """
 
 import argparse
-import contextlib
 import functools
-import pathlib
 import statistics
 import sys
 import tempfile
 import time
 
-import ray
 from ray import cloudpickle
-from ray.cluster_utils import Cluster
 
 from helpers.config import TrainingConfig
-from helpers.evaluation import at_checkpoints, results
-from helpers.runtime import metrics_log, session
+from helpers.evaluation import at_checkpoints
+from helpers.runtime import metrics_log, results
 from tests.benchmarks import record
+from tests.faults import add_node, simulated_cluster
 from tests.pipelines import draw_and_encode, fit
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -52,22 +49,6 @@ def rate(config, seconds):
     return metrics_log.throughput(metrics_log.read_metrics(config.run_uri))[0], made, len(found) - made
 
 
-@contextlib.contextmanager
-def two_nodes():
-    """A head node that trains, and one with the resource "spare"."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4}, shutdown_at_exit=False)
-    # Ray Train would ask this cluster for its state long after it is gone.
-    address_file = pathlib.Path(cluster.head_node.get_temp_dir_path(), "ray_current_cluster")
-    try:
-        session.connect(cluster.address)
-        cluster.add_node(num_cpus=0, resources={"spare": 1})
-        yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        address_file.unlink(missing_ok=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
@@ -76,7 +57,8 @@ def main():
     parser.add_argument("--rows", type=int, default=1000)
     arguments = parser.parse_args()
     rates = {"without": [], "with": []}
-    with two_nodes(), tempfile.TemporaryDirectory() as folder:
+    with simulated_cluster(4) as cluster, tempfile.TemporaryDirectory() as folder:
+        add_node(cluster, num_cpus=0, resources={"spare": 1})
         storage, every = draw_and_encode(folder, arguments.rows), max(1, arguments.steps // 8)
         common = dict(storage=storage, resolution=32, max_steps=arguments.steps, checkpoint_every=every)
         for number in range(arguments.rounds):

@@ -35,6 +35,7 @@ def changed_at(uri):
     return {path.name: path.stat().st_mtime_ns for path in pathlib.Path(uri, "parts").glob("*.parquet")}
 
 
+@variants
 def test_a_killed_generation_makes_only_what_is_missing(settings, tmp_path):
     """The driver is killed (SIGKILL) after half of the pictures."""
     uri = str(tmp_path / "made")

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import sys
 import threading
 import time
@@ -15,7 +14,6 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray._raylet import GcsClient
-from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.train import ScalingConfig
 
@@ -24,7 +22,7 @@ from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log, session
 from helpers.train_step import TrainStep
-from tests.faults import attempts_of, steps_done, variants, wait_until
+from tests.faults import add_node, attempts_of, simulated_cluster, steps_done, variants, wait_until
 from tests.pipelines import bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -36,17 +34,9 @@ ENCODER = {"accelerator_type:A10G": 1}
 @pytest.fixture(scope="module")
 def nodes(encoded):
     """A head node that reads and decodes; tests add nodes for trainers and encoders. The shared cluster is stopped."""
-    ray.shutdown()
     os.environ.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # set where Ray is started locally
-    # Nodes come while a run goes on, from threads, in which Python cannot register handlers for the exit.
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3}, shutdown_at_exit=False)
-    # Ray Train would ask this cluster for its state long after it is gone.
-    address_file = pathlib.Path(made.head_node.get_temp_dir_path(), "ray_current_cluster")
-    session.connect(made.address)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-    address_file.unlink(missing_ok=True)
+    with simulated_cluster(3) as made:
+        yield made
 
 
 @pytest.fixture
@@ -56,13 +46,6 @@ def data(encoded):
 
 def run_of(data, name, **changes):
     return short_run(data, name, **{"max_failures": 10, **changes})
-
-
-def add_node(nodes, **options):
-    """Add a node, and wait until Ray knows it."""
-    node = nodes.add_node(num_cpus=1, **options)
-    wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
-    return node
 
 
 def lose(nodes, node):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image, PngImagePlugin
 
 from helpers import preprocess, storage
@@ -244,6 +245,7 @@ def test_each_kind_is_converted_or_rejected_with_its_reason():
         assert preprocess.transform_row(data, caption, row_id, config)[2] == reason, name
 
 
+@pytest.mark.variants
 def test_a_job_over_all_odd_rows_completes(cluster, tmp_path):
     rows = odd_rows() + [("no text", row_id, caption, PNG, reason) for row_id, caption, reason, _ in NO_TEXT]
     random = np.random.default_rng(0)

@@ -5,18 +5,17 @@ bundles of a placement group, which stand for the actors without a process each.
 and a trainer on nodes of their kinds.
 """
 
-import pathlib
 import types
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from helpers import encoder, ingest
 from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.evaluation import at_checkpoints
 from helpers.lesson import full_run
+from tests.faults import add_node, simulated_cluster
 from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
 
 A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
@@ -35,7 +34,7 @@ def encoder_requests(profile):
         PREPROCESSING,
         "pipeline",
         config=PreprocessingConfig.from_parameters(profile),
-        job=types.SimpleNamespace(write_arguments=lambda segment: {}),
+        job=types.SimpleNamespace(write_arguments=lambda segment: {}, rows_per_file=1024),
         inputs=types.SimpleNamespace(read_rows=lambda segment, config: Rows()),
         encoder=stand_in(encoder, arguments=lambda config: ()),
     )
@@ -61,6 +60,8 @@ def trainer_requests(profile):
         TorchTrainer=trainer,
         ScalingConfig=ScalingConfig,
         ingest=stand_in(ingest, execution_options=lambda config: None),  # which read the latents
+        at_checkpoints=stand_in(at_checkpoints, validation_config=lambda *_: None),
+        **{"evaluating_loop": None, "test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
     )
     build(config)
@@ -72,21 +73,12 @@ def trainer_requests(profile):
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
     """{node id: kind of GPU} of a simulated cluster of four A100 nodes and 58 A10Gs; the shared cluster is stopped."""
-    ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2}, shutdown_at_exit=False)
-    address_file = pathlib.Path(cluster.head_node.get_temp_dir_path(), "ray_current_cluster")
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     small = dict(object_store_memory=80_000_000)
-    nodes = {
-        cluster.add_node(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1}, **small).node_id: "A100"
-        for _ in range(A100_NODES)
-    }
-    a10g = cluster.add_node(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1}, **small)
-    cluster.wait_for_nodes()
-    yield {**nodes, a10g.node_id: "A10G"}
-    ray.shutdown()
-    cluster.shutdown()
-    address_file.unlink(missing_ok=True)  # else Ray Train would ask this cluster for its state long after it is gone
+    with simulated_cluster(2) as cluster:
+        a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1})
+        nodes = {add_node(cluster, **a100, **small).node_id: "A100" for _ in range(A100_NODES)}
+        a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1})
+        yield {**nodes, add_node(cluster, **a10g, **small).node_id: "A10G"}
 
 
 def place(requests):

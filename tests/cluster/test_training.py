@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.evaluation import at_checkpoints, results
+from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes, looks
-from helpers.runtime import metrics_log, session
+from helpers.runtime import metrics_log, results, session
 from helpers.unet import build_unet
 from tests.faults import die, is_evaluated, loop_with, once, variants, wait_until
 from tests.pipelines import TWO_WORKERS, bare, encode, fit, short_run

@@ -1,7 +1,6 @@
 """What the evaluation of a checkpoint finds and leaves, and which checkpoint is the best."""
 
 import json
-import sys
 import types
 
 import numpy as np
@@ -11,11 +10,11 @@ import ray.train
 import ray.train.collective
 from PIL import Image
 
-import helpers.evaluation
 from helpers import distributed, evaluate, storage
 from helpers.config import TrainingConfig
-from helpers.evaluation import at_checkpoints, results
+from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
+from helpers.runtime import results
 from helpers.unet import build_unet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,11 +38,12 @@ class CLIP:
 
 @pytest.fixture(autouse=True)
 def clip(monkeypatch):
-    module = types.ModuleType("helpers.evaluation.scores")
-    module.CLIP, module.clip_score = CLIP, lambda images, texts: float(100 * (images * texts).sum(1).mean())
-    module.cmmd = lambda x, y: float(((x.mean(0) - y.mean(0)) ** 2).sum())
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(helpers.evaluation, "scores", module, raising=False)
+    module = types.SimpleNamespace(
+        CLIP=CLIP,
+        clip_score=lambda images, texts: float(100 * (images * texts).sum(1).mean()),
+        cmmd=lambda x, y: float(((x.mean(0) - y.mean(0)) ** 2).sum()),
+    )
+    monkeypatch.setattr(at_checkpoints, "scores", module)
 
 
 @pytest.fixture

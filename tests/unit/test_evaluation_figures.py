@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation import figures, results
+from helpers.evaluation import figures
+from helpers.runtime import results
 from helpers.runtime.metrics_log import MetricsLog
 
 PROMPTS = ["a large red circle in the centre on a blue background", "a small white square"]

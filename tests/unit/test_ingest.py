@@ -78,7 +78,7 @@ def manifest_of(files):
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding="",
-        job={},
+        job={"validation_share": 0.0},
         segments=[segment],
     )
 

@@ -12,8 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from helpers import storage
 from helpers.config import TrainingConfig
-from helpers.evaluation import results
-from helpers.runtime import monitoring, tracking
+from helpers.runtime import monitoring, results, tracking
 from helpers.runtime.metrics_log import MetricsLog
 
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
