@@ -17,7 +17,7 @@ import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from helpers import checkpoint, storage, train
+from helpers import checkpoint, encoder, storage, train
 from helpers.config import TrainingConfig
 from helpers.runtime import metrics_log, results, session
 from helpers.train_step import TrainStep
@@ -207,6 +207,22 @@ def add_node(cluster, num_cpus=1, **options):
     node = cluster.add_node(num_cpus=num_cpus, **options)
     wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
     return node
+
+
+def this_node():
+    return ray.get_runtime_context().get_node_id()
+
+
+def placed_encoder(folder):
+    """An encoder class that leaves a file with the name of its node when it has encoded something."""
+
+    class PlacedEncoder(encoder.LatentEncoder):
+        def __call__(self, rows):
+            os.makedirs(folder, exist_ok=True)
+            open(os.path.join(folder, this_node()), "w").close()
+            return super().__call__(rows)
+
+    return PlacedEncoder
 
 
 DRIVER = """

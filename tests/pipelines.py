@@ -90,12 +90,12 @@ def stand_in(module, **changes):
     return types.SimpleNamespace(**{**public, **changes})
 
 
-def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder, on=None):
-    """`pipeline(segment)` of Preprocessing.ipynb; `on`: an accelerator type that encoders are placed on."""
+def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder):
+    """`pipeline(segment)` of Preprocessing.ipynb."""
     return from_notebook(
         PREPROCESSING,
         "pipeline",
-        **parameters(PREPROCESSING, config, encoder_accelerator_type=on),
+        **parameters(PREPROCESSING, config),
         config=config,
         job=job,
         preprocess=stand_in(preprocess, transform=transform),

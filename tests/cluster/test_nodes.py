@@ -17,12 +17,21 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 from ray.train import ScalingConfig
 
-from helpers import encoder, ingest, online, storage, train
+from helpers import ingest, online, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.runtime import metrics_log, session
 from helpers.train_step import TrainStep
-from tests.faults import add_node, attempts_of, simulated_cluster, steps_done, variants, wait_until
+from tests.faults import (
+    add_node,
+    attempts_of,
+    placed_encoder,
+    simulated_cluster,
+    steps_done,
+    this_node,
+    variants,
+    wait_until,
+)
 from tests.pipelines import bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -96,10 +105,6 @@ def held_loop(released, values):
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
     train.train_loop_per_worker(values)
-
-
-def this_node():
-    return ray.get_runtime_context().get_node_id()
 
 
 def attempts_seen(released):
@@ -197,7 +202,7 @@ def test_a_node_to_be_taken_away_gets_its_checkpoint(nodes, data, tmp_path):
 
 @variants
 def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
-    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], encoder_accelerator_type="A10G")
     captioned_shapes.write_parquet(config.raw_uri, 3000, rows_per_file=1000)
     node, other = add_node(nodes, resources=ENCODER), []
 
@@ -207,25 +212,13 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
             other.append(add_node(nodes, resources=ENCODER))
             lose(nodes, node)
 
-    manifest = encode(config, lose_node, on="A10G")
+    manifest = encode(config, lose_node)
     lose(nodes, other[0])
     assert manifest.total("written") == 3000
     files = storage.list_files(storage.join(config.latents_uri, "data"), ".parquet")
     written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
     raw = pa.concat_tables([pq.read_table(path, columns=["hash"]) for path in storage.list_files(config.raw_uri)])
     assert sorted(written) == sorted(raw["hash"].to_pylist())
-
-
-def placed_encoder(folder):
-    """An encoder class that leaves a file with the name of its node when it has encoded something."""
-
-    class PlacedEncoder(encoder.LatentEncoder):
-        def __call__(self, rows):
-            os.makedirs(folder, exist_ok=True)
-            open(os.path.join(folder, this_node()), "w").close()
-            return super().__call__(rows)
-
-    return PlacedEncoder
 
 
 @variants

@@ -1,23 +1,30 @@
 """Each profile on simulated nodes that carry the accelerators' names: where its encoders and trainers are placed.
 
 What a profile asks for is taken from the notebooks' cells, with the profile's values. The full counts are placed as the
-bundles of a placement group, which stand for the actors without a process each. `test_nodes.py` really starts encoders
-and a trainer on nodes of their kinds.
+bundles of a placement group, which stand for the actors without a process each. Then one encoder and one trainer of
+each profile really start, with the tiny models on the CPU, and say on which node they are.
 """
 
+import functools
+import sys
 import types
 
 import pytest
+from ray import cloudpickle
 from ray.train import ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers import encoder, ingest
+from helpers import encoder, ingest, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
-from helpers.lesson import full_run
-from tests.faults import add_node, simulated_cluster
-from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
+from helpers.lesson import captioned_shapes, full_run
+from tests.faults import add_node, placed_encoder, simulated_cluster, this_node
+from tests.pipelines import PREPROCESSING, TRAINING, encode, fit, from_notebook, stand_in
 
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PROFILES = ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"]
 A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
 
 
@@ -91,7 +98,7 @@ def place(requests):
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("name", ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"])
+@pytest.mark.parametrize("name", PROFILES)
 def test_a_profile_is_placed_as_it_says(kinds, name, tmp_path):
     profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
     encoders, trainers = encoder_requests(profile), trainer_requests(profile)
@@ -105,3 +112,58 @@ def test_a_profile_is_placed_as_it_says(kinds, name, tmp_path):
         assert "GPU" not in request or node in kinds
     gpus = [sum(request.get("GPU", 0) for request in requests) for requests in together]
     assert max(gpus) <= {"laptop": 0, "one-gpu": 1, "8xa100": 8}.get(name, 8 * A100_NODES + A10GS)
+
+
+# What a CPU can do in place of a profile's values. Where its workers are placed stays as the profile says.
+TINY = {
+    "row_filter": "",
+    "limit": None,
+    "resolutions": [32],
+    "resolution": 32,
+    "size_multiple": 16,
+    "encoder_model": "tiny-sd",
+    "encoder_batch_size": 16,
+    "num_transform_workers": 1,
+    "num_encoders": 1,
+    "unet_config": "tiny",
+    "num_training_workers": 1,
+    "compile_unet": False,
+    "global_batch_size": 16,
+    "units_per_step": 1,
+    "micro_batch_size": None,
+    "max_steps": 2,
+    "warmup_steps": 1,
+    "checkpoint_every": 2,
+    "validate_every": 0,
+    "validation_share": 0.0,
+    "ema_start": 0,
+    "init_from": None,
+    "max_failures": 0,
+}
+
+
+def loop_that_says_where(file, values):
+    with open(file, "w") as where:
+        where.write(this_node())
+    train.train_loop_per_worker(values)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("name", PROFILES)
+def test_one_encoder_and_one_trainer_of_a_profile_start_where_it_says(kinds, name, tmp_path):
+    profile = {**full_run.read_profile(name), **TINY, "storage": str(tmp_path), "input_uri": ""}
+    raw, config = PreprocessingConfig.from_parameters(profile), TrainingConfig.from_parameters(profile)
+    captioned_shapes.write_parquet(raw.raw_uri, 48)
+    assert encode(raw, latent_encoder=placed_encoder(str(tmp_path / "encoders"))).total("written") == 48
+    fit(
+        config,
+        loop=functools.partial(loop_that_says_where, str(tmp_path / "trainer")),
+        use_gpu=profile.get("use_gpu", False),
+        training_accelerator_type=profile.get("training_accelerator_type"),
+        TorchTrainer=functools.partial(TorchTrainer, torch_config=TorchConfig(backend="gloo")),  # NCCL wants real GPUs
+    )
+    assert train.last_step(config) == 2
+    (encoder_node,) = (storage.name(path) for path in storage.list_files(str(tmp_path / "encoders")))
+    trainer_node = (tmp_path / "trainer").read_text()
+    for node, kind in ((encoder_node, "encoder_accelerator_type"), (trainer_node, "training_accelerator_type")):
+        assert profile.get(kind) in (None, kinds.get(node))
