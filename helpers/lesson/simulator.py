@@ -2,9 +2,9 @@
 
 The rules are those of this project and of Ray Train: a segment counts once it is committed; checkpoints are due every
 `checkpoint_every` steps and count once uploaded; a group of workers that loses a machine resumes at the newest complete
-one; `num_training_workers=(least, most)` shrinks at once, and grows by a restart that Ray Train considers once a
-minute; a notice is answered with a checkpoint. How long a step takes on how many workers follows from the epoch plan.
-When machines are lost is drawn from `planner.Faults`, or given.
+one; `num_training_workers=(least, most)` shrinks when Ray Train stops waiting for the lost machine, and grows by a
+restart that Ray Train considers once a minute; a notice is answered with a checkpoint. How long a step
+takes on how many workers follows from the epoch plan. When machines are lost is drawn from `planner.Faults`, or given.
 
 Not simulated: validation, damaged checkpoints, several losses that one person must repair.
 """
@@ -100,6 +100,9 @@ class Training:
         encoder_rows_per_second: of one of these encoders.
         seen_seconds: from a notice to the checkpoint: Ray Train asks every 5 s, the workers every 2 s.
         resize_seconds: how often Ray Train considers to grow (`ScalingConfig.elastic_resize_monitor_interval_s`).
+        start_timeout_seconds: how long Ray Train waits for a group to be complete before it starts a smaller one
+            (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S). When a machine is lost without notice, its workers' errors come
+            before Ray knows that the machine is gone, so the next group still counts on it.
         relaunch_seconds: until somebody has started a run again that met more than `max_failures` (an assumption).
     """
 
@@ -111,11 +114,12 @@ class Training:
     encoder_rows_per_second: float | None = None
     seen_seconds: float = 7.0
     resize_seconds: float = 60.0
+    start_timeout_seconds: float = 60.0
     relaunch_seconds: float = 3600.0
 
     def __post_init__(self):
         check_positive("unit_seconds", self.unit_seconds)
-        for name in ("seen_seconds", "resize_seconds", "relaunch_seconds"):
+        for name in ("seen_seconds", "resize_seconds", "start_timeout_seconds", "relaunch_seconds"):
             planner.check_not_negative(name, getattr(self, name))
         if self.encoders:
             check_positive("encoder_rows_per_second", self.encoder_rows_per_second)
@@ -344,7 +348,7 @@ class TrainingRun:
         self.encoders = stage.encoders and Machines(clock, stage.encoders, watcher, self.outcome, losses is None)
         self.attempt = self.version = self.failures = 0
         self.members, self.workers = frozenset(), 0  # of the group
-        self.running, self.waiting = False, False
+        self.running, self.waiting, self.least = False, False, 0  # waiting: for machines with `least` workers
         self.step, self.since, self.seconds = 0.0, 0.0, math.inf  # steps done at a time, and the pace from then on
         self.complete, self.uploaded_at = 0, 0.0
         self.first = 0  # step of the group
@@ -383,9 +387,10 @@ class TrainingRun:
         """Workers that Ray Train can start now."""
         return min(self.machines.workers, self.config.most_workers)
 
-    def start(self, seconds: float) -> None:
-        """Start a group of as many workers as there is room for, or wait for machines."""
-        self.waiting = self.possible() < self.config.fewest_workers
+    def start(self, seconds: float, least: int | None = None) -> None:
+        """Start a group of as many workers as there is room for, or wait until there is room for `least`."""
+        self.least = least or self.config.fewest_workers
+        self.waiting = self.possible() < self.least
         if not self.waiting:
             self.members, self.workers = frozenset(self.machines.there), self.possible()
             self.started = self.clock.now
@@ -400,8 +405,12 @@ class TrainingRun:
         self.set_pace()
         self.consider_growing()
 
-    def end_group(self, counted: bool) -> None:
-        """The group is lost, or shut down to grow: what it did since the newest complete checkpoint is done again."""
+    def end_group(self, counted: bool, unseen: bool = False) -> None:
+        """The group is lost, or shut down to grow: what it did since the newest complete checkpoint is done again.
+
+        `unseen`: a machine is gone, and Ray does not know yet.
+        """
+        before = self.workers
         if self.running:
             self.count_shrunk()
             self.outcome.stalled_seconds -= max(0.0, self.since - self.clock.now)
@@ -419,6 +428,12 @@ class TrainingRun:
             self.outcome.relaunches += 1
             self.clock.after(self.stage.relaunch_seconds, self.relaunch, self.attempt)
         else:
+            self.start(self.faults.restart_seconds, before if unseen else None)
+            if unseen:
+                self.clock.after(self.stage.start_timeout_seconds, self.start_smaller, self.attempt)
+
+    def start_smaller(self, attempt: int) -> None:
+        if attempt == self.attempt and self.waiting:
             self.start(self.faults.restart_seconds)
 
     def relaunch(self, attempt: int) -> None:
@@ -483,7 +498,8 @@ class TrainingRun:
 
     def lost(self, machine: int, announced: bool) -> None:
         if machine in self.members:
-            self.end_group(counted=not announced)  # Ray Train counts announced losses apart, without a limit
+            # Ray Train counts announced losses apart, without a limit.
+            self.end_group(counted=not announced, unseen=not announced)
 
     def noticed(self, machine: int) -> None:
         if machine in self.members:
@@ -498,7 +514,7 @@ class TrainingRun:
 
     def came_back(self, machine: int) -> None:
         if self.waiting:
-            self.start(self.faults.restart_seconds)
+            self.start(self.faults.restart_seconds, self.least)
         elif self.running:
             self.consider_growing()
 

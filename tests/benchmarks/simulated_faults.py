@@ -5,8 +5,9 @@
 A cluster of nodes on this machine trains with two workers, one a node, whose steps only take time (a unit `--seconds`);
 all else is real: plan, stream, checkpoints, uploads, Ray Train's restarts. In the first run a worker is killed twice;
 it gives what the simulator is told: seconds of a step, of a checkpoint and of its upload, and of a restart. Another run
-loses workers at other steps, and an elastic one a node, which comes back: the simulator is told at which steps, and
-must say the rest. How long a restart takes varies with what else the cores do: run it on a machine that is idle.
+loses workers at other steps, and two elastic ones a node, which comes back before and after Ray Train has started a
+smaller group: the simulator is told at which steps, and must say the rest. How long a restart takes varies
+with what else the cores do: run it on a machine that is idle.
 """
 
 import argparse
@@ -115,16 +116,20 @@ class RealRun:
         steps = read_steps(self.file)
         if self.faults and len(steps) and steps["step"].iloc[-1] >= self.faults[0][0]:
             _, action = self.faults.pop(0)
-            self.losses.append((time.time(), action(self)))
+            fields = action(self)  # which takes a while: the loss is at its end
+            self.losses.append((time.time(), fields))
 
     # ---- faults
 
+    def second_worker(self):
+        return storage.read_json(storage.join(self.config.run_uri, "workers.json"))["workers"][1]
+
     def kill_worker(self):
-        workers = storage.read_json(storage.join(self.config.run_uri, "workers.json"))["workers"]
-        fault_injection.kill(workers[1]["node_id"], workers[1]["pid"])
+        fault_injection.kill(self.second_worker()["node_id"], self.second_worker()["pid"])
         return {}
 
-    def lose_node(self, node, seconds):
+    def lose_node(self, seconds):
+        (node,) = [one for one in self.cluster.worker_nodes if one.node_id == self.second_worker()["node_id"]]
         self.cluster.remove_node(node, allow_graceful=False)
         lost = time.time()
         while time.time() < lost + seconds:
@@ -196,7 +201,8 @@ def main():
     given = parser.parse_args()
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     with simulated_cluster(3) as cluster, tempfile.TemporaryDirectory() as folder:
-        _, second = (add_node(cluster, resources=TRAINER) for _ in range(2))
+        for _ in range(2):
+            add_node(cluster, resources=TRAINER)
         shapes = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
         made_up.write_latents(folder, 2_000, shapes, rows_per_file=500)
         real = functools.partial(RealRun, cluster, folder, steps=given.steps, unit_seconds=given.seconds)
@@ -207,9 +213,10 @@ def main():
 
         first = real("first", at(1.7, 5.7), workers=2).run()
         killed = real("killed", at(0.7, 2.7, 4.7), workers=2).run()
-        away = given.steps * given.seconds  # longer than a restart: the run goes on with one worker meanwhile
-        lose = functools.partial(RealRun.lose_node, node=second, seconds=away)
-        elastic = real("elastic", at(2.7, action=lose), workers=(1, 2)).run()
+        runs = [first, killed]
+        for name, seconds in (("elastic-30s", 30), ("elastic-100s", 100)):  # Ray Train waits for 60 s
+            away = functools.partial(RealRun.lose_node, seconds=seconds)
+            runs.append(real(name, at(2.7, action=away), workers=(1, 2)).run())
 
     pace = (first.steps["began"].shift(-1) - first.steps["began"])[
         first.steps["group"].shift(-1) == first.steps["group"]
@@ -222,7 +229,7 @@ def main():
     )
     print(f"a step {pace.median():.3f} s; {faults}")
     rows = []
-    for run in (first, killed, elastic):
+    for run in runs:
         seen, said = run.seen_outcome(), simulated(run, faults, pace.median())
         rows += [
             {"run": run.config.run_name, "what": what, "real": seen[what], "simulated": said[what]} for what in seen
@@ -230,7 +237,7 @@ def main():
     table = pd.DataFrame(rows)
     table["simulated / real"] = table["simulated"] / table["real"]
     print(table.round(3).to_string(index=False))
-    for run in (first, killed, elastic):
+    for run in runs:
         print(run.config.run_name, [(round(down, 2), int(again)) for down, again in run.restarts()])
     record.write(
         "simulated_faults",

@@ -140,16 +140,20 @@ def test_a_run_of_fixed_size_waits_for_its_machine():
     assert found.dollars == pytest.approx((40 * found.hours) - 10 * 400 / 3600)  # a lost machine is not paid
 
 
-def test_an_elastic_run_shrinks_and_grows_by_a_restart():
+def test_an_elastic_run_waits_a_minute_for_a_lost_machine_then_shrinks():
     """Three workers take as long as two for four units. It grows within a minute, and repeats what is not saved."""
     faults = dataclasses.replace(CALM, restart_seconds=10.0)
     stage = training(faults, workers=(2, 4))
     assert [stage.compute_seconds(count) for count in (4, 3, 2)] == [1, 2, 2]
     found = draw(stage, losses=[simulator.Loss(150.5, machine=1, back_after=300.0)])
-    # Lost at 150.5, goes on at 160.5 from 100, at 2 s a step; back at 450.5, looked at by 510.5 (350 s: step 275).
+    # Lost at 150.5, goes on at 220.5 from 100, at 2 s a step; back at 450.5, looked at by 510.5 (290 s: step 245).
     assert (found.restarts, found.resizes) == (2, 1)
-    assert found.repeated == 50 + 75 and found.down_seconds == 20
-    assert found.shrunk_seconds == pytest.approx(350)
+    assert found.repeated == 50 + 45 and found.down_seconds == 80
+    assert found.shrunk_seconds == pytest.approx(290)
+    # Back before the minute is over: it goes on with all workers.
+    found = draw(stage, losses=[simulator.Loss(150.5, machine=1, back_after=40.0)])
+    assert (found.restarts, found.resizes, found.repeated) == (1, 0, 50)
+    assert found.down_seconds == 50 and found.shrunk_seconds == 0
 
 
 def test_fewer_than_the_least_workers_wait():
