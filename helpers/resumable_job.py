@@ -363,7 +363,7 @@ def busy_seconds(calls: list[dict]) -> dict[int, list[float]]:
 
 
 def timeline(busy: dict[int, list[float]], num_encoders: int | tuple[int, int], started: float) -> list[list[float]]:
-    """[[seconds since the segment's start, encoder utilization (0 to 1), rows a second, encoders]].
+    """[[seconds since the segment's start, encoder utilization (0 to 1), rows/s, encoders]].
 
     At most `TIMELINE` points, without the first and the last second, which are incomplete. Utilization is relative to
     the encoders that there should be, so one without work counts as idle; between the least and the most, it is

@@ -371,7 +371,8 @@ def guidance_sweep(
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> pd.DataFrame:
-    """The same prompts and noise at several guidance scales: a row each, with `guidance_scale` and the scores.
+    """The same prompts and noise at several guidance scales: one row each, with `guidance_scale` and what `score`
+    returns.
 
     Pictures go to `guidance-{scale}` under `uri`; a rerun makes the missing ones.
     """

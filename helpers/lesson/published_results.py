@@ -480,7 +480,7 @@ _SAME_SETTING = {"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"}
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
     """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters. ValueError otherwise.
 
-    `measured`: your own results by setting (`ablations.ablation`), to show "images/s" and "speedup" beside.
+    `measured`: your own results by setting (`ablations.ablation`); adds their "images/s" and "speedup".
     """
     columns = {}
     for gpus in ("16 x A100-40G", "32 x A100-80G"):

@@ -1,4 +1,4 @@
-"""One driver at a time on a job's latents or a run: `lease.json` beside them, with a heartbeat."""
+"""Allow only one driver at a time on a job's latents or a run: `lease.json` in the folder, with a heartbeat."""
 
 from __future__ import annotations
 
