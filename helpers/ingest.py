@@ -1,37 +1,37 @@
 """The epoch plan: which rows make which step, on any number of workers, starting at any step.
 
-A step trains on pictures of one shape, and row groups hold rows of one *bucket*: those that have latents in the same
-columns, and are trained on, not held out. Which shape a step has depends on its number alone: each shape gets steps in
-proportion to its rows, evenly spread over the epoch, and each resolution its share of them. An epoch ends when a
-resolution runs out; a row is used at one size in it, and what is left over is less than a batch of each shape, but for
-rows of a resolution that had more than its share. So every row of a batch is trained on.
+A step trains on pictures of one shape. A row group holds rows of one *bucket*: rows that have latents in the same
+columns and are trained on, not held out. A step's shape depends only on its number: each resolution gets its share of
+the steps and each shape a number in proportion to its rows, evenly spread over the epoch. An epoch ends when a
+resolution runs out. It uses a row at one size only, and leaves over less than a batch of each shape, except in
+resolutions with more rows than their share needs. So every row of a batch is trained on.
 
-The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch, here of one shape:
+The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch. For one shape:
 
-    row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        as they lie in the Parquet files
-                        shuffled anew in each epoch, concatenated
-    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        of a mixture: drawn from each data set by proportion
+    row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        in the order of the Parquet files
+                        shuffled in every epoch, concatenated
+    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        in a mixture: drawn from each data set by proportion
     chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
     units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
     steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
-    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units that travel together (here block_steps=2)
+    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units sent together (here block_steps=2)
     workers      | w0      | w1      | w0      | w1      |        block b goes to worker b % num_workers (here 2)
     micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
 
-Every number of workers trains on the same global batches, and a run can start at any step by starting at that step's
-first unit. If the workers do not divide `units_per_step`, some get a unit more than others in a step; these compute
-masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole step are left out of that
-epoch; so are the remaining rows of the larger data sets once the first data set of a mixture runs out. Of several
-shapes, each has such a line of row groups; a chunk holds the rows of its steps from each of them.
+The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
+first unit. If `units_per_step` is not a multiple of the number of workers, some get one unit more than others in a
+step; the others compute masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole
+step are left out of that epoch; so are the remaining rows of the larger data sets once the first data set of a mixture
+runs out. With several shapes, each has its own sequence of row groups; a chunk holds the rows of its steps from all of
+them.
 
-One task reads some chunks, and Ray Data hands their blocks out in order (`preserve_order`,
-`streaming_split(equal=True)`). A block costs some milliseconds whatever its size, so small units travel together: one
-block holds the units with the same place in `block_steps` consecutive steps. Ray does not promise this order in its
-documentation, so each row carries its unit's number and `worker_units` checks it.
+A task reads a few chunks, and Ray Data delivers their blocks in order (`preserve_order`,
+`streaming_split(equal=True)`). A block costs a few milliseconds whatever its size, so small units are sent together: a
+block holds the units at the same position in `block_steps` consecutive steps. Ray's documentation does not guarantee
+this order, so each row carries its unit's number and `worker_units` checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
-are not known beforehand to be unwanted are masked out of the loss instead: online, pictures that turn out to be
-unusable.
+turn out to be unusable only there, such as broken pictures online, are masked out of the loss instead.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from .config import TrainingConfig
 UNIT, KEEP = "unit", "keep"
 VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
 CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
-# Of a read task. A task costs some ten milliseconds whatever it reads; and only tasks that are small against
-# BACKPRESSURE_BYTES read beside each other, since their blocks are used in order.
+# Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
+# that are small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
 LISTED_TASKS = 2_000  # Ray Data lists tasks before the first one starts, at about a millisecond each
-OWN_ORDER = 2**20  # row groups whose order each reading process computes and holds for itself, 12 bytes each
-READ_THREADS, LATE_SECONDS = 32, 0.25  # requests of a process to the store; what is never called late
+OWN_ORDER = 2**20  # up to this many row groups, each reading process computes and holds their order, 12 bytes each
+READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; no request is late before that
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
-BLOCK_BYTES = 4 * 2**20  # smaller units travel together
-# How much data is made ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB for each running task,
+BLOCK_BYTES = 4 * 2**20  # smaller units are sent together
+# How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
 # whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
 MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PERIOD
@@ -89,8 +89,8 @@ ReadRows = Callable[[list[RowRange], "Source"], pa.Table]
 class Pool(NamedTuple):
     """Rows of one bucket of a data set that are trained on at one shape.
 
-    In each epoch the row groups are shuffled, by `key` and the epoch, and put in line; these are the rows `start` to
-    `stop` of it. Another shape may have others, of the same row groups.
+    Each epoch shuffles the row groups, by `key` and the epoch, and concatenates them; the pool is rows `start` to
+    `stop` of the result. Another shape may use other rows of the same row groups.
     """
 
     groups: np.ndarray
@@ -105,14 +105,14 @@ class Source:
 
     Args:
         uri: its folder, as `latents_uri`.
-        file_names: Parquet files, relative to its `data/` folder; like arrays of numbers, processes of a node share
-            them in Ray's object store.
-        group_rows: (row groups of all files,) rows of each.
+        file_names: Parquet files, relative to its `data/` folder; as an Arrow array, which a node's processes share in
+            Ray's object store.
+        group_rows: (row groups of all files,) rows in each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
-        proportion: its share of every batch, relative to the others' that are mixed with it.
-        latents: the column that its rows are trained on at; None: that of the step's resolution, where a row has it.
-        pools: its rows, where they are not all rows.
-        padded_to: bytes of the latents of a row on the way to the trainers; 0: as they are stored.
+        proportion: its weight in every batch, relative to the other sources.
+        latents: the latents column that its rows are trained on; None: that of the step's resolution, if a row has it.
+        pools: its rows, if not all rows of the data set.
+        padded_to: bytes to which a row's latents are padded on the way to the trainers; 0: no padding.
     """
 
     uri: str
@@ -144,9 +144,9 @@ class Source:
         return sum(len(pool.groups) for pool in self.pools) if self.pools else len(self.group_rows)
 
     def order(self, seed: int, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
-        """`(order, ends, first rows)`: the row groups as shuffled in an epoch, and the row at which each ends.
+        """`(order, ends, first_rows)`: an epoch's shuffled row groups, the row at which each ends, {group: row}.
 
-        Of those in "first rows", not all rows count, but only those from there on. `number`: of this source.
+        Row groups in `first_rows` count only from that row on. `number`: this source's number in the plan.
         """
         if not self.pools:
             order = np.random.default_rng([seed, epoch, number]).permutation(len(self.group_rows))
@@ -167,7 +167,7 @@ class Source:
         return order, np.cumsum(rows), first_rows
 
     def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
-        """Rows of row group number `group` of the data set, by file."""
+        """Rows of the data set's row group `group`, as a range of its file."""
         file = np.searchsorted(self.first_group, group, side="right") - 1
         name, number = self.file_names[file].as_py(), int(group - self.first_group[file])
         return RowRange(name, number, int(first_row), int(num_rows))
@@ -175,7 +175,7 @@ class Source:
     def row_ranges(
         self, order: np.ndarray, ends: np.ndarray, first_rows: dict[int, int], start: int, stop: int
     ) -> list[RowRange]:
-        """Rows `start` to `stop` of the row groups in a line, as `order` returns it."""
+        """The row ranges of rows `start` to `stop` in the order that `order` returned."""
         if start == stop:
             return []
         ranges = []
@@ -188,7 +188,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bucket:
-    """Rows that are trained on at one shape, mixed from the sources in proportion: a step's rows are all of one."""
+    """Rows trained on at one shape, mixed from the sources in proportion. A step's rows all come from one bucket."""
 
     sources: list[Source]
 
@@ -211,7 +211,7 @@ class Bucket:
 
     @functools.cached_property
     def _cumulative_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD + 1, sources) rows of each source among the first rows of the schedule."""
+        """(MIXING_PERIOD + 1, sources) row i counts each source's rows among the first i rows of the schedule."""
         counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
         counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
         return np.cumsum(counts, axis=0)
@@ -239,16 +239,16 @@ class Plan:
     """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
 
     Args:
-        sources: the data sets that are mixed; those with the same `latents` make a bucket, and stand together.
-        unit_rows: rows of a unit.
-        units_per_step: units of a global batch.
-        chunk_units: units of a chunk; more mix better and take more memory.
+        sources: the data sets to mix; those with the same `latents` form a bucket and are adjacent.
+        unit_rows: rows per unit.
+        units_per_step: units per global batch.
+        chunk_units: units per chunk; more units shuffle better but take more memory.
         seed: of the shuffle.
-        block_steps: steps whose units travel in one block; above 1, `chunk_units` must be a multiple of
+        block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
         worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
-        orders: {epoch: what `row_group_order` returns}, in Ray's object store, if it is too large for every process.
-        shares: of the steps that each resolution gets, where buckets are of several; they add up to 1.
+        orders: {epoch: what `row_group_order` returns}, in Ray's object store, if too large for every process.
+        shares: {resolution: its share of the steps}, if there are several; they add up to 1.
     """
 
     sources: list[Source]
@@ -271,7 +271,7 @@ class Plan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
+        """Rows per block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
         return self.unit_rows * self.block_steps
 
     @property
@@ -283,7 +283,7 @@ class Plan:
 
     @functools.cached_property
     def buckets(self) -> list[Bucket]:
-        """The sources by shape."""
+        """The sources grouped by shape."""
         by_name = {}
         for source in self.sources:
             by_name.setdefault(source.latents and source.latents.name, []).append(source)
@@ -291,7 +291,7 @@ class Plan:
 
     @functools.cached_property
     def bucket_steps(self) -> np.ndarray:
-        """(buckets,) steps of each in an epoch, which ends when the first resolution runs out of whole batches."""
+        """(buckets,) steps per epoch of each; an epoch ends when the first resolution runs out of whole batches."""
         most = np.array([bucket.most_steps(self.batch_rows) for bucket in self.buckets])
         sizes = np.array([bucket.resolution for bucket in self.buckets])
         weights = np.array([sum(source.proportion for source in bucket.sources) for bucket in self.buckets])
@@ -309,7 +309,7 @@ class Plan:
 
     @functools.cached_property
     def bucket_schedule(self) -> tuple[np.ndarray, np.ndarray]:
-        """`(bucket, steps of the same bucket before)` of each step of an epoch, (steps,) both.
+        """`(bucket, number of earlier steps of that bucket)` for each step of an epoch, both (steps,).
 
         Resolutions are spread evenly over the epoch, and buckets over the steps of their resolution.
         """
@@ -324,11 +324,11 @@ class Plan:
         return schedule, before
 
     def latents_at(self, step: int) -> schema.ColumnSpec | None:
-        """The column that step `step` trains on; None if its resolution says it."""
+        """The column that step `step` trains on; None if its resolution determines it."""
         return self.buckets[self.bucket_schedule[0][step % self.steps_per_epoch]].latents
 
     def describe_buckets(self) -> list[dict]:
-        """Of each bucket {"bucket": the size of its pictures, "rows", "steps" an epoch, "left_over": rows of it}."""
+        """For each bucket {"bucket": picture size, "rows", "steps" per epoch, "left_over": rows not used}."""
         return [
             {
                 "bucket": bucket.latents and "x".join(map(str, bucket.latents.size)),
@@ -383,9 +383,9 @@ class Plan:
         return range(start + skipped, stop if num_steps is None else min(stop, num_steps * self.units_per_step))
 
     def block_order(self, units: range) -> np.ndarray:
-        """The units of a chunk in the order in which they travel, `block_steps` of them in each block.
+        """The units of a chunk in the order in which they are sent, `block_steps` per block.
 
-        (N,) unit numbers; -1 fills up the blocks of the last steps, so that all blocks have the same number of rows.
+        (N,) unit numbers; -1 pads the blocks of the last steps, so that all blocks have the same number of rows.
         """
         numbers = np.arange(units.start, units.stop)
         if self.block_steps == 1:
@@ -396,32 +396,32 @@ class Plan:
         return padded.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2).reshape(-1)
 
     def block_of(self, unit: int) -> int:
-        """The block that a unit travels in, counted through the run."""
+        """The block that holds a unit, numbered through the run."""
         epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
         step, place = divmod(unit_in_epoch, self.units_per_step)
         groups_per_epoch = -(-self.steps_per_epoch // self.block_steps)  # of blocks with the same steps
         return (epoch * groups_per_epoch + step // self.block_steps) * self.units_per_step + place
 
     def units_of_worker(self, step: int, first_step: int, rank: int, world_size: int) -> range:
-        """The units of a step that a worker gets of a dataset that starts at `first_step`."""
+        """The units of a step that a worker gets from a dataset that starts at `first_step`."""
         first_unit = step * self.units_per_step
         blocks_before = self.block_of(first_unit) - self.block_of(first_step * self.units_per_step)
         return range(first_unit + (rank - blocks_before) % world_size, first_unit + self.units_per_step, world_size)
 
     def padding_blocks(self, first_step: int, num_steps: int) -> int:
-        """Blocks to add to those of some steps: `streaming_split` drops what it cannot deal out equally."""
+        """Blocks to append to those of these steps: `streaming_split` drops what it cannot split equally."""
         first_unit, last_unit = first_step * self.units_per_step, num_steps * self.units_per_step - 1
         num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
         return max(-num_blocks % count for count in self.worker_counts)
 
     def row_group_order(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray, dict[int, int]]]:
-        """For each source its row groups as shuffled in this epoch (`Source.order`)."""
+        """Each source's row groups as shuffled in this epoch (`Source.order`)."""
         if epoch in self.orders:
             return ray.get(self.orders[epoch])
         return [source.order(self.seed, epoch, number) for number, source in enumerate(self.sources)]
 
     def shared(self, chunks: range) -> ray.ObjectRef:
-        """This plan for the tasks that read these chunks, with the orders of large epochs once a node."""
+        """This plan for the tasks that read these chunks; the orders of large epochs are stored once per node."""
         plan = ray.put(self)
         if not chunks or sum(source.num_groups for source in self.sources) <= OWN_ORDER:
             return plan
@@ -463,7 +463,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
-    """(MIXING_PERIOD,) whose turn it is: always of the one that is furthest behind its share."""
+    """(MIXING_PERIOD,) the source of each row: always the one that is furthest behind its share."""
     if len(proportions) == 1:
         return np.zeros(MIXING_PERIOD, dtype=np.int64)
     left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
@@ -480,7 +480,7 @@ def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
-    """`total` divided into whole numbers in proportion to `weights`, none more than 1 off."""
+    """`total` split into whole numbers in proportion to `weights`, each less than 1 off."""
     exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
     parts = np.floor(exact + 1e-9).astype(np.int64)
     parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
@@ -488,7 +488,7 @@ def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
 
 
 def spread(counts: Sequence[int]) -> np.ndarray:
-    """Each number n `counts[n]` times, evenly: the j-th of c at (j + 1/2) / c of the way."""
+    """Each number n `counts[n]` times, evenly spread: occurrence j of c is at (j + 1/2) / c of the way."""
     times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
     return np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
 
@@ -500,12 +500,12 @@ def _cached_row_group_order(plan: Plan, epoch: int):
 
 @functools.lru_cache(maxsize=2)
 def _fetch(plan: ray.ObjectRef) -> Plan:
-    """A plan from the object store, once in a process: its tasks then share the cached order of an epoch."""
+    """A plan from the object store, fetched once per process: its tasks then share the cached order of an epoch."""
     return ray.get(plan)
 
 
 def read_manifests(config: TrainingConfig, heads: bool = False) -> dict[str, schema.Manifest]:
-    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that holds none.
+    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that has none.
 
     `heads`: without their files (`read_head`).
     """
@@ -525,7 +525,7 @@ def read_manifest(latents_uri: str) -> schema.Manifest:
 
 
 def read_head(latents_uri: str) -> schema.Manifest:
-    """A manifest without its files, their counts as one segment; of a large manifest, only the start is read."""
+    """A manifest without its files, all counts in one segment; reads only the start of a large manifest."""
     segments, uri = '"segments": [', storage.join(latents_uri, schema.MANIFEST)
     text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("", "", "")
     if not found:
@@ -553,8 +553,8 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
 def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> Plan:
     """The plan of a training run over the latents of its manifests (URI -> manifest).
 
-    From heads of manifests, it says which worker gets which units, but not the files of their rows. Raises ValueError
-    if the latents do not fill one step.
+    Made from heads of manifests, it knows which worker gets which units, but not the files of their rows. Raises
+    ValueError if the latents do not fill one step.
     """
     row_bytes, shares = next(iter(manifests.values())).row_bytes, config.resolution_shares
     sources = []
@@ -595,9 +595,9 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
 
 
 def sources_by_shape(manifest: schema.Manifest, uri: str, number: int, config: TrainingConfig) -> list[Source]:
-    """The rows of a data set that are trained on, as a source for each shape; `number`: of the data set.
+    """The training rows of a data set as one source per shape; `number`: the data set's number.
 
-    From the head of a manifest, of which each bucket stands for one row group.
+    In the head of a manifest, each bucket counts as one row group.
     """
     buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
     if manifest.files:
@@ -613,7 +613,7 @@ def sources_by_shape(manifest: schema.Manifest, uri: str, number: int, config: T
         pools = tuple(Pool(groups[bucket], start, stop, keys[bucket]) for bucket, (start, stop) in lines.items())
         sources.append(dataclasses.replace(base, latents=columns[name], pools=pools))
         rows_at[columns[name].resolution] += sources[-1].num_rows
-    # Of a resolution's steps, a shape gets as many as there are rows of it.
+    # A shape gets steps of its resolution in proportion to its rows.
     parts = [source.num_rows / rows_at[source.latents.resolution] for source in sources]
     parts = [part * shares[source.latents.resolution] for part, source in zip(parts, sources, strict=True)]
     return [
@@ -625,14 +625,14 @@ def sources_by_shape(manifest: schema.Manifest, uri: str, number: int, config: T
 def deal_out(
     buckets: dict[str, int], columns: dict[str, schema.ColumnSpec], shares: dict[int, float]
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """{column: {bucket: (start, stop)}}: which of a bucket's rows, in the order of an epoch, are trained on at which.
+    """{column: {bucket: (start, stop)}}: which of a bucket's rows, in an epoch's order, are trained on in which column.
 
-    Rows that reach several sizes go to the largest first, as many as its share of the steps needs; the smallest gets
-    the rest: smaller pictures cannot be used elsewhere.
+    Rows that reach several sizes go to the largest first, as many as its share of the steps needs. The smallest gets
+    the rest, because smaller pictures cannot be used elsewhere.
 
     Args:
         buckets: bucket -> rows.
-        columns: those that are trained on.
+        columns: name -> column that is trained on.
         shares: {resolution: its share of the steps}.
     """
     used, dealt = dict.fromkeys(buckets, 0), {name: {} for name in columns}
@@ -645,7 +645,7 @@ def deal_out(
         }
         for size in sorted(shares, reverse=True)
     }
-    # No size gets more rows than its share of the most that all sizes together can have.
+    # No size gets more rows than its share of the largest total that all sizes can reach.
     seen, share, most = set(), 0.0, []
     for size, names in at.items():
         seen |= set(names)
@@ -668,8 +668,8 @@ def deal_out(
 def latents_dataset(plan: Plan, first_step: int, num_steps: int) -> ray.data.Dataset:
     """Stored latents in the plan's order, from `first_step` on, as a Ray dataset of the plan's blocks.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (True) and `unit`, its number in the
-    run.
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (True) and `unit` (the unit's number
+    in the run).
     """
     return build_dataset(plan, first_step, num_steps, read_latents)
 
@@ -679,7 +679,7 @@ def build_dataset(
 ) -> ray.data.Dataset:
     """The rows that `read(row ranges, source)` returns, as a Ray dataset of the plan's blocks, with a column `unit`.
 
-    Of the data before `first_step`, only the head of that step's chunk is read.
+    Of the data before `first_step`, only the start of that step's chunk is read.
     """
     chunks = plan.chunk_range(first_step, num_steps)
     plan_ref, num_tasks = plan.shared(chunks), max(1, -(-len(chunks) // chunks_per_task))
@@ -689,9 +689,9 @@ def build_dataset(
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
         numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
-        for _ in range(2):  # processes that read start now, beside the trainer: to import what they need takes seconds
+        for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
             ray.remote(Plan.chunk_of).remote(plan_ref, 0)
-    if num_tasks > LISTED_TASKS:  # one task makes the others' numbers, a few ahead of them
+    if num_tasks > LISTED_TASKS:  # one task generates the chunk numbers, a few tasks ahead
         numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
 
@@ -699,7 +699,8 @@ def build_dataset(
 class SchedulerThrottle:
     """Throttle Ray Data's scheduling loop to 20 Hz; while backpressured it busy-waits on ready tasks.
 
-    On a machine that also trains, this would keep one core from the trainer. Implements Ray Data's execution callbacks.
+    On a machine that also trains, busy-waiting would take a core from the trainer. Implements Ray Data's execution
+    callbacks.
     """
 
     def before_execution_starts(self, executor):
@@ -718,9 +719,9 @@ class SchedulerThrottle:
 def read_chunks(
     batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, num_steps: int, read: ReadRows
 ) -> Iterator[pa.Table]:
-    """For `map_batches`: one Arrow table for each block of the chunks of `batch["id"]`, counted from `first_chunk`.
+    """For `map_batches`: one Arrow table for each block of the chunks in `batch["id"]`, counted from `first_chunk`.
 
-    While one chunk is put together, threads read the next ones.
+    While one chunk is assembled, threads read the next ones.
     """
     plan = _fetch(plan) if isinstance(plan, ray.ObjectRef) else plan
     chunks, reading = [first_chunk + int(number) for number in batch["id"]], {}
@@ -743,19 +744,18 @@ def start_reading(plan: Plan, chunk: int, read: ReadRows) -> list[Future]:
 
 @functools.cache
 def _threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
-    # Arrow's threads do the requests, and an S3 client that is opened later allows as many connections.
+    # Arrow's threads send the requests, and S3 clients opened later allow as many connections.
     pa.set_io_thread_count(max(pa.io_thread_count(), count))
     return ThreadPoolExecutor(count, name)
 
 
-_seconds = collections.deque([0.25], maxlen=64)  # that recent reads of this process took
+_seconds = collections.deque([0.25], maxlen=64)  # durations of this process's recent reads
 
 
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
-    """`read()`, which is called once more beside the first call if that takes much longer than others, or fails.
+    """`read()`, called a second time in parallel if the first call takes much longer than usual or fails.
 
-    Of an object store's many requests, some are answered after seconds, in part or not at all. Raises what the third
-    failure raised.
+    An object store answers some of many requests only after seconds, in part or not at all. Raises the third failure.
     """
 
     def timed():
@@ -779,7 +779,7 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
 
 
 def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading: list[Future]) -> Iterator[pa.Table]:
-    """The blocks of a chunk that the steps need, with a column `unit`; rows of unit -1 only fill up a block.
+    """The blocks of a chunk that the steps need, with a column `unit`; rows of unit -1 are padding.
 
     `reading`: what `start_reading` returned.
     """
@@ -788,7 +788,7 @@ def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading
     units = plan.block_order(plan.unit_range(chunk, first_step, num_steps))
     if chunk == plan.chunk_range(first_step, num_steps)[-1]:
         units = np.append(units, np.full(plan.padding_blocks(first_step, num_steps) * plan.block_steps, -1))
-    units[units < first_step * plan.units_per_step] = -1  # of the same block as the first step
+    units[units < first_step * plan.units_per_step] = -1  # earlier steps in the first step's block
     place_in_chunk = np.maximum(units - plan.unit_range(chunk).start, 0)
     for block in range(0, len(units), plan.block_steps):
         places = place_in_chunk[block : block + plan.block_steps, None] * plan.unit_rows + np.arange(plan.unit_rows)
@@ -798,22 +798,22 @@ def read_blocks(plan: Plan, chunk: int, first_step: int, num_steps: int, reading
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
-    """`column.take(rows)`, which would copy the whole column first: of tensors, this copies these rows alone."""
+    """`column.take(rows)`, which would copy the whole column first; for tensors, this copies only these rows."""
     if not pa.types.is_fixed_size_binary(column.type):
         return column.take(rows)
     width, ends = column.type.byte_width, np.cumsum([len(chunk) for chunk in column.chunks])
     arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
-    # Arrow's memory pool keeps memory that the last block had; new memory would be zeroed page by page.
+    # Arrow's memory pool reuses the memory of earlier blocks; new memory would be zeroed page by page.
     values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
     chunks = np.searchsorted(ends, rows, side="right")
     for value, chunk, row in zip(values, chunks.tolist(), (rows - ends[chunks]).tolist(), strict=True):
-        value[:] = arrays[chunk][row]  # rows count from the chunk's end
+        value[:] = arrays[chunk][row]  # `row` is negative: it counts from the chunk's end
     valid = column.is_valid().to_numpy()[rows] if column.null_count else None
     return schema.to_binary(values, valid, np.uint8)
 
 
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
-    """The plan's blocks, joined again if they are so large that Ray Data splits the output of a stage."""
+    """The plan's blocks, rejoined if they are so large that Ray Data splits a stage's output."""
     largest = rows.context.target_max_block_size
     if largest is None or plan.block_rows * row_bytes <= largest:
         return rows
@@ -837,7 +837,7 @@ def split_units(block: pa.Table, unit_rows: int) -> dict[int, pa.Table]:
 def worker_units(
     blocks: Iterable[pa.Table], plan: Plan, steps: range, rank: int, world_size: int
 ) -> Iterator[dict[int, pa.Table]]:
-    """For each of consecutive steps, a worker's units: {unit number: its rows}; {} if others have them all.
+    """A worker's units for each of consecutive steps: {unit number: its rows}; {} if other workers have them all.
 
     Raises RuntimeError if the blocks do not arrive in the plan's order.
     """
@@ -857,7 +857,7 @@ def worker_units(
 
 
 def read_latents(row_ranges: list[RowRange], source: Source) -> pa.Table:
-    """Rows of a latents folder at the source's shape, and `keep`: the plan has no row that is not trained on."""
+    """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows."""
     spec = source.latents
     columns = [schema.ID, schema.CAPTION, spec.name, schema.EMBEDDINGS]
     rows = read_row_ranges(row_ranges, columns, storage.join(source.uri, "data"))
@@ -871,7 +871,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
     filesystem, folder = storage.open_filesystem(folder_uri)
     tables = [None] * len(row_ranges)
     for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
-        # A row group's columns lie side by side: one request to an object store reads them all (`pre_buffer`).
+        # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
         with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem, pre_buffer=True) as file:
             for position, rows in enumerate(row_ranges):
                 if rows.file_name == file_name:
@@ -883,7 +883,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
 def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
     """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
-    Of a mixture, each data set gives its proportion.
+    In a mixture, each data set contributes its proportion.
     """
     if config.validation_share == 0:
         return None
@@ -898,7 +898,7 @@ def validation_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
 
 
 def held_out_ranges(manifest: schema.Manifest, uri: str, resolution: int, wanted: int) -> list[RowRange]:
-    """The first held-out row groups with latents at a resolution, so many that they hold `wanted` rows if there are."""
+    """The first held-out row groups with latents at a resolution: enough for `wanted` rows, or all there are."""
     names, group_buckets = manifest.group_buckets
     latents = {spec.name for spec in manifest.latents_at(resolution)}
     mine = [name.startswith(schema.HELD_OUT) and not latents.isdisjoint(schema.bucket_columns(name)) for name in names]
@@ -917,10 +917,10 @@ def _held_out_rows(manifest: schema.Manifest, uri: str, config: TrainingConfig, 
 
 
 def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
-    """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data made ahead.
+    """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data prepared ahead.
 
-    Without the bound, trainers that are slower than the data pipeline would let half of the object store fill up before
-    Ray Data holds back.
+    Without the bound, a data pipeline faster than the trainers would fill half of the object store before Ray Data
+    holds back.
     """
     row_bytes = max(manifest.row_bytes for manifest in read_manifests(config, heads=True).values())
     ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)

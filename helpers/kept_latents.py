@@ -1,21 +1,21 @@
-"""Latents that an online run keeps (`keep_latents=True`): the first epoch encodes, the epochs after it read.
+"""Online runs that keep their latents (`keep_latents=True`): the first epoch encodes, later epochs read.
 
-Such a run has two parts, each a `trainer.fit()` (`parts`), which share the count of steps, the log and the checkpoints:
+Such a run has two `parts`, each a `trainer.fit()`; they share the step count, the log and the checkpoints:
 
     first epoch     raw rows -> transform -> encode -> keep -> trainers
-    at its end      the rows that its plan left over -> transform -> encode -> write; then manifest.json
-    other epochs    runs/{run_name}/latents -> trainers
+    at its end      rows left over by its plan -> transform -> encode -> write; then manifest.json
+    later epochs    runs/{run_name}/latents -> trainers
 
-The stage that keeps commits each block of the plan before it hands it over: its file, then its entry, which is that of
-a segment of `resumable_job`, named by the block's first unit. So whatever a checkpoint covers is committed before it is
-saved. Blocks depend on neither the step that a run starts at nor the number of workers: a run that is resumed encodes
-the blocks after its checkpoint again, and writes those that are missing. A file holds the rows of a block: a few
-megabytes, where preprocessing writes 1,024 rows or more.
+`keep_block` commits each block of the plan before passing it on: first its file, then its entry, which is a segment
+entry of `resumable_job` named after the block's first unit. So all rows that a checkpoint covers are committed before
+it is saved. Blocks depend neither on the step that a run starts at nor on the number of workers: a resumed run encodes
+the blocks after its checkpoint again and writes those that are missing. A file holds one block, a few megabytes;
+preprocessing writes 1,024 rows or more.
 
-Order: the first epoch is that of an online run. Each epoch after it is one of a run over stored latents, over
-`runs/{run_name}/latents`: row groups, each of rows of one block, are shuffled by the seed and the epoch, and then the
-rows of each chunk. Rows that the first epoch masked are not kept, so the other epochs may have fewer steps; a row is
-trained on at the sizes at which the first epoch encoded it.
+Order: the first epoch has the order of an online run. Later epochs have that of a run over stored latents, here
+`runs/{run_name}/latents`: row groups, each from one block, are shuffled by seed and epoch, then the rows of each chunk.
+Rows masked in the first epoch are not kept, so later epochs may have fewer steps; a row is trained on only at the sizes
+at which the first epoch encoded it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ import ray
 from . import ingest, preprocess, resumable_job, schema, storage, train
 from .config import OnlineConfig, TrainingConfig
 
-FOLDER = "latents"  # of a run
-WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # of a stage that writes
+FOLDER = "latents"  # in a run's folder
+WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing stage
 Part = tuple[TrainingConfig, Callable, Callable]
 
 
 def parts(
     raw: OnlineConfig, config: TrainingConfig, stream: Callable, loop: Callable = train.train_loop_per_worker
 ) -> Iterator[Part]:
-    """`(config, loop, stream)` of each `trainer.fit()` that a run still needs; fit one before you take the next.
+    """Yield `(config, loop, stream)` for each `trainer.fit()` that a run still needs; run one before taking the next.
 
-    Without `keep_latents` it is one, as given. `stream`: as `train.build_train_dataset` takes it; it also encodes what
-    the first epoch left over. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if
-    blocks that it kept are gone.
+    Without `keep_latents`, yields the arguments once, unchanged. `stream`: as for `train.build_train_dataset`; it also
+    encodes the first epoch's leftover rows. Raises ValueError if the run was started with another `keep_latents`, and
+    RuntimeError if committed blocks are missing.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
         yield config, loop, stream
         return
-    train.validation_rows(config)  # the run's own copy: those that are kept are all trained on
+    train.validation_rows(config)  # copies them into the run: all kept latents are trained on
     plan = ingest.plan_run(ingest.read_manifests(config), config)
     job, begin = open_job(config, plan), plan.steps_per_epoch
     end = min(begin, config.max_steps)
     if train.last_step(config) < end:
-        arguments = None if job.finished else job.write_arguments(None)  # finished: later checkpoints are lost
+        arguments = None if job.finished else job.write_arguments(None)  # finished: only checkpoints are lost
         yield config, functools.partial(loop, part=(0, end)), functools.partial(encode, stream=stream, keep=arguments)
-    if train.last_step(config) < begin:  # it is shorter, or its workers ended it
+    if train.last_step(config) < begin:  # the run is shorter, or its workers ended it
         return
     manifest = finish(job, plan, config, stream)
     if config.max_steps > begin:
@@ -69,7 +69,7 @@ def parts(
 
 
 def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
-    """Raises ValueError if the run has latents and should have none, or has done steps without keeping them."""
+    """Raises ValueError if the run has kept latents but should not, or has trained without keeping them."""
     files = (schema.MANIFEST, f"{resumable_job.SEGMENTS}/{resumable_job.JOB}")
     keeps = any(storage.exists(storage.join(config.run_uri, FOLDER, file)) for file in files)
     if keeps != raw.keep_latents and (keeps or train.last_step(config)):
@@ -81,7 +81,7 @@ def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
 
 
 class Job(resumable_job.Job):
-    """The latents of a run: of each block of the first epoch a segment, and of the rows that it left over."""
+    """A run's latents as a job: segments are the blocks of the first epoch, and its leftover rows (`left_over`)."""
 
     def check_counts(self, entry: dict) -> None:
         """Masked rows count as filtered."""
@@ -89,7 +89,7 @@ class Job(resumable_job.Job):
 
 
 def open_job(config: TrainingConfig, plan: ingest.Plan) -> Job:
-    """The job of a run's latents, begun if it was not."""
+    """The job of a run's latents, which is started if needed."""
     (manifest,) = ingest.read_manifests(config).values()
     names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
     leave_out = ("online", "input_uri", "raw_row_bytes")  # as `run_setup.describe_data`
@@ -116,7 +116,7 @@ def open_job(config: TrainingConfig, plan: ingest.Plan) -> Job:
 def encode(
     plan: ingest.Plan, first_step: int, num_steps: int, *, stream: Callable, keep: dict | None
 ) -> ray.data.Dataset:
-    """The rows of `stream` to the end of the first epoch; with `keep`, each block is committed before it goes on.
+    """The rows of `stream` up to the end of the first epoch; with `keep`, each block is committed before it goes on.
 
     `keep`: arguments of `keep_block`.
     """
@@ -128,13 +128,13 @@ def encode(
 
 
 def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
-    """Commit the rows of a block that are trained on, unless they are; returns the block as it came.
+    """Commit a block's unmasked rows, unless they are committed already; returns the block unchanged.
 
     Args:
-        rows: one unit of each of the block's steps; -1 in place of a unit that is not needed.
-        steps: of a block.
-        units_per_step: of the plan.
-        arguments: `resumable_job.Job.write_arguments`.
+        rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
+        steps: steps per block.
+        units_per_step: as in the plan.
+        arguments: what `resumable_job.Job.write_arguments` returns.
     """
     units = rows[ingest.UNIT].to_numpy()
     units = units[units >= 0]
@@ -143,7 +143,7 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     first = int(units.min())
     segment = resumable_job.Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
     uri = storage.join(arguments["latents_uri"], resumable_job.SEGMENTS, f"{segment.index:06d}.json")
-    # A run that resumes within a block may not have its first units. They were trained on, so the block is committed.
+    # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
     if first == segment.index and not storage.exists(uri):
         report = json.loads(write(rows, **{**arguments, "segment": segment})["report"][0].as_py())
         entry = resumable_job.new_entry(segment)
@@ -155,7 +155,7 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
 
 
 def write(rows: pa.Table, **arguments) -> pa.Table:
-    """`preprocess.write_latents` of the rows that are not masked."""
+    """`preprocess.write_latents` of the unmasked rows."""
     keep = rows[ingest.KEEP].to_numpy() & (rows[ingest.UNIT].to_numpy() >= 0)
     return preprocess.write_latents(rows.filter(pa.array(keep)), **arguments)
 
@@ -164,14 +164,14 @@ def write(rows: pa.Table, **arguments) -> pa.Table:
 
 
 def finish(job: Job, plan: ingest.Plan, config: TrainingConfig, stream: Callable) -> schema.Manifest:
-    """Encode what the first epoch left over, and write the manifest; of a finished job, read it.
+    """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
 
     Raises RuntimeError if blocks of the first epoch are not committed.
     """
     if job.finished:
         return ingest.read_manifest(job.latents_uri)
     units = np.arange(plan.units_per_epoch)
-    firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # of each block
+    firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # first unit of each block
     if missing := len(set(firsts.tolist()) - job.committed().keys()):
         raise RuntimeError(
             f"{job.latents_uri} has lost {missing} of the {len(firsts)} blocks that the first epoch of run_name="
@@ -188,16 +188,16 @@ def finish(job: Job, plan: ingest.Plan, config: TrainingConfig, stream: Callable
 
 
 def left_over(plan: ingest.Plan) -> dict[int, ingest.Plan]:
-    """{number of a segment: a plan of one epoch} of the rows that the first epoch of `plan` leaves over.
+    """{segment number: one-epoch plan} for the rows that the first epoch of `plan` leaves over.
 
-    Blocks have as many rows as those of `plan`; the last rows of each source are a smaller block of their own.
+    Blocks are as large as those of `plan`; the last rows of each source form a smaller block.
     """
     plans = [rest for source in remaining(plan) for rest in whole_blocks(plan, source)]
     return {plan.units_per_epoch + number: rest for number, rest in enumerate(plans)}
 
 
 def whole_blocks(plan: ingest.Plan, source: ingest.Source) -> Iterator[ingest.Plan]:
-    """Plans of one epoch each, which together have all rows of `source`."""
+    """One-epoch plans that together cover all rows of `source`."""
     while source:
         rows = min(source.num_rows, plan.block_rows)
         chunk_units = max(1, plan.chunk_units * plan.unit_rows // rows)
@@ -207,7 +207,7 @@ def whole_blocks(plan: ingest.Plan, source: ingest.Source) -> Iterator[ingest.Pl
 
 
 def remaining(plan: ingest.Plan) -> list[ingest.Source]:
-    """The rows of each source that the first epoch of a plan does not come to; no source that has none."""
+    """The rows of each source that a plan's first epoch does not reach; sources without any are left out."""
     lines, found = iter(plan.row_group_order(0)), []
     for bucket, steps in zip(plan.buckets, plan.bucket_steps, strict=True):
         for source, used in zip(bucket.sources, bucket.rows_by_source(int(steps) * plan.batch_rows), strict=True):
@@ -216,7 +216,7 @@ def remaining(plan: ingest.Plan) -> list[ingest.Source]:
             rows = np.maximum(ends - starts, 0)
             whole = (rows > 0) & (rows == source.group_rows[order])
             pools = [ingest.Pool(order[whole], 0, int(rows[whole].sum()), (0,))] if whole.any() else []
-            for place in np.flatnonzero((rows > 0) & ~whole):  # the ends of the line
+            for place in np.flatnonzero((rows > 0) & ~whole):  # row groups that are used in part
                 group = int(order[place])
                 skipped = int(starts[place] - (ends[place - 1] if place else 0))
                 first = first_rows.get(group, 0) + skipped
@@ -226,13 +226,13 @@ def remaining(plan: ingest.Plan) -> list[ingest.Source]:
     return found
 
 
-# ---- the epochs after it
+# ---- later epochs
 
 
 def read(plan: ingest.Plan, first_step: int, num_steps: int, *, begin: int) -> ray.data.Dataset:
-    """`ingest.latents_dataset` of a run whose step `begin` is the first of the plan.
+    """`ingest.latents_dataset` for a run whose plan starts at step `begin`.
 
-    Raises RuntimeError if the run would resume before that.
+    Raises RuntimeError if the run would resume before it.
     """
     if first_step < begin:
         raise RuntimeError(

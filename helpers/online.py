@@ -1,11 +1,13 @@
-"""Raw pictures that are transformed and encoded on the way to the trainers: the epoch plan over raw files.
+"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
 
 Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
 are those of `ingest`, `preprocess`, `encoder` and `train`. This module plans over an index of the raw files
-(`data_io.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run stays exact and resumable.
+(`data_io.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run is reproducible and resumes
+exactly.
 
-Rows that the index leaves out or holds out are in no batch. What only decoding tells is masked and listed in the run's
-rejects: broken pictures, those of another size than their columns say, and, without such columns, those too small.
+Rows that the index leaves out or holds out are in no batch. Rows that only decoding shows to be unusable are masked and
+listed in the run's rejects: broken pictures, pictures whose size contradicts their columns and, without such columns,
+pictures that are too small.
 """
 
 from __future__ import annotations
@@ -29,16 +31,15 @@ from .runtime import lease
 
 NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest
-SHAPE = "shape"  # of raw rows: the latents column that a row is trained on at
+SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on
 FILLS = "fills up a block"  # why a row is not decoded
 
 
 def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
-    """Check the raw data of a run, index it, and write a manifest of it at `training.latents_uri`.
+    """Check a run's raw data, index it, and write its manifest to `training.latents_uri`.
 
-    Nothing is encoded but one empty caption and, once, the rows that are held out for validation. The index is made by
-    a Ray Data job if Ray is connected, else in this process. Raises FileNotFoundError or ValueError with what to
-    change.
+    Encodes only an empty caption and, once, the rows held out for validation. The index is built by a Ray Data job if
+    Ray is connected, else in this process. Raises FileNotFoundError or ValueError that says what to change.
     """
     if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
         raise ValueError(
@@ -81,7 +82,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
 
 
 def check_row_groups(manifest: schema.Manifest, config: OnlineConfig) -> None:
-    """Print a warning if row groups are so large that `read_ahead_bytes` does not keep one of each bucket."""
+    """Print a warning if row groups are too large for `read_ahead_bytes` to hold one of each bucket."""
     largest = manifest.job["raw_group_bytes"]
     buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
     if largest > ingest.CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
@@ -93,7 +94,7 @@ def check_row_groups(manifest: schema.Manifest, config: OnlineConfig) -> None:
 
 
 def segment_of(key: str, reports: list[dict], config: OnlineConfig) -> dict:
-    """The manifest's entry of what an index says of all files, which are named as in the index."""
+    """An index as the manifest's segment entry; files are named as in the index."""
     files = [
         {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
         for report in reports
@@ -121,23 +122,23 @@ def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
 
 
 def pixel_bytes(config: OnlineConfig) -> int:
-    """Bytes of a row's picture between the transform and the encoder, at most."""
+    """Maximum bytes of a row's picture between the transform and the encoder."""
     return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
 def raw_rows(plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig) -> ray.data.Dataset:
     """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
-    Columns: those of a raw row (`inputs.to_raw_rows`), `shape`, the latents column that the row is trained on at, and
-    `unit`, the unit's number in the run.
+    Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column of the size at which the row is
+    trained on) and `unit` (the unit's number in the run).
 
-    Row groups of Parquet files that are larger than a quarter of a chunk are kept in Ray's object store, up to
-    `config.read_ahead_bytes` of the last ones, so that an epoch reads each once (for each bucket of its rows).
+    If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
+    cached in Ray's object store, so that an epoch reads each only once per bucket of its rows.
     """
     largest = max(ingest.read_head(source.uri).job["raw_group_bytes"] for source in plan.sources)
     if largest <= ingest.CHUNK_BYTES // 4:
         return ingest.build_dataset(plan, first_step, num_steps, functools.partial(read_raw, config=config))
-    # A chunk a task, so that tasks that run at once share row groups: a read serves all that follow each other.
+    # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.
     kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
     read = functools.partial(read_raw, config=config, read_group=kept)
     return ingest.build_dataset(plan, first_step, num_steps, read, chunks_per_task=1)
@@ -157,16 +158,16 @@ def read_raw(
 
 
 def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, seed: int = 0) -> pa.Table:
-    """`preprocess.transform` with an augmentation that differs between epochs, and is fixed for a row and an epoch.
+    """`preprocess.transform` with augmentation that differs between epochs but is fixed for a given row and epoch.
 
-    Rows that only fill up a block are not decoded; `keep` is False for them.
+    Rows that only pad a block are not decoded; `keep` is False for them.
 
     Args:
         rows: raw rows with `shape` and `unit`.
-        config: `random_crop` is the least side of the crop, as a share of the largest (1: the centre crop);
+        config: `random_crop` is the smallest side of the crop, as a share of the largest possible (1: the centre crop);
             `horizontal_flip` mirrors half of the pictures.
-        units_per_epoch: of the plan.
-        seed: of the run.
+        units_per_epoch: as in the plan.
+        seed: the run's.
     """
     units = rows[ingest.UNIT].to_numpy()
     used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
@@ -193,9 +194,9 @@ def augment_crop(
     random_crop: float = 1.0,
     horizontal_flip: bool = False,
 ) -> Image.Image:
-    """The crop of a picture that an epoch is trained on: a function of (seed, epoch, id) and its shape alone.
+    """The crop of a picture for one epoch, which depends only on (seed, epoch, id), the picture's size and `ratio`.
 
-    `ratio`: its width over its height. `random_crop`, `horizontal_flip`: see `transform`.
+    `ratio`: the crop's width over its height. `random_crop`, `horizontal_flip`: see `transform`.
     """
     random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
     if random_crop == 1:
@@ -223,7 +224,7 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows) if rows else 0)
     entry = resumable_job.new_entry(segment)
     if rows:
-        # On a CPU with all of this process's threads: nothing else runs here yet.
+        # On a CPU, use all threads: nothing else runs in this process yet.
         options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
         latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), **options)
         encoded = latent_encoder(preprocess.transform(rows, config=config))
@@ -242,7 +243,7 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
 
 
 def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
-    """The first `NUM_VALIDATION_ROWS` held-out raw rows that may reach the largest resolution; None without any."""
+    """The first `NUM_VALIDATION_ROWS` held-out raw rows that may reach the largest resolution, or None."""
     uri = training.latents_uri
     ranges = ingest.held_out_ranges(manifest, uri, training.largest_resolution, NUM_VALIDATION_ROWS)
     rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[:NUM_VALIDATION_ROWS] if ranges else None

@@ -1,8 +1,9 @@
 """The commit protocol of a preprocessing job.
 
 The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists;
-without it, whatever files a killed job left count for nothing. When all segments are committed, their entries become
-`manifest.json`, which is written last. Running a job again does what is missing; running a finished one does nothing.
+without it, files that a killed job left are ignored. When all segments are committed, their entries become
+`manifest.json`, which is written last. Rerunning a job does the missing segments; rerunning a finished job does
+nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .config import least_and_most
 from .data_io import inputs
 from .runtime import lease
 
-ROWS_PER_SEGMENT = 200_000  # for each encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
-TIMELINE = 60  # points of a segment in the report
+ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
+TIMELINE = 60  # points per segment in the report
 SEGMENTS, JOB, PLAN = "segments", "job.json", "plan.json"  # the folder of an unfinished job's entries, and files in it
-FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # of the files that a job writes, and deletes if not committed
+FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writes, and deletes if not committed
 STAGES = ("transform", "encode", "write")
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive input files that are committed together. `limit`: rows to take of them at most, None for all."""
+    """Consecutive input files that are committed together. `limit`: the most rows to take from them, None for all."""
 
     index: int
     paths: list[str]
@@ -48,10 +49,10 @@ class Segment:
 def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEGMENT) -> list[Segment]:
     """Divide files into segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
 
-    A pure function of the files' row counts. Raises ValueError if there is no row at all.
+    A pure function of the files' row counts. Raises ValueError if there are no rows.
     """
     segments, mine, rows, left = [], [], 0, config.limit
-    for start in range(0, len(paths), 256):  # files are counted a group at a time: a limit stops early
+    for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
         group = paths[start : start + 256]
         for path, num_rows in zip(group, inputs.count_rows(group, config), strict=True):
             taken = num_rows if left is None else min(num_rows, left)
@@ -61,7 +62,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
             rows += taken
             left = None if left is None else left - taken
             if rows >= rows_per_segment or left == 0:
-                # A limit only where it ends within a file: it keeps a filter from being pushed down into the read.
+                # Set a limit only where it ends inside a file, because it prevents filter pushdown into the read.
                 segments.append(Segment(len(segments), mine, rows, rows if taken < num_rows else None))
                 mine, rows = [], 0
         if left == 0:
@@ -78,15 +79,15 @@ class Job:
 
     Args:
         latents_uri: where the latents go.
-        parameters: those that decide what is written, to check that a rerun is the same job.
+        parameters: those that affect the output, to check that a rerun is the same job.
         description: the encoder's part of the manifest (`preprocess.describe`).
-        plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once in
-            the life of a job; a rerun reads what it returned from `segments/plan.json`.
-        listing: {path: bytes} of the input, by which a rerun detects changed input.
+        plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once per
+            job; a rerun reads its result from `segments/plan.json`.
+        listing: {path: bytes} of the input, so that a rerun detects changed input.
         id_type: Arrow type of the stored ids.
         dollars_per_hour: price of the job's machines, for the report.
-        num_encoders: how many there should be, or the least and the most, for their utilization.
-        max_failures: how often a segment is begun again after a node, an actor or a worker was lost.
+        num_encoders: the expected number, or (least, most), to compute their utilization.
+        max_failures: how often a segment is restarted after losing a node, an actor or a worker.
 
     Raises ValueError if `latents_uri` holds something else.
     """
@@ -107,7 +108,7 @@ class Job:
         self.dollars_per_hour, self.num_encoders, self.max_failures = dollars_per_hour, num_encoders, max_failures
         input_crc32 = zlib.crc32(json.dumps(sorted(listing.items())).encode())
         parameters = {**parameters, "encoder": description["encoder"], "input_crc32": input_crc32}
-        self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in what is compared with
+        self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in the stored parameters
         self.entries = {}  # what `committed` has read
         self.check_same()
         self.segments = self.known_segments() or plan()
@@ -120,7 +121,7 @@ class Job:
         return storage.exists(self.uri(schema.MANIFEST))
 
     def known_segments(self) -> list[Segment]:
-        """The segments as an earlier run planned them; none if there was no earlier run."""
+        """The segments planned by an earlier run; [] without one."""
         if self.finished:
             return [Segment(e["index"], e["sources"], e["read"], e.get("limit")) for e in self.committed().values()]
         if storage.exists(self.uri(SEGMENTS, PLAN)):
@@ -128,7 +129,7 @@ class Job:
         return []
 
     def check_same(self) -> None:
-        """Raises ValueError if the folder holds other files, or was made with other parameters (names the first)."""
+        """Raises ValueError if the folder holds other files, or was made with other parameters, naming the first."""
         if self.finished:
             earlier = ingest.read_manifest(self.latents_uri).job
         elif storage.exists(self.uri(SEGMENTS, JOB)):
@@ -166,15 +167,15 @@ class Job:
         return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
 
     def pending(self) -> list[Segment]:
-        """The segments that are still to be done."""
+        """The segments that are still to do."""
         done = self.committed()
         return [segment for segment in self.segments if segment.index not in done]
 
     @property
     def rows_per_file(self) -> int:
-        """Rows that the write stage takes at a time: the more shapes there are, the more rows fill row groups of each.
+        """Rows that the write stage takes at a time: more shapes need more rows to fill row groups of each shape.
 
-        With a fiftieth held out and pictures of all shapes alike, a row group has 48 rows or more in the mean.
+        With a fiftieth held out and equally many pictures of each shape, a row group has at least 48 rows on average.
         """
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
@@ -190,11 +191,11 @@ class Job:
         pipeline: Callable[[Segment], ray.data.Dataset],
         progress: Callable[[int, int], None] | None = None,
     ) -> schema.Manifest:
-        """Do what is missing, a segment at a time, and return the manifest.
+        """Run the missing segments, one at a time, and return the manifest.
 
-        `pipeline(segment)` returns the dataset of the write stage's reports; reading them runs it.
+        `pipeline(segment)` returns a dataset of the write stage's reports; iterating over it runs the pipeline.
         `progress(rows, of_rows)` is called as files are written. An interrupted segment's files are deleted. Raises
-        RuntimeError if another driver does this job at the same time (`runtime.lease`).
+        RuntimeError if another driver is running this job (`runtime.lease`).
         """
         if self.finished:
             manifest = ingest.read_manifest(self.latents_uri)
@@ -216,10 +217,10 @@ class Job:
     def encode(
         self, pipeline: Callable[[Segment], ray.data.Dataset], segment: Segment, progress: Callable[[int], None]
     ) -> dict:
-        """Do a segment and commit it, `max_failures` times again where a node, an actor or a worker is lost.
+        """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray repeats the tasks and replaces the actors of the pipeline itself, but not its own actors that read Parquet
-        footers, or a block that cannot be made again. Returns the segment's entry.
+        Ray itself retries the pipeline's tasks and replaces its actors, but not its internal actors that read Parquet
+        footers, nor blocks that it cannot recompute. Returns the segment's entry.
         """
         from .runtime import fault_tolerance  # not at the top: see `preprocess`
 
@@ -245,8 +246,8 @@ class Job:
             yield
         except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
             try:
-                # Cancelled tasks end a moment later. What one still writes after this is never read, and is deleted
-                # by the next run.
+                # Cancelled tasks end a moment later. Files that they write after this are never read; the next run
+                # deletes them.
                 while self.delete_uncommitted():
                     time.sleep(0.5)
             except OSError as unreachable:
@@ -256,9 +257,9 @@ class Job:
             raise
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
-        """Run one segment's pipeline and add up what its write tasks report: the segment's entry."""
+        """Run one segment's pipeline and return the segment's entry, the sum of its write tasks' reports."""
         started, calls, entry = time.time(), [], new_entry(segment)
-        # Closed, not left to the garbage collector: an interrupt must stop the tasks before their files are deleted.
+        # Closed explicitly, because an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
             for text in (text for batch in batches for text in batch["report"].to_pylist()):
                 report = json.loads(text)
@@ -274,7 +275,7 @@ class Job:
         return entry
 
     def check_counts(self, entry: dict) -> None:
-        """Set what the filter dropped. Raises RuntimeError if rows are missing that no filter can have dropped."""
+        """Set the count of filtered rows. Raises RuntimeError if rows are missing that no filter can have dropped."""
         rejected = sum(entry["rejected"].values())
         entry["filtered"] = entry["read"] - entry["written"] - rejected
         if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
@@ -284,7 +285,7 @@ class Job:
             )
 
     def delete_uncommitted(self) -> int:
-        """Delete this job's files of segments that were not committed; returns how many."""
+        """Delete this job's files that belong to no committed segment; returns how many."""
         self.lease.check()
         kept = set()
         for entry in self.committed().values():
@@ -297,7 +298,7 @@ class Job:
         return len(left)
 
     def finish(self) -> schema.Manifest:
-        """Write the manifest, which makes the job finished, and delete the entries that it replaces."""
+        """Write the manifest, which marks the job as finished, and delete the entries that it replaces."""
         self.delete_uncommitted()
         entries = list(self.committed().values())
         manifest = schema.Manifest(
@@ -335,7 +336,7 @@ def new_entry(segment: Segment) -> dict:
 
 
 def add_report(entry: dict, report: dict) -> None:
-    """Add what one write task did to a segment's entry."""
+    """Add one write task's report to a segment's entry."""
     for name in ("files", "rejects", "written", "bytes"):
         entry[name] += report[name]
     for name in ("at", "buckets", "rejected", "stages"):
@@ -344,7 +345,7 @@ def add_report(entry: dict, report: dict) -> None:
 
 
 def busy_seconds(calls: list[dict]) -> dict[int, list[float]]:
-    """{second since 1970: [seconds that encoders computed in it, rows that they finished, encoders]} of encoder calls.
+    """{Unix time in seconds: [seconds computed by encoders, rows finished, encoders]} of encoder calls.
 
     An encoder counts from its first call to its last.
     """
@@ -362,11 +363,11 @@ def busy_seconds(calls: list[dict]) -> dict[int, list[float]]:
 
 
 def timeline(busy: dict[int, list[float]], num_encoders: int | tuple[int, int], started: float) -> list[list[float]]:
-    """[[seconds since the segment's start, encoder utilization (0 to 1), rows a second, encoders]].
+    """[[seconds since the segment's start, encoder utilization (0 to 1), rows/s, encoders]].
 
-    At most `TIMELINE` of them; the first and the last second, which are not whole, are left out. The utilization is
-    that of all encoders that there should be: one that got nothing to do was idle. Between the least and the most it is
-    that of those that were there.
+    At most `TIMELINE` points, without the first and the last second, which are incomplete. Utilization is relative to
+    the encoders that there should be, so one without work counts as idle; between the least and the most, it is
+    relative to those that were present.
     """
     (least, most), points = least_and_most(num_encoders), []
     whole = range(min(busy) + 1, max(busy)) if busy else range(0)
@@ -381,12 +382,12 @@ def timeline(busy: dict[int, list[float]], num_encoders: int | tuple[int, int], 
 
 
 def summarize(entries: list[dict], dollars_per_hour: float = 0.0) -> dict:
-    """What a job took, as JSON.
+    """A job's report, as JSON.
 
-    `bytes` written, rows and images a second; `seconds` from start to end; `stage_seconds`, summed over each stage's
-    workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` from the first call of an encoder to the
-    last, without the start of the workers; `timeline`, the median of its utilization `encoders_busy` and its mean
-    `encoders_busy_mean`; and what a million images cost.
+    `bytes` written and `images_per_second`; `seconds` from start to end; `stage_seconds`, summed over each stage's
+    workers, and `images_per_second_by_stage` of one worker; `encoding_seconds` from the first encoder call to the last,
+    without starting the workers; `timeline`, with its median utilization `encoders_busy` and mean `encoders_busy_mean`;
+    and the cost of a million images.
     """
     stages = {stage: sum(entry["stages"][stage] for entry in entries) for stage in STAGES}
     seconds, written = (sum(entry[name] for entry in entries) for name in ("seconds", "written"))

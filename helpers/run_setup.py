@@ -18,18 +18,17 @@ PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 
 
 def run_folder(config: TrainingConfig) -> dict[str, Any]:
-    """`ray.train.RunConfig`'s arguments for where a run is kept, on any store that `storage` opens."""
+    """`ray.train.RunConfig`'s arguments for a run's location, on any store that `storage` opens."""
     filesystem, path = storage.open_filesystem(storage.join(config.storage, "runs"))
     return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
 
 
 def open_run(config: TrainingConfig) -> schema.Manifest:
-    """Check a run and get everything ready for `trainer.fit()`; returns the manifest of its latents.
+    """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
 
-    Deletes checkpoints that cannot be used, and says so; writes `config.json`; sets the time after which Ray Train
-    gives up a worker that does not answer. This process holds the run's lease until `monitoring.monitor_run` ends, or
-    it does. Raises what `check_run` raises, and RuntimeError if another driver holds the run, before anything is
-    changed.
+    Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
+    a worker that does not answer. This process holds the run's lease until it or `monitoring.monitor_run` ends. Before
+    changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
     """
     manifests = ingest.read_manifests(config)
     buckets = check_run(config, manifests).describe_buckets()
@@ -63,10 +62,9 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
 
 
 def check_run(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> ingest.Plan:
-    """The plan of a run. Raises ValueError in a sentence if a parameter does not fit the data, the U-Net, `init_from`
-    or the earlier run.
+    """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
 
-    An earlier run of the same name must have had the same parameters (`config.MAY_CHANGE` apart) and the same data.
+    An earlier run of the same name must have had the same parameters (except `config.MAY_CHANGE`) and the same data.
     """
     ingest.check_mixture(manifests)
     for uri, manifest in manifests.items():
@@ -140,7 +138,7 @@ def check_init_from(config: TrainingConfig) -> None:
 
 
 def check_resume(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> None:
-    """Raises ValueError if a run of this name has made steps with other parameters, or on other data."""
+    """Raises ValueError if a run of this name has trained with other parameters, or on other data."""
     uri = storage.join(config.run_uri, "config.json")
     if not storage.exists(uri) or not metrics_log.metrics_files(config.run_uri):
         return
@@ -158,7 +156,7 @@ def describe_data(manifests: dict[str, schema.Manifest], config: TrainingConfig)
             "written": manifest.total("written"),
             "files_crc32": files_crc32(manifest),
             "proportion": proportion,
-            # Without what may differ for the same data: where it lies, and with how many workers it was encoded.
+            # Without what may differ for the same data: its location and how many workers encoded it.
             "made_with": {
                 name: value
                 for name, value in manifest.job.items()
@@ -170,7 +168,7 @@ def describe_data(manifests: dict[str, schema.Manifest], config: TrainingConfig)
 
 
 def files_crc32(manifest: schema.Manifest) -> int:
-    """CRC of the files' JSON, of some at a time: in whole it would take a gigabyte at two billion rows."""
+    """CRC of the files' JSON, in pieces: the whole text would take a gigabyte for two billion rows."""
     files, crc = manifest.files, zlib.crc32(b"[")
     for start in range(0, len(files), 1000):
         text = json.dumps(files[start : start + 1000])[1:-1]
@@ -179,7 +177,7 @@ def files_crc32(manifest: schema.Manifest) -> int:
 
 
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
-    """Raises ValueError if a run's data is not what it was started on; both as `describe_data` returns them."""
+    """Raises ValueError if a run's data has changed since it was started; both as `describe_data` returns them."""
     now = json.loads(json.dumps(now))  # `before` comes from a JSON file: tuples have become lists
     for uri, one, other in zip(config.proportions, before, now, strict=False):
         for name in one["made_with"].keys() & other["made_with"].keys() - {"listing_crc32"}:

@@ -37,7 +37,7 @@ def check_columns(path: str, columns: dict[str, str], found: pa.Schema) -> None:
 
 
 def check_types(found: pa.Schema, config) -> None:
-    """Raises ValueError for an id, caption or image column of a type that cannot be one."""
+    """Raises ValueError for an id, caption or image column of an unusable type."""
     image = found.field(config.image_column).type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type

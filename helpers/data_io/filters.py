@@ -26,8 +26,8 @@ def parse_filter(text: str) -> Expr | None:
     """`"aesthetic >= 4.5 and width >= 256"` -> a Ray Data expression; None for an empty text.
 
     Comparisons of a column with a number or a quoted text, joined by `and`, `or`, `not` and parentheses. The text is
-    parsed, never evaluated. Null and NaN meet no comparison, and no negated one. Raises ValueError that names the part
-    which is something else.
+    parsed, never evaluated. Null and NaN satisfy no comparison, negated or not. Raises ValueError naming a part that is
+    anything else.
     """
     if not text.strip():
         return None
@@ -86,7 +86,7 @@ def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
 
 
 def filter_types(text: str) -> dict[str, pa.DataType]:
-    """{column: Arrow type} of a filter's columns: text for those that are compared with a quoted text, else numbers."""
+    """{column: Arrow type} of a filter's columns: text for those compared with a quoted text, else numbers."""
     types = dict.fromkeys(filter_columns(text), pa.float64())
     for node in ast.walk(ast.parse(text.strip(), mode="eval")) if types else ():
         if isinstance(node, ast.Compare):
@@ -97,7 +97,7 @@ def filter_types(text: str) -> dict[str, pa.DataType]:
 
 
 def _build(node, text, negated=False):
-    # `not` is pushed down to the comparisons, and "!=" becomes "< or >", so that NaN meets none of them, as null does.
+    # `not` is pushed down to the comparisons, and "!=" becomes "< or >", so that NaN satisfies none of them, like null.
     # A negated comparison would be true for NaN, except where a row group's statistics, which ignore NaN, skip it.
     if isinstance(node, ast.BoolOp):
         join = operator.and_ if isinstance(node.op, ast.And) is not negated else operator.or_
@@ -118,7 +118,7 @@ def _build(node, text, negated=False):
 
 
 def _compare(kind, left, right):
-    if kind is ast.NotEq and not isinstance(left, bool) and not isinstance(right, bool):  # truth values have no order
+    if kind is ast.NotEq and not isinstance(left, bool) and not isinstance(right, bool):  # booleans have no order
         return (left < right) | (left > right)
     return COMPARISONS[kind](left, right)
 

@@ -1,14 +1,14 @@
-"""An index of raw files: which rows an online run is trained on, which it holds out, and where they lie.
+"""An index of raw files: which rows an online run trains on, which it holds out, and where they are.
 
-It is made once, from the columns that decide alone: the id, the caption, those of `row_filter`, and those of the
-pictures' width and height where they are given. Nothing else is read, but of tars on an object store, which sends them
-whole. Without width and height, every picture counts as one that reaches all sizes.
+It is built once, from a few columns only: the id, the caption, those in `row_filter` and, if given, the pictures' width
+and height. Nothing else is read, except that an object store sends tars whole. Without width and height, every picture
+is assumed to reach all sizes.
 
-For each raw file there is a small Parquet file below `{index}/{key}/`. Its rows are those that are used, sorted by
-bucket (`schema.Manifest`) and by place, and cut into row groups: those of a Parquet file, of other formats any 64
-neighbours. The epoch plan's row groups are these. The key is a hash of the input files and of all parameters that
-decide. Later a picture is read only if its row is used; of Parquet files, whose row groups can only be read whole, so
-are its neighbours, which nothing decodes.
+Each raw file gets a small Parquet file under `{index}/{key}/`. It lists the rows that are used, sorted by bucket
+(`schema.Manifest`) and position and split into row groups: those of a Parquet file, or 64 consecutive rows in other
+formats. These are the epoch plan's row groups. The key is a hash of the input files and of all parameters that affect
+the index. Later, a picture is read only if its row is used; since Parquet row groups can only be read whole, their
+other pictures are read too, but not decoded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .readers import GROUP, rows_of
 DECIDING = ("input_format", "row_filter", "limit", "id_column", "caption_column", "width_column", "height_column")
 DECIDING += ("resolutions", "aspect_ratios", "size_multiple", "upscale", "max_aspect_ratio", "max_pixels")
 REPORT = "index.json"  # written last: an index that has it is complete
-REJECTS = "rejects"  # ends the name of the folder of the rows that cannot be used, and why
+REJECTS = "rejects"  # suffix of the folder that lists unusable rows with their reasons
 MOST_TASKS = 2_000
 ReadGroup = Callable[[str, int, tuple[str, ...]], pa.Table]  # path, row group, columns
 
@@ -40,11 +40,11 @@ ReadGroup = Callable[[str, int, tuple[str, ...]], pa.Table]  # path, row group, 
 def make(
     index_uri: str, paths: list[str], listing: dict[str, int], config, validation_share: float
 ) -> tuple[str, list[dict]]:
-    """`(key, reports)` of an index, which is made by a Ray Data job unless there is one; without Ray, in this process.
+    """Build an index unless it exists, by a Ray Data job or, without Ray, in this process; returns `(key, reports)`.
 
-    A job that was killed goes on with the files that are missing. Each report, of a file: its "name", rows "read",
-    "filtered" and, by reason, "rejected", rows of the "largest" row group of a Parquet file, the rows of each of its
-    "row_groups" in the index, and of each of its "buckets" how many of these, in their order, and how many "rows".
+    A killed job resumes with the missing files. Each report is of one file: its "name", the rows "read", "filtered" and
+    (by reason) "rejected", the rows of its "largest" Parquet row group and of each of its "row_groups" in the index,
+    and for each of its "buckets", in order, the number of these row groups and of "rows".
     """
     made_of = {name: getattr(config, name) for name in DECIDING}
     made_of |= {"validation_share": validation_share, "listing": sorted(listing.items()), "version": 1}
@@ -69,12 +69,12 @@ def make(
 
 
 def files_of(paths: list[str], config) -> Iterator[tuple[str, int]]:
-    """(path, rows to take of it, -1 for all) of the files, up to `limit` rows in all."""
+    """Yield (path, rows to take from it, -1 for all), up to `limit` rows in all."""
     if config.limit is None:
         yield from ((path, -1) for path in paths)
         return
     left = config.limit
-    for start in range(0, len(paths), 256):  # files are counted a group at a time: a limit stops early
+    for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
         group = paths[start : start + 256]
         for path, num_rows in zip(group, inputs.count_rows(group, config), strict=True):
             yield path, min(num_rows, left)
@@ -94,7 +94,7 @@ def index_files(batch: dict, *, one: Callable[..., dict]) -> dict[str, list[str]
 
 
 def index_file(path: str, rows: int, *, config, validation_share: float, uri: str) -> dict:
-    """Write the index of a file, unless it is there; returns its report. `rows`: to take of it, -1 for all."""
+    """Write a file's index unless it exists; returns its report. `rows`: to take from the file, -1 for all."""
     name = name_of(path, config)
     target = storage.join(uri, f"{name}.parquet")
     if storage.exists(target):
@@ -128,7 +128,7 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
 
 
 def deciding_columns(config) -> list[str]:
-    """What is read of a row to know whether it is used."""
+    """The columns that are read to decide whether a row is used."""
     filtered = filters.filter_columns(config.row_filter)
     return list(dict.fromkeys([config.id_column, config.caption_column, *filtered, *inputs.size_columns(config)]))
 
@@ -143,7 +143,7 @@ def filter_mask(rows: pa.Table, config) -> np.ndarray:
 
 
 def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
-    """`(bucket, why a row cannot be used, id)` of each row, as far as its columns tell."""
+    """`(bucket, why a row cannot be used or "", id)` of each row, judged by its columns alone."""
     column = inputs.row_ids(rows[config.id_column])
     ids = column.to_pylist()
     captions, held_out = inputs.texts(rows[config.caption_column]), schema.held_out(ids, validation_share)
@@ -158,7 +158,7 @@ def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, p
 
 
 def columns_of(size: tuple | None, config) -> tuple[list[str], str]:
-    """`(latents columns that a picture of this size reaches, why there are none)`; None: a size that is not known."""
+    """`(latents columns that a picture of this size reaches, why there are none)`; None: the size is unknown."""
     if size is None:
         return [schema.latents_column(resolution) for resolution in config.resolutions], ""
     if not all(side is not None and side > 0 for side in size):  # null, NaN
@@ -170,13 +170,13 @@ def columns_of(size: tuple | None, config) -> tuple[list[str], str]:
 
 
 def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
-    """Places of rows, sorted by `bucket` and cut into row groups, and what the report says of these."""
+    """The rows' positions, sorted by `bucket` and split into row groups, and the report's entries about these."""
     names, codes = np.unique(table["bucket"].to_numpy().astype(str), return_inverse=True)
     order = np.argsort(codes, kind="stable")
     table, codes = table.drop_columns("bucket").take(order), codes[order]
     rows = np.bincount(codes, minlength=len(names))
     groups = table[GROUP].to_numpy() if GROUP in table.column_names else None
-    if groups is None:  # any neighbours
+    if groups is None:  # any consecutive rows
         groups = np.concatenate([np.arange(count) // schema.ROWS_PER_ROW_GROUP for count in rows] or [codes])
     begins = np.flatnonzero(np.diff(codes, prepend=-1) | np.diff(groups, prepend=-1))
     counts = np.bincount(codes[begins], minlength=len(names))
@@ -200,9 +200,9 @@ def _read(uri: str) -> pa.Table:
 
 
 def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
-    """The rows of `ranges` (`ingest.RowRange` of files of the index, `{key}/{name}`) as readers give them, with `path`.
+    """The rows of `ranges` (`ingest.RowRange` of index files, `{key}/{name}`) as readers return them, plus `path`.
 
-    Columns: id, caption, picture. `read_group`: reads row groups of Parquet files in place of the reader.
+    Columns: id, caption, picture. `read_group`: reads Parquet row groups in place of the reader.
     """
     columns = list(dict.fromkeys([config.id_column, config.caption_column, config.image_column]))
     base, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
@@ -223,9 +223,9 @@ def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup
 
 
 class RowGroups:
-    """Reads row groups of Parquet files, for an actor: the last `most` stay in Ray's object store.
+    """Reads Parquet row groups, as an actor: keeps the `most` recent ones in Ray's object store.
 
-    Tasks that ask for a row group in turn, as those do that read consecutive chunks of an epoch, cost one read of it.
+    Tasks that read consecutive chunks of an epoch ask for the same row groups, each of which is then read once.
     """
 
     def __init__(self, most: int):
@@ -234,7 +234,7 @@ class RowGroups:
         self.read = functools.lru_cache(most)(ray.remote(**options)(readers.read_row_group).remote)
 
     def get(self, *group: Any) -> list[ray.ObjectRef]:
-        """In a list, or Ray would send the rows. `group`: path, number, columns."""
+        """The rows' reference, in a list, or Ray would send the rows. `group`: path, number, columns."""
         return [self.read(*group)]
 
     def reads(self) -> int:
@@ -242,7 +242,7 @@ class RowGroups:
 
 
 def keep_row_groups(most: int) -> ReadGroup:
-    """What reads row groups through a `RowGroups` actor, which lives as long as somebody has this."""
+    """A function that reads row groups through a `RowGroups` actor, which lives as long as the function does."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RowGroups).remote(most)
     return functools.partial(_read_kept, actor)
 

@@ -1,7 +1,7 @@
 """The raw data in any format: its files, how Ray Data reads them, and the one schema of a raw row.
 
-Readers give the columns that a file has, on which `row_filter` works. `to_raw_rows` turns them into raw rows; later
-stages know no file, format or column name.
+Readers return a file's own columns, to which `row_filter` applies. `to_raw_rows` turns them into raw rows; later stages
+do not depend on files, formats or column names.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .. import storage
 from ..images import BadImage
 from . import filters, readers
 
-ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # a raw row
-PATH = "path"  # the column in which readers give the file of each row
+ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
+PATH = "path"  # added column: the file of each row
 C_LIBRARY = ctypes.CDLL(None)
-ROWS_PER_CONVERSION = 256  # pictures behind paths are fetched this many at a time
+ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a time
 
 
 # ---- files
 
 
 def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
-    """Sorted paths of the files of one format: one file, those in a folder (nested ones too), or those of a glob.
+    """Sorted paths of the files of one format: one file, those in a folder (recursively), or the matches of a glob.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if there are none.
     """
     kind = readers.READERS[input_format]
     advice = f"give a {kind.what}, a folder of them or a pattern such as '{input_uri}/*{kind.suffixes[0]}'."
@@ -70,7 +70,7 @@ def glob_pattern(path: str) -> re.Pattern:
 
 @functools.lru_cache(maxsize=16)
 def base_folder(input_uri: str) -> str:
-    """The folder that contains all files of the input: of a glob the part before its wildcards."""
+    """The folder that contains all files of the input: for a glob, the part before its wildcards."""
     uri = storage.resolve(input_uri)
     if is_glob(input_uri):
         return re.split(r"[*?[]", uri, maxsplit=1)[0].rpartition("/")[0]
@@ -83,7 +83,7 @@ def below(path: str, folder: str) -> str:
 
 
 def listing(paths: list[str], input_uri: str) -> dict[str, int]:
-    """{path below the input's folder: bytes} of all its files (of a glob: the matches), to detect changed input."""
+    """{path below the input's folder: bytes} of all its files (for a glob, the matches), to detect changed input."""
     if is_glob(input_uri):
         folder = base_folder(input_uri)
         sizes = storage.sizes(folder)
@@ -92,7 +92,7 @@ def listing(paths: list[str], input_uri: str) -> dict[str, int]:
 
 
 def count_rows(paths: list[str], config) -> list[int]:
-    """Rows of each file, in parallel: by threads here, or by Ray where it means reading whole files."""
+    """Rows of each file, in parallel: by threads here, or by Ray if whole files must be read."""
     if config.input_format == "webdataset" and ray.is_initialized():
         task = ray.remote(num_cpus=0.5)(count_rows_of)
         return ray.get([task.remote(path, config) for path in paths])
@@ -126,7 +126,7 @@ def size_columns(config) -> list[str]:
 def column_types(config) -> dict[str, pa.DataType]:
     """Arrow types of the used columns, for formats without types.
 
-    Ids and captions are text; a filter's columns are of the type that they are compared with.
+    Ids and captions are text; a filter's columns have the type that they are compared with.
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
@@ -135,7 +135,7 @@ def column_types(config) -> dict[str, pa.DataType]:
 
 
 def first_rows(config, num_rows: int) -> pa.Table:
-    """The first rows as the file has them, with `path`, for a look at the data before any pipeline is built."""
+    """The first rows as stored in the files, with `path`, for a look at the data before any pipeline is built."""
     tables, left, read = [], num_rows, reader(config)
     for path in list_inputs(config.data_uri, config.input_format):
         for table in read.stream(path, used_columns(config)):
@@ -164,7 +164,7 @@ def read_rows(segment, config) -> ray.data.Dataset:
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression)
-    # Whole blocks, because Ray Data would not fuse a map of another batch size with the read.
+    # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(functools.partial(convert_block, config=config), batch_size=None, batch_format="pyarrow")
 
 
@@ -192,24 +192,24 @@ def read_files(batch: dict, *, columns: list[str], read):
 
 
 def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
-    """`to_raw_rows` of a block, some rows at a time: pictures behind paths may be too many to hold at once."""
+    """`to_raw_rows` of a block, some rows at a time: pictures given as paths may be too many to hold at once."""
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
     release_memory()
 
 
 def release_memory() -> None:
-    """Give back to the system what Arrow's pool and the C library keep: Ray keeps a process for its next tasks."""
+    """Return memory cached by Arrow's pool and the C library to the system: Ray reuses the process for other tasks."""
     pa.default_memory_pool().release_unused()
     if hasattr(C_LIBRARY, "malloc_trim"):  # glibc's
         C_LIBRARY.malloc_trim(0)
 
 
 def to_raw_rows(table: pa.Table, config) -> pa.Table:
-    """Rows as a reader gives them -> raw rows; pictures behind paths are fetched here.
+    """Rows as a reader returns them -> raw rows; pictures given as paths are fetched here.
 
-    Columns: `id` (int64 or text, see `id_type`), `caption` (null where it is no UTF-8), `image` (encoded bytes, or
-    null), `error` (why a picture could not be fetched, or null), and `source` (the file's path below the input).
+    Columns: `id` (int64 or text, see `id_type`), `caption` (null if it is not UTF-8), `image` (encoded bytes, or null),
+    `error` (why a picture could not be fetched, or null), and `source` (the file's path relative to the input).
     """
     images, errors = picture_bytes(table, config)
     captions = pa.array(texts(table[config.caption_column]), pa.string())
@@ -220,7 +220,7 @@ def to_raw_rows(table: pa.Table, config) -> pa.Table:
 def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column: it holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    Paths are relative to the input's folder; in image folders to that of the row's table.
+    Paths are relative to the input's folder or, in image folders, to that of the row's table.
     """
     column = table[config.image_column]
     if pa.types.is_struct(column.type):
@@ -237,7 +237,7 @@ def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, 
 
 
 def sources(paths: pa.ChunkedArray, config) -> pa.Array:
-    """Input files' paths below the input's folder."""
+    """Input files' paths relative to the input's folder."""
     folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
@@ -263,7 +263,7 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
-    """Ids in the type that they are stored in; bytes that are no UTF-8, such as a raw hash, as hexadecimal digits."""
+    """Ids in the type that they are stored in; bytes that are not UTF-8, such as a raw hash, as hexadecimal digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
         return column.cast(id_type(column.type))
     values = column.cast(pa.large_binary()).to_pylist()

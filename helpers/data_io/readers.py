@@ -1,9 +1,9 @@
 """Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
 
 Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `stream` (all rows, some
-at a time), `describe` (columns of all rows, without the pictures) and `pick` (some rows, of which an index says where
-they lie). Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, a path may not leave the
-input's folder.
+at a time), `describe` (columns of all rows, without the pictures) and `pick` (some rows, which an index locates).
+Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, paths may not leave the input's
+folder.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import pyarrow.parquet as pq
 from .. import schema, storage
 from ..images import BadImage
 
-GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row lies in its file
+GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
-BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it a row group's whole column, however large
+BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
@@ -71,9 +71,9 @@ class Parquet:
                 yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
 
     def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, rows of an index that are of one row group.
+        """A table for each of `pieces`, which are rows of an index from one row group each.
 
-        The columns of that row group are read whole: the format cannot be read by row.
+        That row group's columns are read whole, because Parquet cannot be read by row.
         """
         with self.open(path) as file:
             for piece in pieces:
@@ -87,11 +87,12 @@ class Parquet:
 
 
 class WebDataset:
-    """Tars as img2dataset writes them: consecutive members of one name are a sample, with its `.jpg` (`.png`, `.webp`,
-    ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
+    """Tars as img2dataset writes them: consecutive members with the same name are a sample, with its `.jpg` (`.png`,
+    `.webp`, ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
 
-    With its offset in the tar, a sample is read by itself. Finding the offsets takes a pass over all headers: quick on
-    a disk, while an object store sends the whole tar.
+    Given its offset in the tar, a sample can be read alone. Finding the offsets takes a pass over all headers: fast on
+    a disk, but an object store sends the whole tar.
+
     `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
     """
 
@@ -101,7 +102,7 @@ class WebDataset:
         self.types = types
 
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the first samples; those that are not used count as text."""
+        """The columns of the first samples; unused ones are typed as text."""
         names = {KEY: None}
         with open_tar(path) as tar:
             for sample in itertools.islice(samples(tar), GROUP_ROWS):
@@ -120,7 +121,7 @@ class WebDataset:
             return schema.row_groups(sum(is_first for is_first, *_ in parts(tar)))
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
-        """Columns of all samples, with `START` and `STOP`, in bytes: where in the tar each lies."""
+        """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
         with open_tar(path) as tar:
             rows = list(samples(tar, pictures=False))
             bounds = np.array([*(row[START] for row in rows), tar.offset])
@@ -128,7 +129,7 @@ class WebDataset:
         yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
 
     def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, rows of an index; neighbours are read by one request, nothing else is read."""
+        """A table for each of `pieces`, rows of an index; only these are read, neighbours by one request."""
         filesystem, inner = storage.open_filesystem(path)
 
         def read(start: int, stop: int) -> list[dict]:
@@ -144,7 +145,7 @@ class WebDataset:
                 yield self.table(list(itertools.chain.from_iterable(pool.map(read, *spans))), columns)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
-        """The whole tar from its beginning, a table for each group (`groups` cannot be sought without offsets)."""
+        """The whole tar from its start, a table for each group; `groups`, which would need offsets, is ignored."""
         with open_tar(path) as tar:
             rows = samples(tar)
             while group := list(itertools.islice(rows, GROUP_ROWS)):
@@ -169,7 +170,7 @@ class ImageFolder:
         self.types = types
 
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the table; those that are not used count as text."""
+        """The columns of the table; unused ones are typed as text."""
         return pa.schema([(name, self.types.get(name, pa.string())) for name in load_metadata(path)])
 
     def row_groups(self, path: str) -> list[int]:
@@ -188,7 +189,7 @@ class ImageFolder:
         yield self.table(path, rows, columns).append_column(ROW, pa.array(rows, pa.int32()))
 
     def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, rows of an index; the pictures of others are not fetched."""
+        """A table for each of `pieces`, rows of an index; other pictures are not fetched."""
         for piece in pieces:
             yield self.table(path, piece[ROW].to_pylist(), columns)
 
@@ -207,9 +208,9 @@ def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
 
 
 def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
-    """Of a row group's rows those that a piece of an index names, which are in order.
+    """The rows of a row group that a piece of an index lists, in ascending order.
 
-    Not `take`, which would join the chunks of a column, whose offsets have 32 bits.
+    Does not use `take`, which would join a column's chunks, whose offsets have only 32 bits.
     """
     rows = piece[ROW].to_numpy()
     first, mine = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
@@ -221,7 +222,7 @@ def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
 def open_tar(path):
     """A `TarFile` on any storage. Raises ValueError naming one that cannot be read to its end."""
     filesystem, inner = storage.open_filesystem(path)
-    # Seeking from header to header is cheap on a disk; on an object store each would be one request.
+    # Seeking from header to header is cheap on a disk; on an object store, each seek would be a request.
     local = storage.is_local(path)
     try:
         with (
@@ -244,7 +245,7 @@ def parts(tar):
         if not member.isfile() or not stem or not dot:
             continue
         key, extension = folder + slash + stem, extension.lower()
-        is_first = key != current or extension in seen  # an extension again: another sample of that name
+        is_first = key != current or extension in seen  # a repeated extension starts another sample
         if is_first:
             current, seen = key, set()
         seen.add(extension)
@@ -270,7 +271,7 @@ def samples(tar, pictures=True):
 
 
 def member_bytes(tar, member):
-    """The bytes of a tar's member; none if it is too large, or sparse (a few bytes may claim to be terabytes)."""
+    """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
     return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
 
 
@@ -298,7 +299,7 @@ def _load_metadata(path, version):
 
 
 def load_metadata(path):
-    """{column: values} of a `metadata.csv` (all text) or `metadata.jsonl`; a line that is no JSON is a row of nulls."""
+    """{column: values} of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
     return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
@@ -345,20 +346,20 @@ def is_url(text: str | None) -> bool:
 
 
 def read_pictures(names: list[str | None], folders: list[str], base: str) -> list[bytes | BadImage]:
-    """The bytes behind paths, or a `BadImage` that says why there are none.
+    """The pictures at some paths as bytes, or a `BadImage` that says why there are none.
 
     Args:
-        names: a path per row, None for a row without one; relative ones start in the row's folder.
+        names: a path per row, None for a row without one; relative ones start from the row's folder.
         folders: a path or URI per row.
-        base: the folder that no path may lead out of.
+        base: the folder that paths may not leave.
     """
-    # Object stores are slow to answer: many requests at a time. On a disk one after the other is as fast.
+    # Object stores are slow to answer, so requests run in parallel. On a disk, one after the other is as fast.
     with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
         return list(pool.map(functools.partial(read_picture, base=base), names, folders))
 
 
 def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
-    """The bytes behind one path, or a `BadImage`."""
+    """The picture at one path as bytes, or a `BadImage`."""
     if not name:
         return BadImage("no image path")
     if is_url(name):

@@ -1,1 +1,1 @@
-"""Whether the model gets better: what is measured of a run, at a checkpoint, between two models."""
+"""Is the model getting better? Measurements of a run, of a checkpoint, and between two models."""

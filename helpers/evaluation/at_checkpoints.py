@@ -1,8 +1,8 @@
 """Evaluation of a run's checkpoints while it trains: held-out loss by noise level, pictures of fixed prompts, scores.
 
-Ray Train calls `validate` for each checkpoint that is due, one at a time, beside the training. It ends a run whose
-validation is killed or runs out of memory, so `validate` does nothing but wait for a Ray task that does the work
-(`evaluate_checkpoint`), and notes what becomes of it. Where the trainers use all GPUs, they evaluate between two steps
+Ray Train calls `validate` for each checkpoint that is due, one at a time, in parallel with training. It ends a run
+whose validation is killed or runs out of memory, so `validate` only waits for a Ray task that does the work
+(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they evaluate between two steps
 (`OnWorkers`). Results: `runtime.results`; pictures: the run's `evaluation/{step}/`.
 """
 
@@ -33,9 +33,9 @@ from ..unet import build_unet
 from . import scores
 from .prompts import read_prompts
 
-NUM_PROMPTS = 64  # captions of held-out rows, where no prompts are given
-MOST_LOST = 3  # times that the waiting process of an evaluation may be lost
-GRID = 16  # pictures of a checkpoint that are kept, of the first prompts
+NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
+MOST_LOST = 3  # times that an evaluation's waiting process may be lost
+GRID = 16  # pictures kept per checkpoint, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
 Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
 
@@ -49,17 +49,17 @@ def validation_config(
     where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> ray.train.ValidationConfig:
-    """What `TorchTrainer` takes as `validation_config`.
+    """The `validation_config` argument of `TorchTrainer`.
 
     Args:
         config: `prompts`, `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
-        prompts: those where `config.prompts` is None; None: captions of held-out rows.
-        agreement: `agreement(pictures, prompts)` gives the share of pictures that show what their prompt says, as
-            "all" and by attribute, for data whose pictures a program can judge. None: no agreement.
-        work: a function of your own in place of `evaluate_checkpoint`, with its arguments.
-        where: options of the Ray task that works, to place it on machines of its own, such as {"accelerator_type":
-            "A10G"} or {"resources": {"evaluation": 1}}. By default it takes a CPU, and with `use_gpu` a GPU.
-        timeout_s: seconds after which an evaluation is given up.
+        prompts: used if `config.prompts` is None; None: captions of held-out rows.
+        agreement: `agreement(pictures, prompts)` returns the share of pictures that show what their prompt says, as
+            "all" and by attribute, for data whose pictures a program can judge. None: not measured.
+        work: your own function in place of `evaluate_checkpoint`, with the same arguments.
+        where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
+            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU.
+        timeout_s: seconds after which an evaluation is abandoned.
 
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
     """
@@ -69,12 +69,12 @@ def validation_config(
         raise ValueError("best_by='agreement' needs data whose pictures a program can judge: give another one.")
     inputs = {"prompts": prompts, "agreement": agreement}
     fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
-    # It only waits. Ray starts it again if its process is lost, which to Ray Train would be the end of the run.
+    # It only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
     return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
 def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) -> list[str] | None:
-    """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for what cannot be drawn."""
+    """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
     tokenizer = images.load_tokenizer(evaluate.read_encoder_manifest(config).encoder["model"])
@@ -82,7 +82,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     return read_prompts(given, tokenizer=tokenizer)
 
 
-# ---- beside the training
+# ---- in parallel with training
 
 
 def validate(
@@ -95,10 +95,10 @@ def validate(
     where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
-    """Ray Train's validation function: has a checkpoint evaluated, and returns what was found, for its metrics.
+    """Ray Train's validation function: has a checkpoint evaluated, and returns the results as its metrics.
 
-    The newest checkpoint comes first: one that is passed over is noted as skipped. An evaluation that fails, is killed
-    or takes longer than `timeout_s` is noted as failed, and the run goes on. Arguments as for `validation_config`.
+    The newest checkpoint goes first: older ones are recorded as skipped. An evaluation that fails, is killed or takes
+    longer than `timeout_s` is recorded as failed, and the run continues. Arguments as for `validation_config`.
     """
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
@@ -110,7 +110,7 @@ def validate(
         storage.delete(lost)
         return results.note(config.run_uri, step, failed={"evaluation": f"its process was lost {times} times"})
     storage.write_json(lost, times + 1)
-    gpu = int(config.use_gpu)  # whose memory is free when the task's process ends, after one call
+    gpu = int(config.use_gpu)  # its memory is freed when the task's process ends, after one call
     task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})
     working = task(work or evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
     try:
@@ -132,7 +132,7 @@ def step_of_name(name: str) -> int:
 
 
 def newest_due(config: TrainingConfig) -> int:
-    """The step of the run's newest complete checkpoint that is to be evaluated; 0 without one."""
+    """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
     for uri in checkpoint.list_checkpoints(config.run_uri):
         step = step_of_name(uri)
         due = config.validate_every and (step % config.validate_every == 0 or step == config.max_steps)
@@ -144,7 +144,7 @@ def newest_due(config: TrainingConfig) -> int:
 def evaluate_checkpoint(
     saved: ray.train.Checkpoint, config: dict, prompts: list[str] | None, agreement: Agreement | None
 ) -> dict[str, Any]:
-    """Evaluate the averaged weights of a checkpoint, in this process; copy it to `best/` if no other is better."""
+    """Evaluate a checkpoint's averaged weights in this process; copy it to `best/` if no other is better."""
     config = TrainingConfig.from_dict(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
@@ -159,9 +159,9 @@ def evaluate_checkpoint(
 
 
 class OnWorkers:
-    """`evaluate` of `train.train_loop_per_worker`: all workers evaluate together, each some rows and some prompts.
+    """`evaluate` of `train.train_loop_per_worker`: the workers share the held-out rows and the prompts.
 
-    `prompts` as `resolve_prompts` gives them; `agreement` as for `validation_config`.
+    `prompts`: as `resolve_prompts` returns them; `agreement`: as for `validation_config`.
     """
 
     def __init__(self, prompts: list[str] | None = None, agreement: Agreement | None = None):
@@ -169,7 +169,7 @@ class OnWorkers:
 
     def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> tuple[dict[str, Any], bool]:
         if distributed.rank() == 0:
-            train.validation_rows(config)  # finds them once
+            train.validation_rows(config)  # caches them for the other ranks
         ray.train.collective.barrier()
         result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
         found = (result, results.is_best(config, result)) if distributed.rank() == 0 else None
@@ -182,10 +182,10 @@ class OnWorkers:
 def evaluate_unet(
     unet: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
 ) -> dict[str, Any]:
-    """Evaluate a U-Net, by all ranks together; returns on rank 0 what it writes to the run's `validation/{step}.json`.
+    """Evaluate a U-Net on all ranks together; rank 0 returns what it writes to the run's `validation/{step}.json`.
 
-    The losses are written before the first picture is drawn, so that they are there if drawing fails. What fails is
-    noted, and the rest goes on. Pictures depend on the prompts' order alone, not on the number of ranks.
+    The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
+    recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
     """
     started, manifest = time.perf_counter(), evaluate.read_encoder_manifest(config)
     rows = train.validation_rows(config)
@@ -196,7 +196,7 @@ def evaluate_unet(
         prompts = list(dict.fromkeys(rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
     try:
         drawn = draw(unet, config, manifest, prompts) if prompts else []
-    except Exception as error:  # whatever it is, it is not worth a run
+    except Exception as error:  # no failure here may end the run
         drawn = error
     parts = distributed.gather_objects(drawn)
     if parts is None:
@@ -232,7 +232,7 @@ def held_out_losses(
 def draw(
     unet: torch.nn.Module, config: TrainingConfig, manifest: schema.Manifest, prompts: list[str]
 ) -> list[np.ndarray]:
-    """This rank's part of the pictures, as many as every other rank's: sharded weights are gathered by all together."""
+    """This rank's part of the pictures. All ranks draw equally many, because they gather sharded weights together."""
     device, num_mine = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
     first = distributed.rank() * num_mine
     mine = [prompts[min(first + place, len(prompts) - 1)] for place in range(num_mine)]
@@ -251,7 +251,7 @@ def score(
     rows: pa.Table | None,
     agreement: Agreement | None,
 ) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """Yield `(what, the numbers found)` of each score that is asked for, or the exception that it ended with."""
+    """Yield `(name, values)` for each score that is asked for, or its exception in place of the values."""
 
     def clip_score():
         return {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
@@ -272,18 +272,18 @@ def score(
         return clip().images(pictures)
 
     asked = [right] if agreement else []
-    # The small CLIP of this repository knows the drawn pictures alone.
+    # tiny-clip was only trained on the drawn pictures.
     if config.clip_model and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd"):
         asked += [clip_score] + ([cmmd] if rows is not None else [])
     for one in asked:
         try:
             yield one.__name__, one()
-        except Exception as error:  # said, and worth no run
+        except Exception as error:  # reported by the caller; must not end the run
             yield one.__name__, error
 
 
 def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
-    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; kept in the run's `validation/`."""
+    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; cached in the run's `validation/`."""
     name = f"held-out-{zlib.crc32(config.clip_model.encode()):08x}.npy"
     uri = storage.join(config.run_uri, "validation", name)
     if storage.exists(uri):
@@ -300,7 +300,7 @@ def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.M
 def decode_rows(
     rows: pa.Table, config: TrainingConfig, manifest: schema.Manifest, batch_size: int = 64
 ) -> Iterator[list[np.ndarray]]:
-    """Pictures of latents of the largest resolution, in all of its shapes, by the VAE that encoded them."""
+    """Yield batches of pictures decoded from the largest resolution's latents, in all shapes, by the same VAE."""
     vae = encoder.load_vae(manifest.encoder["model"]).to("cuda" if torch.cuda.is_available() else "cpu")
     for spec in manifest.latents_at(config.largest_resolution):
         if spec.name in rows.column_names:

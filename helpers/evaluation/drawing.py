@@ -1,4 +1,4 @@
-"""What the figures of evaluation and of the lessons share: a figure with an alternative text, colours, captions."""
+"""Shared by the figures of evaluation and of the lessons: a figure with alternative text, colours, captions."""
 
 import io
 import textwrap
@@ -14,21 +14,21 @@ PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#7A7A7A"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)  # red is kept for what needs attention
 WIDTH, DPI, SMALL = 10, 100, 9
 CHARACTER = 0.072  # inches, width of an average character of the SMALL font
-LINE = 0.16  # inches, height of a line of it
+LINE = 0.16  # inches, height of a line of that font
 
 
 class DescribedFigure(Figure):
     """A matplotlib Figure with `alt_text`, which Jupyter stores beside the picture.
 
     The notebook gets it as the output's `metadata["image/png"]["alt"]`, the key that IPython and nbconvert use, and as
-    its plain text, for readers that show no pictures.
+    its plain text, for viewers that show no pictures.
     """
 
     alt_text = ""
 
     def __init__(self, height, width=WIDTH, layout="constrained"):
         super().__init__(figsize=(width, height), dpi=DPI, layout=layout)
-        FigureCanvasAgg(self)  # pyplot, which would draw every open figure a second time, never knows of it
+        FigureCanvasAgg(self)  # not through pyplot, which would draw every open figure a second time
 
     def described(self, text):
         self.alt_text = " ".join(text.split())
@@ -52,7 +52,7 @@ def axes(fig, *shape, grid="y", **options):
 
 def wrap(text, inches, lines):
     text = str(text)
-    if not text.isascii():  # captions come in all scripts; a glyph that the font lacks would be a warning
+    if not text.isascii():  # captions come in all scripts; a glyph that the font lacks would cause a warning
         known = get_font(findfont(FontProperties())).get_charmap()
         text = "".join(c if ord(c) in known else "□" for c in text)
     width = max(8, int(inches / CHARACTER))
@@ -66,7 +66,7 @@ def show(ax, picture, **how):
 
 
 def aspect(pictures):
-    """Height over width of the tallest picture, within what a row of a grid can show."""
+    """Height over width of the tallest picture, clipped to what a row of a grid can show."""
     shapes = [np.asarray(picture).shape for picture in pictures]
     return float(np.clip(max(height / width for height, width, *_ in shapes), 0.3, 2))
 

@@ -39,8 +39,8 @@ DISTANCES = {"fid": "FID", "cmmd": "CMMD", "kid": "KID"}
 def run_over_time(run_uri, *, num_prompts=4, num_steps=6, smooth=25):
     """Loss, held-out loss by noise level, scores, and pictures of the same prompts at each checkpoint, in one figure.
 
-    `num_prompts`: how many of the prompts, a row each; `num_steps`: of how many checkpoints at most, evenly chosen.
-    Raises ValueError if the run has made no step.
+    `num_prompts`: how many prompts, one row each; `num_steps`: how many checkpoints at most, evenly chosen. Raises
+    ValueError if the run has not made a step.
     """
     metrics, scores, pictures = read_metrics(run_uri), results.scores(run_uri), read_pictures(run_uri)
     found = [(name, label, color) for name, label, color in SCORES if name in scores and scores[name].notna().any()]
@@ -66,10 +66,10 @@ def run_over_time(run_uri, *, num_prompts=4, num_steps=6, smooth=25):
 
 
 def compare_runs(runs, *, smooth=25):
-    """Several runs in one figure: training loss, held-out loss, its shape over noise levels at the end, and scores.
+    """Several runs in one figure: training loss, held-out loss, final loss by noise level, and scores.
 
-    `runs`: {name: URI of the run}. What none of the runs has is left out. Compare losses only of runs that share
-    `min_snr_gamma` and `prediction_type`, and scores only of those that share their prompts.
+    `runs`: {name: URI of the run}. Panels without data from any run are left out. Compare losses only of runs that
+    share `min_snr_gamma` and `prediction_type`, and scores only of those that share their prompts.
     """
     if not runs:
         raise ValueError("runs is empty: give at least one name and URI.")
@@ -136,7 +136,7 @@ def animation(run_uri, prompt, path, *, size=256, seconds=0.6):
     return path
 
 
-# ---- what the figures of runs read and draw
+# ---- parts of the figures of runs
 
 
 def read_metrics(run_uri):
@@ -147,7 +147,7 @@ def read_metrics(run_uri):
 
 
 def read_pictures(run_uri):
-    """{step: {prompt: picture}} that evaluations of a run have left."""
+    """{step: {prompt: picture}} from a run's evaluations."""
     found = {}
     for folder in storage.list_folders(storage.join(run_uri, "evaluation")):
         texts = storage.join(folder, "prompts.json")
@@ -172,7 +172,7 @@ def pictures_of(run_uri, prompt):
 
 
 def chosen(values, most):
-    """At most so many of a list, evenly, with the first and the last."""
+    """At most `most` of a list's values, evenly chosen, including the first and the last."""
     places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
     return [values[place] for place in dict.fromkeys(places.tolist())]
 
@@ -216,7 +216,7 @@ def draw_score(ax, scores, name, label, color):
 
 
 def draw_pictures(fig, pictures, steps, prompts):
-    """A row of pictures a prompt, a column a checkpoint."""
+    """A grid of pictures: one row per prompt, one column per checkpoint."""
     grid = fig.subplots(len(prompts), len(steps), squeeze=False)
     lines = int(fig.bbox.height / fig.dpi / len(prompts) / LINE) - 1
     for ax, step in zip(grid[0], steps, strict=True):
@@ -235,10 +235,10 @@ def draw_pictures(fig, pictures, steps, prompts):
 
 
 def paired_differences(results, compared):
-    """Trials that are paired by seed. Left: the first metric, a line a seed. Right: differences, with their intervals.
+    """Trials paired by seed. Left: the first metric, one line per seed. Right: differences with their intervals.
 
     `results`: columns setting, seed, metric, value (`trials.run`). `compared`: `trials.compare` of it. Differences are
-    given in percent of the first setting's mean; an interval that crosses 0 may be chance.
+    in percent of the first setting's mean; one whose interval includes 0 may be chance.
     """
     if not len(compared):
         raise ValueError("compared has no rows: compare two or more settings.")
@@ -297,7 +297,7 @@ def preferences(report, *, title=None):
 
 
 def nearest_neighbours(pictures, neighbours, found, held_out, *, columns=8, near=0.01):
-    """Generated pictures above the training pictures that are nearest to them, and how near that is.
+    """Generated pictures above their nearest training pictures, with the distances.
 
     `pictures` and `neighbours`: one for each row of `found` (columns query, distance, nearer: `memorisation.search`
     with k=1); those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest
@@ -343,8 +343,8 @@ def guidance_curve(tables, *, distance=None):
     """A distance from real pictures against the CLIP score, along guidance scales; as in MosaicML's Figure 4.
 
     `tables`: what `generation.guidance_sweep` returned, or {name: table} of several models or checkpoints. `distance`:
-    "fid", "cmmd" or "kid"; None: the first of these that is there. Each point is labelled with its guidance scale; down
-    and to the right is better. ValueError for a table without a distance.
+    "fid", "cmmd" or "kid"; None: the first of these that the table has. Each point is labelled with its guidance scale;
+    down and to the right is better. Raises ValueError for a table without a distance.
     """
     tables = {"": pd.DataFrame(tables)} if "clip_score" in tables else dict(tables)
     first = next(iter(tables.values()))

@@ -1,9 +1,9 @@
-"""Pictures of many prompts, 30,000 for example, with what their scores are computed from: made by Ray Data, resumable.
+"""Pictures of many prompts, 30,000 for example, and the features that scores need: made by Ray Data, resumable.
 
-The prompts are cut into parts of consecutive ones. One of many actors makes the pictures of a part, embeds them, and
-writes both as one Parquet file, which is there whole or not at all: a part is done when its file exists. A rerun makes
-what is missing. Picture i depends on prompt i and seed + i alone, on any number of actors. Scores read the embeddings
-of all parts, and no picture.
+The prompts are split into parts of consecutive prompts. One of many actors makes a part's pictures, embeds them, and
+writes both atomically as one Parquet file: a part is done when its file exists. A rerun makes the missing parts.
+Picture i depends only on prompt i and seed + i, for any number of actors. Scores read the embeddings of all parts, but
+no pictures.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ FINGERPRINT_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the pictures and their features; a rerun into the same folder must have the same.
+    """What determines the pictures and their features; a rerun into the same folder must have the same settings.
 
     Args:
         pipeline: a folder or URI in diffusers layout (`evaluate.export_checkpoint`), or a hub id.
-        resolution: pixels of a side.
+        resolution: side of a picture in pixels.
         guidance_scale, steps, seed: as in `evaluate.generate`.
         precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
         clip: see `scores.CLIP`.
         inception: file of `scores.Inception`'s weights, the same path on every node; "": no features for FID and KID.
-        rows_per_part: prompts that are committed together; what a killed actor has to do again.
-        picture_format: "PNG" (exact) or "JPEG" (quality 95, a fifth of the size of photographs).
+        rows_per_part: prompts that are committed together; a killed actor's part is repeated.
+        picture_format: "PNG" (lossless) or "JPEG" (quality 95; a fifth of the size for photographs).
     """
 
     pipeline: str
@@ -69,12 +69,12 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the work is done: the number of actors, and what each is given. None of it changes a picture's content."""
+    """The number of actors and their resources. None of it changes a picture's content."""
 
     num_generators: int = 1
     gpus_per_generator: float = 0
     accelerator_type: str | None = None
-    batch_size: int = 32  # pictures that one pass of the pipeline makes
+    batch_size: int = 32  # pictures per pass of the pipeline
     num_threads: int = 1  # of PyTorch, on a CPU
 
 
@@ -105,7 +105,7 @@ class Job:
         return -(-len(self.prompts) // self.settings.rows_per_part)
 
     def pending(self) -> list[int]:
-        """Numbers of the parts that are still to be made."""
+        """Numbers of the parts still to be made."""
         done = {storage.name(path) for path in storage.list_files(storage.join(self.uri, PARTS), ".parquet")}
         return [number for number in range(self.num_parts) if part_name(number) not in done]
 
@@ -125,7 +125,7 @@ def part_name(number: int) -> str:
 
 
 def fingerprint(pipeline: str) -> int | None:
-    """A CRC of the ends of a folder's weight files, which differ between checkpoints; None of a hub id."""
+    """A CRC of the last bytes of a folder's weight files, which differ between checkpoints; None for a hub id."""
     files = [path for path in storage.list_files(pipeline, ".safetensors", recursive=True)]
     if not files:
         return None
@@ -155,7 +155,7 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
 
 
 class Features:
-    """Pictures -> {column: (N, D) float32}: CLIP's embeddings, and Inception's features where it has weights."""
+    """Pictures -> {column: (N, D) float32}: CLIP's embeddings, and Inception's features if its weights are given."""
 
     def __init__(self, clip: str, inception: str, device: str):
         self.clip = scores.CLIP(clip, device)
@@ -167,7 +167,7 @@ class Features:
 
 
 def use_device(num_threads: int) -> str:
-    """The GPU that Ray gave this actor, or the CPU with so many threads."""
+    """The GPU that Ray gave this actor, or the CPU with `num_threads` threads."""
     if torch.cuda.is_available():
         return "cuda"
     torch.set_num_threads(num_threads)
@@ -248,10 +248,10 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     generator: type = PartGenerator,
 ) -> int:
-    """Make the pictures of the prompts that have none at `uri` yet; returns how many were made.
+    """Make the pictures that are missing at `uri`; returns how many were made.
 
-    Ray Data starts an actor that dies anew, with the part it was at. `progress(pictures, of_pictures)` is called as
-    parts are written. `generator`: the actor's class. Raises ValueError as `Job` does.
+    Ray Data restarts an actor that dies and repeats its part. `progress(pictures, of_pictures)` is called as parts are
+    written. `generator`: the actor's class. Raises ValueError as `Job` does.
     """
     return run([Job(prompts, uri, settings)], placement, progress, generator)
 
@@ -277,7 +277,7 @@ def run(
     written = ray.data.from_items(parts, override_num_blocks=len(parts)).map_batches(
         generator, fn_constructor_args=(jobs[0].settings, placement), batch_size=1, **pool
     )
-    # Closed, not left to the garbage collector: an interrupted cell stops the actors.
+    # Closed explicitly, so that an interrupted cell stops the actors.
     with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
         for batch in batches:
             made += int(sum(batch["pictures"]))
@@ -294,9 +294,9 @@ def real_features(
     inception: str = "",
     placement: Placement | None = None,
 ) -> dict[str, np.ndarray]:
-    """Features of real pictures, `config.limit` rows of `config`'s raw data: what generated ones are compared with.
+    """Features of real pictures to compare generated ones with: `config.limit` rows of `config`'s raw data.
 
-    {"image_embedding": (N, D), "inception": (N, 2048) where weights are given}. The pictures are resized to the side of
+    {"image_embedding": (N, D), "inception": (N, 2048) if weights are given}. The pictures are resized to the side of
     the generated ones, as reports on Stable Diffusion do. Raises ValueError if there is no picture.
     """
     placement = placement or Placement()
@@ -346,10 +346,10 @@ def read_features(uri: str) -> dict[str, np.ndarray]:
 
 
 def score(uri: str, real: dict[str, np.ndarray] | None = None) -> dict[str, float]:
-    """Scores of the pictures of a folder: their number, CLIP score and, against `real` (`real_features`), distances.
+    """Scores of a folder's pictures: their number, CLIP score and, given `real` (`real_features`), distances to it.
 
-    "cmmd", and with Inception's features on both sides "fid" and "kid". Raises ValueError as the scores do, for example
-    for fewer pictures than FID needs.
+    The distances are "cmmd" and, with Inception's features on both sides, "fid" and "kid". Raises ValueError as the
+    scores do, for example for fewer pictures than FID needs.
     """
     found = read_features(uri)
     pictures = found[IMAGE_EMBEDDING]
@@ -371,9 +371,10 @@ def guidance_sweep(
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> pd.DataFrame:
-    """The same prompts and noise at several guidance scales: a row each, with `guidance_scale` and what `score` gives.
+    """The same prompts and noise at several guidance scales: one row each, with `guidance_scale` and what `score`
+    returns.
 
-    Pictures go to `guidance-{scale}` below `uri`; a rerun makes what is missing.
+    Pictures go to `guidance-{scale}` under `uri`; a rerun makes the missing ones.
     """
     places = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
     jobs = [Job(prompts, at, dataclasses.replace(settings, guidance_scale=scale)) for scale, at in places.items()]

@@ -3,12 +3,12 @@
     latents = memorisation.encode(model, pictures)
     found, held_out = memorisation.search(config, latents)
 
-The search is exact: one pass of Ray Data over the stored latents of all rows that are trained on. A generated picture
-that is much nearer to a training picture than pictures that the model has never seen are to theirs may be a copy
-(Carlini et al., 2023, section 4). So held-out rows are searched for in the same pass.
+The search is exact: one Ray Data pass over the stored latents of all training rows. A generated picture may be a copy
+if it is much nearer to a training picture than pictures that the model has never seen are to theirs (Carlini et al.,
+2023, section 4). So the same pass finds the nearest training rows of held-out rows.
 
-A distance is the root mean square of the difference of two latents' means, after scaling: latents of one data set have
-a standard deviation of about 1, so two that have nothing in common are about 1.4 apart.
+A distance is the root mean square difference of two latents' scaled means: a data set's latents have a standard
+deviation of about 1, so two unrelated ones are about 1.4 apart.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import ray.data
 from .. import ingest, schema, storage
 from ..config import TrainingConfig
 
-TASK_BYTES = 2**30  # that a task of the pass reads
-STEP_BYTES = 64 * 2**20  # of latents, or of distances, that a task holds at a time
+TASK_BYTES = 2**30  # read by one task of the pass
+STEP_BYTES = 64 * 2**20  # of latents, or of distances, held by a task at a time
 PLACE = ["data_set", "group", "row"]
 
 
@@ -56,18 +56,18 @@ def encode(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> 
 def search(
     config: TrainingConfig, latents_NCHW: np.ndarray, k: int = 1, num_held_out: int = 256
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """The k nearest training rows of each of N latents, and how near held-out rows come to theirs.
+    """The k nearest training rows of each of N latents, and the distances of held-out rows to theirs.
 
     Args:
-        config: whose `latents_uri` is searched, all its data sets, and whose `validation_share` holds for latents of
-            earlier versions.
+        config: all data sets of its `latents_uri` are searched; its `validation_share` applies to latents of earlier
+            versions.
         latents_NCHW: unscaled means, as `encode` returns them, of a shape of the config's largest resolution.
-        k: rows for each.
-        num_held_out: held-out rows to compare with; as many as there are, if there are fewer.
+        k: rows for each latent.
+        num_held_out: held-out rows to compare with, at most.
 
     Returns `(found, held_out)`. `found` has k rows for each latent, the nearest first, with columns query, distance,
     nearer (the share of the held-out rows that are at least as near to their nearest row), id, caption, latents_uri and
-    latents ((C, H, W) means, unscaled). `held_out` (M,) are these rows' distances.
+    latents ((C, H, W) means, unscaled). `held_out` (M,) are the held-out rows' distances.
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """
@@ -140,7 +140,7 @@ def read_means(rows: pa.Table, spec: schema.ColumnSpec) -> np.ndarray:
 def run_pass(parts: list[Part], spec: schema.ColumnSpec, queries_QD: np.ndarray, k: int) -> pd.DataFrame:
     """The k nearest rows of each query in all row groups: columns query, distance (plain), data_set, group, row.
 
-    Each task finds the nearest of its row groups, the driver the nearest of these.
+    Each task finds the nearest rows in its row groups, and the driver the nearest of these.
     """
     num_groups = sum(len(part.groups) for part in parts)
     if not num_groups:
@@ -162,7 +162,7 @@ def run_pass(parts: list[Part], spec: schema.ColumnSpec, queries_QD: np.ndarray,
 def search_groups(
     batch: dict[str, np.ndarray], *, parts: ray.ObjectRef, spec: schema.ColumnSpec, queries: ray.ObjectRef, k: int
 ) -> Iterator[pd.DataFrame]:
-    """For `map_batches`: the k nearest rows of each query in the row groups `batch["id"]`, counted over all `parts`."""
+    """For `map_batches`: the k nearest rows of each query in the row groups `batch["id"]`, over all `parts`."""
     parts, queries_QD = ray.get([parts, queries])
     starts, best = np.cumsum([0, *(len(part.groups) for part in parts)]), None
     at_once = max(1, STEP_BYTES // (schema.ROWS_PER_ROW_GROUP * max(spec.row_bytes, 8 * len(queries_QD))))
@@ -189,7 +189,7 @@ def read_groups(part: Part, groups: np.ndarray, spec: schema.ColumnSpec) -> tupl
 
 
 def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFrame, k: int) -> pd.DataFrame:
-    """The k nearest rows of each query, in any order. All in fp64: by fp32, a copy's distance would not come to 0."""
+    """The k nearest rows of each query, in any order. In fp64: in fp32, a copy's distance would not be 0."""
     squares_QB = (queries_QD**2).sum(axis=1)[:, None] + (rows_BD**2).sum(axis=1) - 2 * queries_QD @ rows_BD.T
     k = min(k, len(rows_BD))
     rows_QK = np.argpartition(squares_QB, max(0, k - 1), axis=1)[:, :k] if k else np.zeros((len(queries_QD), 0), int)
@@ -200,5 +200,5 @@ def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFra
 
 
 def keep_nearest(found: pd.DataFrame, k: int) -> pd.DataFrame:
-    """The k nearest of each query; of rows at the same distance the first."""
+    """The k nearest rows of each query; ties go to the first row."""
     return found.sort_values(["query", "distance", *PLACE]).groupby("query").head(k)

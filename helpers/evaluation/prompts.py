@@ -1,4 +1,4 @@
-"""Prompts for evaluation: from a list, or from a file as it is published."""
+"""Prompts for evaluation: from a list, or from a file in its published format."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ def read_prompts(
 ) -> list[str]:
     """The prompts of a list, or of a file (path or URI).
 
-    `.txt` one a line; `.json` a list of texts or objects, or COCO's captions_*.json as published, of which each image
-    gives its caption with the lowest annotation id, in the order of image ids; `.jsonl` a text or object a line; `.csv`
-    (`.tsv`) and `.parquet` one a row. The column, or the objects' key, is the first of `COLUMNS` that is there, or the
+    `.txt`: one per line; `.json`: a list of texts or objects, or COCO's captions_*.json as published, from which each
+    image gives its caption with the lowest annotation id, in order of image ids; `.jsonl`: a text or object per line;
+    `.csv` (`.tsv`) and `.parquet`: one per row. The column or object key is the first of `COLUMNS` that exists, or the
     only one. Blank lines are skipped; spaces around a prompt are removed.
 
     Args:
-        number: so many of them, chosen by `seed` without repetition and kept in order, as COCO's 30,000 captions are;
-            None: all.
-        tokenizer: refuses prompts that are longer than it reads.
+        number: sample this many by `seed`, without replacement and in order, as COCO's 30,000 captions are; None: all.
+        tokenizer: rejects prompts that are longer than its limit.
 
-    Prompts that are there twice are kept and said: each makes a picture of its own. Raises ValueError for files that
-    hold no prompt, and, with the line (or row), for text that is no UTF-8, and for prompts that are empty or too long.
+    Duplicate prompts are kept and reported: each makes its own picture. Raises ValueError for files without prompts
+    and, naming the line (or row), for text that is not UTF-8 and for prompts that are empty or too long.
     """
     if isinstance(prompts, str):
         where, found = repr(prompts), _read(prompts)
@@ -142,7 +141,7 @@ def _json(text: str, uri: str, line: int | None = None) -> object:
 
 
 def _coco(whole: dict, uri: str) -> list[str]:
-    """One caption an image, that with the lowest annotation id, by rising image id."""
+    """One caption per image, the one with the lowest annotation id, in order of image ids."""
     notes, needed = whole.get("annotations"), {"id", "image_id", "caption"}
     if not isinstance(notes, list) or not all(isinstance(note, dict) and needed <= note.keys() for note in notes):
         raise ValueError(

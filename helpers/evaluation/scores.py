@@ -1,8 +1,8 @@
 """Scores of generated pictures: do they show what their prompts say, and how far are they from real pictures?
 
-CLIP score: mean cosine of a picture's and its prompt's embedding. Distances between two sets of pictures, computed from
-one feature vector a picture: CMMD from CLIP embeddings, FID and KID from Inception's. The functions take features as
-(pictures, width) arrays; `CLIP` and `Inception` make them.
+CLIP score: mean cosine similarity of a picture's and its prompt's embeddings. Distances between two sets of pictures,
+from one feature vector per picture: CMMD from CLIP embeddings, FID and KID from Inception's features. The functions
+take features as (pictures, width) arrays; `CLIP` and `Inception` make them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ INCEPTION_URL = (
 def clip_score(images_ND: np.ndarray, texts_ND: np.ndarray) -> float:
     """100 x the mean of max(cosine, 0) of pictures' and their prompts' CLIP embeddings, row by row: 0 to 100.
 
-    Hessel et al. 2021 (https://arxiv.org/abs/2104.08718), with the weight 100 that reports on Stable Diffusion use, in
-    place of 2.5. Only scores by the same CLIP can be compared. Raises ValueError for arrays of different shapes.
+    Hessel et al. 2021 (https://arxiv.org/abs/2104.08718), with the weight 100 that reports on Stable Diffusion use
+    instead of 2.5. Only scores from the same CLIP are comparable. Raises ValueError for arrays of different shapes.
     """
     pictures, texts = np.asarray(images_ND, np.float64), np.asarray(texts_ND, np.float64)
     if pictures.ndim != 2 or pictures.shape != texts.shape or not len(pictures):
@@ -47,14 +47,14 @@ def clip_score(images_ND: np.ndarray, texts_ND: np.ndarray) -> float:
 
 
 def cmmd(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
-    """CMMD of two sets of CLIP embeddings with unit rows: 0 for equal sets, the smaller the closer.
+    """CMMD of two sets of CLIP embeddings with unit norm: 0 for equal sets, smaller is closer.
 
     1,000 x the squared maximum mean discrepancy with the kernel exp(-|x - y|^2 / (2 * 10^2)), as a V-statistic (mean
     over all pairs, a row with itself included). Jayasumana et al. 2024, https://arxiv.org/abs/2401.09603; constants as
-    in its code, https://github.com/google-research/google-research/tree/master/cmmd. Its estimate is stable from some
-    thousand pictures on; with fewer it is too large by a share of 1/N, so compare sets of the same size.
+    in its code, https://github.com/google-research/google-research/tree/master/cmmd. The estimate is stable from a few
+    thousand pictures on. It has an upward bias of order 1/N, so compare sets of the same size.
 
-    Raises ValueError for fewer than 2 rows, other widths, or numbers that are not finite; so do the other distances.
+    Raises ValueError for fewer than 2 rows, different widths, or values that are not finite; so do the other distances.
     """
     x, y = _checked("CMMD", x_ND, y_MD, 2)
 
@@ -70,8 +70,8 @@ def frechet_distance(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     """FID if the features are Inception's: Frechet distance of Gaussians fitted to two sets of features.
 
     |mean_x - mean_y|^2 + tr(S_x + S_y - 2 (S_x S_y)^(1/2)) with unbiased covariances S. Heusel et al. 2017,
-    https://arxiv.org/abs/1706.08500. ValueError unless there are more rows than the features are wide: a covariance of
-    fewer is singular, and the distance then measures the number of pictures more than the pictures.
+    https://arxiv.org/abs/1706.08500. Raises ValueError unless there are more rows than feature dimensions: with fewer,
+    the covariance is singular and the distance depends on the number of pictures more than on the pictures.
     """
     width = np.shape(x_ND)[-1] if np.ndim(x_ND) else 0
     why = f", more than the features are wide, because the covariance of {width:,} features is singular otherwise"
@@ -87,15 +87,15 @@ def frechet_distance(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
 def kernel_distance(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     """KID if the features are Inception's: the unbiased squared MMD with the kernel (x y / width + 1)^3.
 
-    Binkowski et al. 2018, https://arxiv.org/abs/1801.01401. Over all rows at once; implementations that average over
-    subsets estimate the same number. It may be slightly negative.
+    Binkowski et al. 2018, https://arxiv.org/abs/1801.01401. Computed over all rows at once; implementations that
+    average over subsets estimate the same number. It may be slightly negative.
     """
     x, y = _checked("The kernel distance", x_ND, y_MD, 2)
 
     def kernel(a, b):
         return (a @ b.T / x.shape[1] + 1) ** 3
 
-    def within(a):  # without each row's kernel with itself
+    def within(a):  # without the kernel matrix's diagonal
         itself = (((a**2).sum(1) / a.shape[1] + 1) ** 3).sum()
         return (_mean_kernel(a, a, kernel) * len(a) ** 2 - itself) / (len(a) * (len(a) - 1))
 
@@ -130,7 +130,7 @@ def _checked(distance: str, x: np.ndarray, y: np.ndarray, least: int, why: str =
 
 
 class CLIP:
-    """Embeddings by any CLIP in transformers layout, in fp32; pictures are prepared as its processor's config says.
+    """Embeddings from any CLIP in transformers layout, in fp32; pictures are preprocessed by its own processor.
 
     Args:
         model: "tiny-clip" (in this package, for the drawn data set), a folder, a hub id, or "hub/id@revision", with
@@ -166,7 +166,7 @@ class CLIP:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a text that are read at most, with start and end; the rest is cut off."""
+        """The most tokens of a text that are read, including start and end; the rest is cut off."""
         return self.model.config.text_config.max_position_embeddings
 
     def images(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
@@ -197,13 +197,13 @@ class CLIP:
 
 
 class Inception:
-    """Features for FID and KID: the last pooling layer of the Inception of 2015, as the package torch-fidelity has it.
+    """Features for FID and KID: the last pooling layer of Inception (2015), as implemented in torch-fidelity.
 
     Args:
-        weights: its file on disk, `weights-inception-2015-12-05-6726825d.pth`; nothing is downloaded.
+        weights: the file on disk, `weights-inception-2015-12-05-6726825d.pth`; nothing is downloaded.
         device: where it computes.
 
-    Raises ImportError where torch-fidelity (which needs torchvision) is missing, FileNotFoundError without the weights.
+    Raises ImportError if torch-fidelity (which needs torchvision) is missing, FileNotFoundError without the weights.
     """
 
     def __init__(self, weights: str, device: str | torch.device = "cpu"):

@@ -5,9 +5,9 @@
     judging                                              # in a cell of its own: a reader judges pair by pair
     side_by_side.report(judging.choices, judging.names)  # preferences with 95 % intervals
 
-Choices are kept as CSV, a row a pair: `pair` (its prompt's place), `prompt`, `pictures` (checksum of the two),
-`quality` and `alignment`. The last two name the preferred model, "no preference", or nothing where that was not
-answered. A file that was filled in elsewhere needs these two columns alone.
+Choices are stored as CSV, one row per pair: `pair` (its prompt's index), `prompt`, `pictures` (checksum of both),
+`quality` and `alignment`. The last two hold the preferred model's name, "no preference", or nothing if not answered. A
+file that was filled in elsewhere needs only these two columns.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .. import storage
 QUESTIONS = {"quality": "Which picture is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
 COLUMNS = ["pair", "prompt", "pictures", *QUESTIONS]
-SIDE = 320  # pixels that a picture has on the screen at least
+SIDE = 320  # least pixels of a picture's longer side on the screen
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two pictures of a prompt, (H, W, 3) uint8. `number`: its place among the prompts. `left_model`: 0 or 1."""
+    """Two pictures of a prompt, (H, W, 3) uint8. `number`: the prompt's index. `left_model`: 0 or 1."""
 
     number: int
     prompt: str
@@ -54,9 +54,9 @@ class Pair:
 def pairs(
     pictures_a: Sequence[np.ndarray], pictures_b: Sequence[np.ndarray], prompts: Sequence[str], seed: int = 0
 ) -> list[Pair]:
-    """Pairs in random order; each model's pictures are on the left in half of them, which half is random.
+    """Pairs in random order; each model's pictures are on the left in a random half of them.
 
-    Pictures are (H, W, 3) uint8, one a prompt. Raises ValueError for lists of different lengths, or empty ones.
+    Pictures are (H, W, 3) uint8, one per prompt. Raises ValueError for lists of different lengths, or empty ones.
     """
     if not len(pictures_a) == len(pictures_b) == len(prompts) > 0:
         raise ValueError(
@@ -73,9 +73,9 @@ def pairs(
 
 
 class SideBySide(widgets.VBox):
-    """Shows pairs one by one and keeps the reader's choices in a CSV file as they are made.
+    """Shows pairs one by one and saves each of the reader's choices to a CSV file at once.
 
-    Built again with the same file, it goes on at the first pair that lacks an answer.
+    Created again with the same file, it continues at the first pair that lacks an answer.
 
     Args:
         pairs: what `pairs` returned.
@@ -118,7 +118,7 @@ class SideBySide(widgets.VBox):
         return answers
 
     def show(self, place: int) -> None:
-        """Show the pair at this place of `pairs`; after the last one, that all are judged."""
+        """Show the pair at index `place` of `pairs`; after the last one, a note that all are judged."""
         self.place = place
         if place >= len(self.pairs):
             self.title.value = f"All {len(self.pairs)} pairs are judged."
@@ -144,7 +144,7 @@ class SideBySide(widgets.VBox):
         return self.names[pair.left_model], self.names[1 - pair.left_model]
 
     def chosen(self, change: dict) -> None:
-        """A reader's click: keep what it means. Showing another pair changes the buttons too, to what is known."""
+        """Save the answer of a reader's click. Also called when showing another pair sets the buttons."""
         pair = self.pairs[self.place]
         left, right = self.sides(pair)
         shown = {question: buttons.value for question, buttons in self.questions.items()}
@@ -161,7 +161,7 @@ class SideBySide(widgets.VBox):
 
     @property
     def choices(self) -> pd.DataFrame:
-        """What was chosen so far: the columns of the file; "" where a question is not answered yet."""
+        """The choices so far, in the columns of the file; "" where a question is not answered yet."""
         known = {pair.number: pair for pair in self.pairs}
         rows = [
             [number, known[number].prompt, known[number].checksum, *(answers.get(one, "") for one in QUESTIONS)]
@@ -171,7 +171,7 @@ class SideBySide(widgets.VBox):
 
 
 def to_png(picture: np.ndarray) -> bytes:
-    """Pictures smaller than `SIDE` are enlarged by a whole factor, without smoothing: the reader sees their pixels."""
+    """Pictures smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
     shown, data = Image.fromarray(picture), io.BytesIO()
     factor = -(-SIDE // max(shown.size))
     shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST).save(data, "PNG")
@@ -185,10 +185,10 @@ def check_names(names: Sequence[str]) -> tuple[str, str]:
 
 
 def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
-    """Choices of a CSV file, as text: `quality` and `alignment`, and whatever other columns it has.
+    """The choices in a CSV file, as text: `quality`, `alignment` and any other columns.
 
-    Raises FileNotFoundError, and ValueError for what is no such table: the sentence names the file and, of a value that
-    is neither one of `names` nor "no preference" nor empty, the row.
+    Raises FileNotFoundError, and ValueError if it is not such a table: the message names the file and, for a value that
+    is not one of `names`, "no preference" or empty, the row.
     """
     if not storage.is_file(uri):
         raise FileNotFoundError(f"{uri} does not exist: judge some pairs first, or give the file that holds choices.")
@@ -202,7 +202,7 @@ def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
 
 
 def check_choices(choices: pd.DataFrame, names: Sequence[str], what: str = "choices") -> pd.DataFrame:
-    """The choices, if they have the columns and values that they need; else ValueError."""
+    """The choices, if they have the required columns and valid values; else raises ValueError."""
     allowed = [*check_names(names), NO_PREFERENCE]
     for question in QUESTIONS:
         if question not in choices:
@@ -216,9 +216,9 @@ def check_choices(choices: pd.DataFrame, names: Sequence[str], what: str = "choi
 
 
 def judge(pairs: Sequence[Pair], names: Sequence[str], **scores: Callable[[np.ndarray, str], float]) -> pd.DataFrame:
-    """A program's choices, for data where one can judge: the picture with the higher `score(picture, prompt)`.
+    """A program's choices, for data that one can judge: the picture with the higher `score(picture, prompt)`.
 
-    `scores`: for each question, "quality" and "alignment". Equal scores, and NaN, are no preference.
+    `scores`: one for each question, "quality" and "alignment". Equal scores, and NaN, mean no preference.
     """
     rows = []
     for pair in pairs:
@@ -234,9 +234,9 @@ def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95
     """How often each model was preferred, by question.
 
     Columns: for each of `names` and "no preference" the number of choices; `preferred`, the share of the second model
-    among those that prefer one; `low` and `high`, its Wilson interval. An interval without 0.5 says that one model is
-    preferred; choices about the same prompt by several readers are not independent, and it is then too narrow. Raises
-    ValueError as `read_choices` does.
+    among those that prefer one; `low` and `high`, its Wilson interval. An interval that excludes 0.5 shows a
+    preference; if several readers judge the same prompt, their choices are not independent and the interval is too
+    narrow. Raises ValueError as `read_choices` does.
     """
     rows, (first, second) = {}, check_names(names)
     check_choices(choices, names)
@@ -250,7 +250,7 @@ def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95
 
 
 def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson, 1927); (0, 1) where nothing was tried."""
+    """Wilson's score interval of a share (Wilson, 1927); (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0
     z, share = statistics.NormalDist().inv_cdf(0.5 + confidence / 2), successes / trials

@@ -1,10 +1,10 @@
 """Paired trials: settings of a training run compared seed by seed, with an interval around the difference.
 
-The losses of two runs of one recipe differ from seed to seed, often by more than two recipes do. So each setting is
-trained once a seed, and with one seed all settings share the first weights, the rows of each step, their noise and
-dropped captions. What a seed does to a run, it then does to all settings, and falls out of their difference.
+The loss of a recipe varies between seeds, often by more than two recipes differ. So each setting is trained once per
+seed, and with the same seed all settings share the initial weights, the rows of each step, their noise and dropped
+captions. The effect of a seed is then common to all settings and cancels in their difference.
 
-Timesteps are shared too where `timestep_sampling="uniform"`; importance sampling draws them by the objective.
+Timesteps are shared too with `timestep_sampling="uniform"`; with importance sampling they depend on the objective.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def run(
     Args:
         config: what the settings have in common.
         settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}; or a function that gets the
-            config with the trial's seed and returns a trained U-Net, for what is no field, or to train through Ray.
+            config with the trial's seed and returns a trained U-Net, for what is not a field, or to train through Ray.
         seeds: replace the config's.
         measure: `(unet, its config) -> {metric: value}`; None: `held_out_errors`, on rows that no setting trains on.
-        device: of the trials that are trained here; None: this process's GPU if it has one.
+        device: for trials trained in this process; None: its GPU if it has one.
 
-    Raises ValueError if there are no two settings, no two seeds, or a name that is no field of `TrainingConfig`.
+    Raises ValueError for fewer than two settings or seeds, or a name that is not a field of `TrainingConfig`.
     """
     if len(settings) < 2:
         raise ValueError(f"settings={list(settings)} leaves nothing to compare: give two or more.")
@@ -64,7 +64,7 @@ def run(
         manifest = ingest.read_manifest(next(iter(config.proportions)))
         measure = functools.partial(held_out_errors, manifest=manifest, rows=rows)
     found = []
-    for seed in seeds:  # all settings of a seed, then the next seed: what is there after an interruption is paired
+    for seed in seeds:  # seed by seed, so that results are paired even after an interruption
         for name, setting in settings.items():
             one, started = dataclasses.replace(configs[name], seed=seed), time.perf_counter()
             unet = setting(one) if callable(setting) else train(one, device)
@@ -76,7 +76,7 @@ def run(
 
 
 def train(config: TrainingConfig, device: torch.device | str | None = None) -> torch.nn.Module:
-    """The U-Net of a run, with averaged weights, trained in this process without Ray, on the batches of the run."""
+    """Train in this process, without Ray, on the run's batches; returns the U-Net with averaged weights."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     trained = TrainStep(config, ingest.read_manifest(next(iter(config.proportions))), device)
     for step, units in enumerate(batches(config)):
@@ -112,10 +112,10 @@ def held_out_errors(
 ) -> dict[str, float]:
     """Errors on held-out latents that are comparable whatever the U-Net predicts: v or the noise.
 
-    The noisy latents are given, so at a timestep the errors of v, of the noise and of the clean latents x0 that follow
-    from one prediction are multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), a being
-    alphas_cumprod at that timestep. Which of two U-Nets is better at a timestep does not depend on the choice. Over all
-    timesteps it depends on their weights: those of min-SNR are for the error of x0, so they are the same for both.
+    For given noisy latents at one timestep, the errors of v, of the noise and of the clean latents x0 that follow from
+    a prediction are multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), where a is
+    alphas_cumprod at that timestep. So which of two U-Nets is better at a timestep does not depend on the choice. Over
+    all timesteps it depends on their weights: min-SNR's weight the error of x0, so they are the same for both.
 
     Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
     mse(v), ...}. Noise is the same in every call.
@@ -143,15 +143,15 @@ def held_out_errors(
 
 
 def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
-    """Each setting against the first one, by metric: the mean of their differences seed by seed, and its t interval.
+    """Compare each setting with the first, by metric: the mean of the differences seed by seed, and its t interval.
 
     Args:
         results: what `run` returned, or such a frame from elsewhere.
         confidence: of the interval from low to high.
 
     Columns: setting, metric, baseline and value (means over the seeds), difference (value - baseline), low, high,
-    seeds. An interval without 0 is a difference that chance alone would seldom make; of many metrics, some will.
-    Raises ValueError if a setting lacks a seed that another one has, or if there are no two seeds.
+    seeds. A difference whose interval excludes 0 is rarely chance; among many metrics, some will be. Raises ValueError
+    if a setting lacks a seed that another one has, or for fewer than two seeds.
     """
     names, found = list(dict.fromkeys(results["setting"])), []
     for metric in dict.fromkeys(results["metric"]):

@@ -1,4 +1,4 @@
-"""Arithmetic on a cluster before it is rented: hours, dollars, encoders, memory a rank, scaling over GPUs."""
+"""Estimates for a cluster before it is rented: hours, dollars, encoders, memory per rank, scaling over GPUs."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ SD2_TEXT = dict(
 
 
 def check_positive(name: str, value: float) -> float:
-    """`value`; ValueError, naming it, unless it is a finite number above 0."""
+    """`value`; raises ValueError naming it unless it is a finite number above 0."""
     number = isinstance(value, (int, float)) or hasattr(value, "__float__")
     if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number above 0.")
@@ -41,7 +41,7 @@ def check_positive(name: str, value: float) -> float:
 
 
 def check_count(name: str, value: float) -> int:
-    """`value` as an int; ValueError unless it is a whole number above 0."""
+    """`value` as an int; raises ValueError unless it is a whole number above 0."""
     if check_positive(name, value) != int(value):
         raise ValueError(f"{name}={value!r} must be a whole number.")
     return int(value)
@@ -75,11 +75,11 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     ValueError if a rate is not above 0.
     """
     ratio = check_positive("trainer_rate", trainer_rate) / check_positive("encoder_rate", encoder_rate)
-    return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not cost one encoder more
+    return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not add an encoder
 
 
 def sd2_encoders(device: torch.device | str = "meta") -> tuple[AutoencoderKL, CLIPTextModel]:
-    """Stable Diffusion 2's VAE and text encoder with random weights, which are drawn on `device`."""
+    """Stable Diffusion 2's VAE and text encoder with random weights, initialised on `device`."""
     with torch.device(device):
         return AutoencoderKL.from_config(SD2_VAE).eval(), CLIPTextModel(CLIPTextConfig(**SD2_TEXT)).eval()
 
@@ -96,7 +96,7 @@ def encoder_flops(*resolutions: int) -> int:
 
 
 def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G", utilization: float | None = None) -> float:
-    """Estimated rows/s that one GPU encodes at `resolutions` in one pass, by counted FLOPs; not measured.
+    """Estimated rows/s that one GPU encodes at `resolutions` in one pass, from counted FLOPs; not measured.
 
     `utilization`: share of the peak; None: that of the published A10Gs online, 101.9 images/s at 256 pixels or 46 %.
     ValueError for an accelerator that is not in `profiling.ACCELERATORS`.
@@ -119,8 +119,8 @@ def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: floa
     return min(supply, check_positive("trainer_rate", trainer_rate))
 
 
-# Bytes for each parameter that a ring carries in a step: fp32 gradients once by reduce-scatter or twice by all-reduce,
-# and bf16 weights once or twice by all-gather.
+# Bytes per parameter that a ring carries in a step: fp32 gradients once by reduce-scatter or twice by all-reduce, and
+# bf16 weights once or twice by all-gather.
 _RING_BYTES = {"ddp": 8, "fsdp": 6, "fsdp-full": 8, "hsdp": 8}
 
 
@@ -135,17 +135,17 @@ def predict_scaling(
     ranks_per_node: int = 8,
     within_node: float = published_results.FACTS["NVLink of an A100"].value,
 ) -> pd.DataFrame:
-    """What the network allows when each of n workers computes `step_seconds` a step: a row for each n.
+    """The efficiency that the network allows when each of n workers computes `step_seconds` per step: a row for each n.
 
     A ring over all ranks enters and leaves each node once, whatever the number of its ranks, so a collective of S bytes
-    takes (n - 1) / n * S over the bandwidth of the slowest link: `gigabytes_per_second`, of a node's network, as soon
-    as there are two nodes, or `within_node`. A ring carries fp32 gradients, twice under "ddp" (all-reduce), once else
-    (reduce-scatter), and bf16 weights once under "fsdp", twice under "fsdp-full". "hsdp" does that within each node,
-    whose ranks then all-reduce their shards across nodes together. Columns: communication seconds; efficiency if none
-    of it overlaps with compute, and if it overlaps with the backward pass (`backward_share` of the step). Latency is
-    not counted. ValueError for numbers not above 0 and other strategies.
+    takes (n - 1) / n * S divided by the bandwidth of the slowest link: `gigabytes_per_second`, of a node's network,
+    with two nodes or more, else `within_node`. A ring carries fp32 gradients, twice under "ddp" (all-reduce), otherwise
+    once (reduce-scatter), and bf16 weights once under "fsdp", twice under "fsdp-full". "hsdp" does as "fsdp" within
+    each node, whose ranks then all-reduce their shards across nodes together. Columns: communication seconds;
+    efficiency if none of it overlaps with compute, and if it overlaps with the backward pass (`backward_share` of the
+    step). Latency is not counted. Raises ValueError for numbers not above 0 and other strategies.
 
-    On AWS the default, `FACTS["network of a node, EFA"]`, needs EFA; without it NCCL takes TCP, at a seventeenth
+    On AWS the default, `FACTS["network of a node, EFA"]`, needs EFA; without it NCCL uses TCP, at a seventeenth
     (`FACTS["network of a node, TCP"]`). `network.explain` says whether it is on.
     """
     if strategy not in _RING_BYTES:
@@ -182,9 +182,9 @@ def memory(
     """Bytes of training state on the rank that holds most; activations are not counted.
 
     Returns a dict: "parameters", "gradients" and "optimizer" (AdamW's two moments), in fp32; "gathered": the weights
-    that a sharded rank gathers to compute, in the precision of computing, which is all of them, or under "fsdp-full"
-    the largest block and what belongs to no block. With `accumulates` (`micro_batch_size` smaller than a unit), also
-    "accumulated": the whole fp32 gradients, which a sharded rank holds until the last micro-batch.
+    that a sharded rank gathers to compute, in compute precision: all of them, or under "fsdp-full" the largest block
+    and those outside any block. With `accumulates` (`micro_batch_size` smaller than a unit), also "accumulated": the
+    whole fp32 gradients, which a sharded rank holds until the last micro-batch.
 
     FSDP2 splits each parameter along its first dimension by `torch.chunk`, so the first rank holds a little more than
     its share. "hsdp" shards over the ranks of a node.
@@ -209,7 +209,7 @@ def memory(
 
 
 def memory_table(name: str, ranks=(1, 8, 32, 128), **options) -> pd.DataFrame:
-    """GiB a rank by `memory`, a row for each strategy and number of ranks; `options` as `memory` takes them."""
+    """GiB per rank from `memory`, a row for each strategy and number of ranks; `options`: of `memory`."""
     rows = []
     for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
         for number in ranks:

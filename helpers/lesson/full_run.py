@@ -24,7 +24,7 @@ def read_profile(name: str) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-# By resolution: phase 1 at 256 pixels, then phase 2. A parameter that is missing there keeps the notebook's value.
+# By resolution: phase 1 at 256 pixels, then phase 2. A parameter that is missing here keeps the notebook's value.
 PARAMETERS = {resolution: read_profile(f"full-sd2-{resolution}") for resolution in (256, 512)}
 # Why the full run differs, by group. At most 50 characters each: pandas cuts longer ones where a notebook shows them.
 _WHY = {
@@ -96,8 +96,8 @@ _WHY = {
 def compare(parameters: dict, also: tuple = ()) -> pd.DataFrame:
     """What the full run changes in a notebook's `parameters` (name -> value), one row each, grouped by subject.
 
-    `also`: names of parameters that the notebook does not have but whose machines it depends on. Columns:
-    "this notebook", "full run, 256 px", "full run, 512 px", "why".
+    `also`: names of parameters that the notebook does not have, but on whose machines it depends. Columns: "this
+    notebook", "full run, 256 px", "full run, 512 px", "why".
     """
     parameters = {**parameters, **dict.fromkeys(also, "-")}
     rows = {
@@ -115,7 +115,7 @@ def compare(parameters: dict, also: tuple = ()) -> pd.DataFrame:
 def command(notebook: str, parameters: dict, resolution: int, output: str) -> str:
     """The shell command that runs `notebook` as the full run, on the cluster that this machine is part of.
 
-    It sets those of the notebook's `parameters` that are places, for you to change. `resolution`: 256 or 512, else
+    It sets the locations among the notebook's `parameters`, for you to change. `resolution`: 256 or 512, else
     ValueError.
     """
     if resolution not in PARAMETERS:

@@ -20,7 +20,7 @@ from . import captioned_shapes
 
 
 def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.DataFrame:
-    """Images a second of each stage, all its workers together: a frame for `figures.stage_throughput`."""
+    """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     one = manifest.report["images_per_second_by_stage"]
     rates = [(stage, rate * workers[stage], workers[stage]) for stage, rate in one.items()]
@@ -37,8 +37,8 @@ def dataset_stats(
 ) -> tuple[pd.DataFrame, list[Image.Image], list[str]]:
     """Dataset statistics from a random sample of rows: `(frame, pictures, captions)`.
 
-    The frame has one row each: `tokens` (of the whole caption, with begin and end), `width` and `height` (from the
-    headers; NaN where there is no picture). Twelve pictures are decoded, with their captions.
+    The frame has one row per sample: `tokens` (of the whole caption, with begin and end), `width` and `height` (from
+    the headers; NaN without a picture). Twelve pictures are decoded, with their captions.
     """
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
@@ -51,9 +51,9 @@ def dataset_stats(
 
 
 def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
-    """How many pictures each shape gets and what the crop cuts away, before anything is encoded.
+    """How many pictures each shape gets and how much the crop cuts away, before anything is encoded.
 
-    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for those that do not reach
+    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for pictures smaller than
     theirs), pictures, share, cut (mean share of a picture's area; NaN without pictures).
     """
     sizes = stats[["width", "height"]].dropna().to_numpy()
@@ -128,14 +128,14 @@ def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame
 
 
 def read_run_rejects(run_uri: str) -> pd.DataFrame:
-    """The bad rows that a run met, each once: a frame with columns id, reason, source."""
+    """The bad rows that a run found, each once: a frame with columns id, reason, source."""
     return read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
 
 
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
-    """`num_rows` rows of up to 16 random files as the files have them, with `path`, less those that `row_filter` drops.
+    """`num_rows` rows as stored in up to 16 random files, with `path`, without those that `row_filter` drops.
 
-    If the filter drops all of them, this is printed, and they are returned unfiltered.
+    If the filter drops all of them, prints this and returns them unfiltered.
     """
     random = np.random.default_rng(seed)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
@@ -155,7 +155,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
 def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator):
     """Tables with the first rows of random row groups of a file, `num_rows` in all.
 
-    Of a tar its first rows: finding a place in it would mean reading all of it.
+    For a tar, its first rows: seeking in it would mean reading all of it.
     """
     read, left = inputs.reader(config), num_rows
     if config.input_format == "webdataset":
@@ -170,16 +170,16 @@ def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: n
             share -= len(table[:share])
             if share == 0:
                 break
-        left += share  # of a row group that has fewer
+        left += share  # what a row group with fewer rows did not use
         if left == 0:
             return
 
 
 def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
-    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; last "all".
+    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; last row "all".
 
-    Reads only the columns of the filter (of tars, which have none, everything), of the whole input or its first
-    `limit` rows. A row counts for each clause that it does not meet, so the clauses may add up to more than "all".
+    Reads only the filter's columns (everything in tars, which have no columns), of the whole input or its first `limit`
+    rows. A row counts for each clause that it fails, so the clauses may add up to more than "all".
     """
     texts = filters.clauses(config.row_filter)
     if not texts:
@@ -202,11 +202,11 @@ def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
 
 
 def held_out_prompts(config: TrainingConfig, num_prompts: int):
-    """`(prompts, detector)`: captions that training does not see, and what scores pictures of them.
+    """`(prompts, detector)`: captions that training does not see, and a function that scores pictures of them.
 
-    For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data:
-    the captions of held-out rows (if nothing is held out, of training rows), and None. `config.prompts` takes the place
-    of the prompts.
+    For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data: the
+    captions of held-out rows (if nothing is held out, of training rows), and None. `config.prompts` replaces the
+    prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
     rows = ingest.validation_rows(config, num_prompts) if given is None else None

@@ -1,4 +1,4 @@
-"""The network among the trainers: bus bandwidth by message size, whether EFA is on, and what a step spends on it."""
+"""The network between trainers: bus bandwidth by message size, whether EFA is on, and its share of a step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .. import distributed, storage
 from ..runtime import profiling
 from . import estimates, published_results
 
-# Bytes that each link of a ring carries, in sizes of the message and (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.
+# Bytes that each link of a ring carries, in units of message size x (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.
 COLLECTIVES = {"all-reduce": 2, "all-gather": 1}
 GPU_SIZES = tuple(2**power for power in range(20, 31, 2))  # bytes: 1 MiB to 1 GiB
 CPU_SIZES = tuple(2**power for power in range(14, 25, 2))
-# Where AWS's installers put NCCL's plugin, beside LD_LIBRARY_PATH and the system's folders.
+# Where AWS's installers put NCCL's plugin, and the system's folders; LD_LIBRARY_PATH is searched first.
 _LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
 _LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
 VARIABLES = ("FI_PROVIDER", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 
 
 def time_collective(collective: str, num_bytes: int, device: torch.device | str, rounds: int = 5) -> tuple[int, float]:
-    """`(bytes, seconds)` of one call, by the median of some; call it on every rank of at least two.
+    """`(bytes, seconds)` of one call, the median of `rounds`; call it on every rank, of at least two.
 
-    Bytes are those of nccl-tests: what a rank has of an all-reduce, and what it has gathered of an all-gather; they
-    may differ a little from `num_bytes`, so that the ranks' parts are equal.
+    Bytes are as in nccl-tests: a rank's tensor of an all-reduce, the gathered tensor of an all-gather; they may differ
+    slightly from `num_bytes`, so that the ranks' parts are equal.
     """
     device, ranks = torch.device(device), dist.get_world_size()
     count = max(1, num_bytes // 4 // ranks) * ranks
@@ -57,14 +57,14 @@ def time_collective(collective: str, num_bytes: int, device: torch.device | str,
 
 
 def bus_bandwidth(collective: str, num_bytes: int, seconds: float, ranks: int) -> float:
-    """GB/s over each link of a ring: the same for any number of ranks if the links are. As nccl-tests defines it."""
+    """GB/s over each link of a ring, as nccl-tests defines it: for equal links, the same for any number of ranks."""
     return 1e-9 * COLLECTIVES[collective] * (ranks - 1) / ranks * num_bytes / seconds
 
 
 def measure(device: torch.device | str, sizes: Iterable[int] | None = None, rounds: int = 5) -> list[dict]:
     """Time the `COLLECTIVES` over message `sizes` (bytes; None: `GPU_SIZES` or `CPU_SIZES`); call it on every rank.
 
-    Returns rows with collective, bytes, microseconds, "bus bandwidth, GB/s". ValueError for a single worker.
+    Returns rows with collective, bytes, microseconds, "bus bandwidth, GB/s". Raises ValueError for a single worker.
     """
     ranks = distributed.world_size()
     if ranks < 2:
@@ -83,7 +83,7 @@ def measure(device: torch.device | str, sizes: Iterable[int] | None = None, roun
 def measure_per_worker(values: dict) -> None:
     """Training function of Ray Train: rank 0 writes `network.json` to `values["run_uri"]`.
 
-    `values`: also `sizes` and `rounds`, as `measure` takes them. The file holds `ranks`, `ranks_per_node`, `device`,
+    `values` may also have `sizes` and `rounds`, as for `measure`. The file holds `ranks`, `ranks_per_node`, `device`,
     `hardware`, `rows` (`measure`) and `nodes` (`describe_node` of each node).
     """
     context, device = ray.train.get_context(), ray.train.torch.get_device()
@@ -107,11 +107,11 @@ def measure_per_worker(values: dict) -> None:
 
 
 def describe_node() -> dict:
-    """What this process's node has of EFA, as JSON.
+    """The EFA setup of this process's node, as JSON.
 
-    `devices`: EFA interfaces that the kernel's driver serves. `provider`: whether libfabric offers "efa" (`fi_info`);
-    None without that program. `plugins`: files of NCCL's network plugin. `loaded`: those libraries of both that this
-    process has loaded. `variables`: the environment's that decide.
+    `devices`: number of EFA interfaces with the kernel's driver. `provider`: whether libfabric offers "efa"
+    (`fi_info`); None without that program. `plugins`: files of NCCL's network plugin. `loaded`: files of the plugin and
+    libfabric that this process has loaded. `variables`: environment variables that affect the choice.
     """
     drivers = glob.glob("/sys/class/infiniband/*/device/driver")
     devices = [path for path in drivers if os.path.basename(os.path.realpath(path)) == "efa"]
@@ -174,7 +174,7 @@ def explain(node: dict, device: str = "cuda") -> str:
 
 
 def expected_bandwidth() -> dict[str, float]:
-    """{label: GB/s} that a node's network should give on p4d and p4de: the published EFA, and what TCP gave."""
+    """{label: GB/s} that a node's network should reach on p4d and p4de, with EFA and with TCP (`FACTS`)."""
     facts = published_results.FACTS
     return {
         f"{kind}: {facts[f'network of a node, {kind}'].value:g} GB/s": facts[f"network of a node, {kind}"].value
@@ -183,13 +183,13 @@ def expected_bandwidth() -> dict[str, float]:
 
 
 def step_shares(found: dict, parameters: float = 865_910_724, step_seconds: float = 0.69, **options) -> pd.DataFrame:
-    """What each strategy spends of a step on the network: a row each, from the measured bus bandwidth.
+    """The share of a step that each strategy spends on the network: a row each, from the measured bus bandwidth.
 
     `found`: what `measure_per_worker` wrote; the bandwidth is that of the largest all-reduce. `parameters`: of the
-    U-Net (SD2's); `step_seconds`: of computing alone (128 images at 256 pixels on an A100, published). `options`: as
-    `estimates.predict_scaling` takes them. Columns: seconds of communication, its share of a step if nothing overlaps,
-    and if the backward pass hides it. On one node the bandwidth is that within it; on several, the one across, and
-    that within is an A100's NVLink. ValueError for numbers not above 0.
+    U-Net (SD2's); `step_seconds`: of compute alone (128 images at 256 pixels on an A100, published). `options`: of
+    `estimates.predict_scaling`. Columns: seconds of communication, its share of a step if nothing overlaps, and if the
+    backward pass hides it. On one node, the measured bandwidth is that within it; on several, that across nodes, and
+    within a node an A100's NVLink is assumed. Raises ValueError for numbers not above 0.
     """
     reduced = [row for row in found["rows"] if row["collective"] == "all-reduce"]
     rate = max(reduced, key=lambda row: row["bytes"])["bus bandwidth, GB/s"]

@@ -1,11 +1,11 @@
-"""How long a training run takes, what it costs and what holds it up, before the machines are rented.
+"""How long a training run takes, what it costs and what limits it, before any machine is rented.
 
-A `Scenario` says what is trained on, on which machines, at which rates; `compare` estimates each of the `PATHS` by
-which its latents can be made, `search` and `cheapest` choose machines, and `best_interval` when to save checkpoints.
+A `Scenario` describes the data, the machines and their rates; `compare` estimates each of the `PATHS` by which its
+latents can be made, `search` and `cheapest` choose machines, and `best_interval` the time between checkpoints.
 
-Every field is an assumption with a unit and a default whose source stands beside it. Rates say where they come from:
-"measured", "published", or "estimated" from data sheets. Averages only: `simulator` draws single runs. Reading the
-raw data's storage, CPU machines for the head node and the validation are not counted.
+Every field is an assumption with a unit; the source of a default is given beside it. Rates say where they come from:
+"measured", "published", or "estimated" from data sheets. All results are averages: `simulator` draws single runs. Not
+counted: storage of the raw data and requests to it, CPU machines for the head node, validation.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .estimates import (
     training_hours,
 )
 
-# How latents are made: by the trainers themselves (a DataLoader); before the training; on the way to the trainers in
-# every epoch; on the way in the first epoch, and stored for the others.
+# How latents are made: by the trainers themselves (a DataLoader); before training; on the way to the trainers in every
+# epoch; on the way in the first epoch only, and stored for the others.
 PATHS = ("DataLoader", "offline", "online", "once")
-_PUBLISHED_GPUS = 32  # A100-80G, that the published rates are of: blog, Table 1
+_PUBLISHED_GPUS = 32  # A100-80G, behind the published rates: blog, Table 1
 _MONTH = 730.0  # hours
 
 
 @dataclass(frozen=True)
 class Rate:
-    """images/s of one GPU or one CPU worker. `origin`: "measured", "published" or "estimated"; `source`: by whom."""
+    """images/s of a GPU or CPU worker. `origin`: "measured", "published" or "estimated"; `source`: where it is from."""
 
     images_per_second: float
     origin: str = "measured"
@@ -66,9 +66,9 @@ class Machine:
 
     Args:
         num_gpus: its GPUs, each of them a trainer or an encoder.
-        accelerator: which ones: a name that `profiling.find_accelerator` knows.
+        accelerator: their kind, a name that `profiling.find_accelerator` knows.
         dollars_per_hour: of the whole machine.
-        gigabytes_per_second: of its network to other machines, one way.
+        gigabytes_per_second: network bandwidth to other machines, one way.
         source: of the price.
     """
 
@@ -111,10 +111,10 @@ MACHINES = {
 
 @functools.cache
 def trainer_rate(resolution: int, accelerator: str = "A100-80G") -> Rate:
-    """images/s at which one GPU trains Stable Diffusion 2's U-Net on ready latents, among others.
+    """images/s at which one of many GPUs trains Stable Diffusion 2's U-Net on stored latents.
 
     Published for an A100-80G (EFA, FSDP and torch.compile); estimated for others, at the same share of their peak.
-    ValueError for other resolutions than 256 and 512, and for an accelerator without a data sheet: measure it.
+    Raises ValueError for resolutions other than 256 and 512, and accelerators without a data sheet: measure these.
     """
     found = _find(accelerator)
     rows = [row for row in published_results.ABLATION if (row.resolution, row.gpus[:2]) == (resolution, "32")]
@@ -131,8 +131,8 @@ def trainer_rate(resolution: int, accelerator: str = "A100-80G") -> Rate:
 def known_encoder_rate(resolution: int, accelerator: str = "A10G") -> Rate:
     """images/s at which one GPU encodes with Stable Diffusion 2's VAE and text encoder, pictures and captions.
 
-    Published for an A10G at 256 pixels; estimated else, by counted FLOPs (`estimates.encoder_rate`). ValueError for an
-    accelerator without a data sheet.
+    Published for an A10G at 256 pixels; otherwise estimated from counted FLOPs (`estimates.encoder_rate`). Raises
+    ValueError for an accelerator without a data sheet.
     """
     fact = published_results.FACTS["one A10G, online, at least"]
     if (resolution, _find(accelerator).name) == (256, "A10G"):
@@ -155,9 +155,9 @@ def both_rate(trainer: Rate, encoder: Rate) -> Rate:
 
 @functools.cache
 def trainer_encodes(resolution: int, accelerator: str = "A100-80G") -> Rate:
-    """images/s at which a trainer's GPU encodes between its training steps, as in a DataLoader's run.
+    """images/s at which a trainer's GPU encodes between its training steps, as with a DataLoader.
 
-    Published for an A100 at 256 pixels, 0.44 s for a micro-batch of 128; estimated else, by counted FLOPs and peak.
+    Published for an A100 at 256 pixels, 0.44 s for a micro-batch of 128; otherwise estimated from FLOPs and peak.
     """
     fact, found = published_results.FACTS["encoders' time in a step"], _find(accelerator)
     rate = 128 / fact.value  # micro-batch: blog, Table 1
@@ -173,8 +173,8 @@ def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8)
     """Measure one encoder and one trainer in this process, on its GPU if it has one, one after the other.
 
     Random pictures and latents at the largest resolution of `config`: the encoder of `raw` takes batches of
-    `encoder_batch_size`, the trainer one unit a step, alone. Returns {"encoder": its rate, "trainer": its rate} by the
-    median: each has the device to itself, so the rates hold for machines of their own.
+    `encoder_batch_size`, a single trainer one unit per step. Returns {"encoder": its rate, "trainer": its rate} from
+    medians. Each has the device to itself, so the rates are those of separate machines.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alone = dataclasses.replace(
@@ -207,14 +207,14 @@ class Faults:
 
     Args:
         failures_per_day: of one machine, without notice. Default: MosaicML's two in 6.5 days on 16 machines of 8 A100s.
-        reclaims_per_day: of one machine on the spot market, with notice; no default, because it differs by zone.
+        reclaims_per_day: of one machine on the spot market, with notice; 0 by default, because it differs by zone.
         notice_seconds: between the notice and the loss; AWS: two minutes.
         return_seconds: until another machine has joined (an assumption: ten minutes).
         restart_seconds: from the loss to the first step of the next attempt: detection, start of the workers, loading
-            of the checkpoint, first batch (an assumption; take your own from a run).
+            of the checkpoint, first batch (an assumption; measure your own).
         checkpoint_every_seconds: of training between two checkpoints; `full_run`: about half an hour.
-        checkpoint_seconds: that training stands still for one (an assumption; `checkpoint_seconds` in `metrics.jsonl`).
-        upload_seconds: until it is complete (an assumption: 14 GB from four machines).
+        checkpoint_seconds: pause of training for each (an assumption; measured in `metrics.jsonl`).
+        upload_seconds: until a checkpoint is complete (an assumption: 14 GB from four machines).
     """
 
     failures_per_day: float = 2 / (16 * 6.5)
@@ -233,14 +233,14 @@ class Faults:
 
     @property
     def work_lost(self) -> float:
-        """Seconds of training, on average, that a failure at any time undoes: since the newest complete checkpoint."""
+        """Seconds of training that a failure undoes on average: those since the newest complete checkpoint."""
         return (self.checkpoint_every_seconds + self.checkpoint_seconds) / 2 + self.upload_seconds
 
     def slowdown(self, num_machines: int) -> float:
-        """Elapsed over computing time, to first order in the rates (Young 1974).
+        """Elapsed over compute time, to first order in the rates (Young 1974).
 
-        The run waits for each lost machine: `return_seconds` is lost beside the restart. A notice is answered with a
-        checkpoint; what is trained after it, until the machine is taken, is done again.
+        The run waits for each lost machine, so `return_seconds` adds to the restart. A notice triggers a checkpoint;
+        training between it and the loss of the machine is repeated.
         """
         after_notice = min(self.work_lost, self.notice_seconds)
         failure, reclaim = (
@@ -252,7 +252,7 @@ class Faults:
 
 
 def check_not_negative(name: str, value: float) -> float:
-    """`value`; ValueError, naming it, unless it is 0 or a finite number above."""
+    """`value`; raises ValueError naming it unless it is a finite number of at least 0."""
     if value != 0 or isinstance(value, bool):
         try:
             check_positive(name, value)
@@ -262,11 +262,11 @@ def check_not_negative(name: str, value: float) -> float:
 
 
 def best_interval(checkpoint_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of training between two checkpoints that lose least.
+    """Seconds of training between two checkpoints that minimise the time lost.
 
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", eq. 37; its first term is
-    Young's: the square root of 2 x `checkpoint_seconds` x `seconds_between_failures` (of all machines together).
-    ValueError if one is not above 0.
+    Young's: the square root of 2 x `checkpoint_seconds` x `seconds_between_failures` (of all machines together). Raises
+    ValueError unless both are above 0.
     """
     between = check_positive("seconds_between_failures", seconds_between_failures)
     half = check_positive("checkpoint_seconds", checkpoint_seconds) / (2 * between)
@@ -281,10 +281,10 @@ def interval_table(
     dollars_per_hour: float,
     intervals: Iterable[float] = (300, 900, 1800, 3600, 7200),
 ) -> pd.DataFrame:
-    """What failures cost by the checkpoint interval, the best one (`best_interval`) included: a row for each.
+    """What failures cost by checkpoint interval, including the best one (`best_interval`): a row for each.
 
     `dollars_per_hour`: of all machines. Columns: every (minutes), lost for each failure (minutes: repeated work,
-    restart and waiting for the machine), slower (share of the time), $ a day that buy no new step.
+    restart and waiting for the machine), slower (share of the time), $ per day that pay for no progress.
     """
     check_positive("dollars_per_hour", dollars_per_hour)
     per_day = check_count("num_machines", num_machines) * faults.failures_per_day
@@ -306,10 +306,10 @@ def interval_table(
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is trained on, and on which machines, at which rates. ValueError for numbers that cannot be.
+    """The data, the machines and their rates. Raises ValueError for impossible numbers.
 
     Args:
-        trainer: images/s of one trainer on ready latents, among all of them.
+        trainer: images/s of one trainer on stored latents, when all of them train.
         encoder: images/s of one encoder.
         dataloader: images/s of one trainer that encodes its own pictures; None: `both_rate` of the other two, as if a
             trainer's GPU encoded at an encoder's rate.
@@ -318,14 +318,14 @@ class Scenario:
         trainers, encoders: machines of each kind; blog, Table 2.
         trainer_machine, encoder_machine: their kinds.
         trainers_each, encoders_each: on each machine; None: one on each GPU.
-        latents_bytes: of a stored row; 256 pixels: 2 x 4 x 32 x 32 moments and 77 x 1,024 embeddings in fp16.
-        raw_bytes: of a raw row; MosaicML: more than 100 TB for 790 million.
-        storage_dollars: a GB and month; Amazon S3 Standard, us-west-2, first 50 TB.
-        egress_dollars: a GB read by the trainers or encoders; 0 within a region of AWS, 0.02 from another one.
+        latents_bytes: per stored row; at 256 pixels: 2 x 4 x 32 x 32 moments and 77 x 1,024 embeddings in fp16.
+        raw_bytes: per raw row; MosaicML: more than 100 TB for 790 million.
+        storage_dollars: per GB and month; Amazon S3 Standard, us-west-2, first 50 TB.
+        egress_dollars: per GB read by the trainers or encoders; AWS: 0 within a region, 0.02 from another one.
         spot: whether the machines are rented on the spot market.
-        spot_discount: share off the price on demand (an assumption; AWS says up to 0.9).
-        faults: what is lost to failures; None: nothing. They stretch the training, not the encoding, whose job only
-            repeats the tasks of a lost machine.
+        spot_discount: share off the on-demand price (an assumption; AWS says up to 0.9).
+        faults: failures, or None. They lengthen training but not encoding, which only repeats the tasks of a lost
+            machine.
     """
 
     trainer: Rate
@@ -361,7 +361,7 @@ class Scenario:
 
     @property
     def training_rate(self) -> float:
-        """images/s of all trainers on ready latents."""
+        """images/s of all trainers on stored latents."""
         return self.trainers * (self.trainers_each or self.trainer_machine.num_gpus) * self.trainer.images_per_second
 
     @property
@@ -371,16 +371,16 @@ class Scenario:
 
     @property
     def balanced_encoders(self) -> int:
-        """Fewest machines of encoders that keep the trainers busy online."""
+        """Fewest encoder machines that keep the trainers busy online."""
         return encoders_needed(self.training_rate, self.encoding_rate / self.encoders)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way to train, in numbers: hours, dollars, and what sets the pace ("trainers" or "encoders").
+    """One path's hours, dollars, and bottleneck ("trainers" or "encoders").
 
-    `hours` from the start to the trained model: `encoding_hours` before it (offline) and `training_hours`. `dollars`
-    are those of machines, storage and egress. `images_per_second` while it trains, over all epochs.
+    `hours` from the start to the trained model: `encoding_hours` (offline, before training) plus `training_hours`.
+    `dollars`: for machines, storage and egress. `images_per_second`: during training, over all epochs.
     """
 
     path: str
@@ -396,7 +396,7 @@ class Estimate:
 
 
 def estimate(scenario: Scenario, path: str) -> Estimate:
-    """Hours and dollars of a scenario by one of the `PATHS`. ValueError for another path."""
+    """Hours and dollars of a scenario by one of the `PATHS`. Raises ValueError for another path."""
     one = scenario
     if path not in PATHS:
         raise ValueError(f"path={path!r} is unknown: choose one of {', '.join(map(repr, PATHS))}.")
@@ -430,7 +430,7 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
         "online": one.epochs * gigabytes["raw"],
         "once": gigabytes["raw"] + (one.epochs - 1) * gigabytes["latents"],
     }[path]
-    # Latents grow evenly while they are made.
+    # Stored latents grow linearly while they are made.
     kept = {"offline": encoding / 2 + training, "once": training - busy / 2}.get(path, 0.0) / _MONTH
     storage, egress = kept * gigabytes["latents"] * one.storage_dollars, read * one.egress_dollars
     waits = path in ("online", "once") and encoded < trained
@@ -449,7 +449,7 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
 
 
 def compare(scenario: Scenario) -> pd.DataFrame:
-    """`estimate` for each of the `PATHS`: a row each, with `dollars_per_epoch` and what an epoch more costs."""
+    """`estimate` for each of the `PATHS`: one row each, with `dollars_another_epoch`, the cost of one more epoch."""
     rows = []
     for path in PATHS:
         found = estimate(scenario, path)
@@ -459,9 +459,9 @@ def compare(scenario: Scenario) -> pd.DataFrame:
 
 
 def break_even(scenario: Scenario, path: str = "offline", other: str = "online") -> float:
-    """Number of epochs from which on `path` costs less than `other`: 1 if always, infinity if never.
+    """Number of epochs from which `path` costs less than `other`: 1 if always, infinity if never.
 
-    Dollars are linear in the epochs: each path has a price to begin with, and one for each epoch.
+    Dollars are linear in the epochs: each path has a fixed cost and a cost per epoch.
     """
     one, two = (
         [estimate(dataclasses.replace(scenario, epochs=count), each).dollars for each in (path, other)]
@@ -487,13 +487,13 @@ def search(
     global_batch_size: int = 4096,
     parameters: float = 865_910_724,
 ) -> pd.DataFrame:
-    """`estimate` over kinds and numbers of machines: a row for each plan, the cheapest first.
+    """`estimate` over kinds and numbers of machines: one row per plan, the cheapest first.
 
-    Rates are `trainer_rate` and `known_encoder_rate` at `resolution`, and the scenario's own on the scenario's own
-    machines. What the network leaves of a trainer's rate among many follows from `estimates.predict_scaling` ("fsdp",
-    hidden behind the backward pass) with a step of `global_batch_size` rows. Encoders are as many as keep the trainers
-    busy, or one fewer: online and once, any other number costs more for each image. Offline, also half, twice and four
-    times as many. Whether a GPU's memory holds the model is not checked (`estimates.memory_table`). ValueError if no
+    Rates are `trainer_rate` and `known_encoder_rate` at `resolution`, or the scenario's own on its own machines. The
+    network's effect on the trainers' rate follows from `estimates.predict_scaling` ("fsdp", hidden behind the backward
+    pass) with steps of `global_batch_size` rows. Encoder counts are the fewest that keep the trainers busy, and one
+    fewer: for "online" and "once", any other number costs more per image. Offline also tries half, twice and four times
+    as many. Does not check whether the model fits a GPU's memory (`estimates.memory_table`). Raises ValueError if no
     plan is possible.
     """
     trainers, encoders = list(trainer_machines), list(encoder_machines)
@@ -552,9 +552,9 @@ def _row(one: Scenario, path: str) -> dict[str, Any]:
 
 
 def cheapest(plans: pd.DataFrame, deadline_hours: float | None = None, dollars_at_most: float | None = None):
-    """The plans of `search` (or rows like its) within a deadline and a budget, the cheapest first.
+    """The plans of `search` (or similar rows) within a deadline and a budget, the cheapest first.
 
-    ValueError if none is, which says what would be: the fastest plan within the budget, or the cheapest in time.
+    Raises ValueError if there are none, naming the fastest plan, or the cheapest within the deadline.
     """
     limits = {}
     if deadline_hours is not None:
@@ -581,7 +581,7 @@ def cheapest(plans: pd.DataFrame, deadline_hours: float | None = None, dollars_a
 
 
 def sd2(resolution: int, **changes: Any) -> Scenario:
-    """Stable Diffusion 2's phase at 256 or 512 pixels with all that is published; `changes`: fields of the scenario."""
+    """Stable Diffusion 2's phase at 256 or 512 pixels, as published; `changes`: fields of the scenario."""
     phase = next((found for found in published_results.PHASES if found.resolution == resolution), None)
     trainer, encodes = trainer_rate(resolution), trainer_encodes(resolution)
     values = {
@@ -595,10 +595,10 @@ def sd2(resolution: int, **changes: Any) -> Scenario:
 
 
 def published(path: str) -> Scenario:
-    """The inputs of a row of the blog's Table 2: "DataLoader", "offline" or "online".
+    """The inputs of one row of the blog's Table 2: "DataLoader", "offline" or "online".
 
-    Each has the throughput that was measured for it. Offline, the $2,183 are g5.2xlarge hours of one pass; storage is
-    not in the table. ValueError for another path.
+    Each has its own measured throughput. Offline, the $2,183 are g5.2xlarge hours of one pass; storage is not in the
+    table. Raises ValueError for another path.
     """
     costs = {row.setup: row for row in published_results.EPOCH_COSTS}
     if path not in costs:

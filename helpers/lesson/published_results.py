@@ -37,7 +37,7 @@ class Throughput:
     note: str = ""
 
 
-# Where latents come from, the U-Net and its training being the same. Micro-batch 128 at 256 px, 32 at 512 px.
+# By source of the latents, with the same U-Net and training. Micro-batch 128 at 256 px, 32 at 512 px.
 DATA_PATHS = (
     Throughput("DataLoader", 256, "32 x A100-80G", 2811, None, "slides, Ray Data vs Torch DataLoader"),
     Throughput("offline", 256, "32 x A100-80G", 4068, 1.45, "blog, Table 1"),
@@ -91,7 +91,7 @@ ABLATION = (
     Throughput("+ FSDP", 512, "32 x A100-80G", 1168, 3.00, _B),
     Throughput("+ torch.compile", 512, "32 x A100-80G", 1349, 3.46, _B),
 )
-# The U-Net alone on stored latents, at a growing number of GPUs.
+# The U-Net alone on stored latents, on 8 to 128 GPUs.
 _C = "mosaicml/diffusion, How many GPUs do I need?"
 SCALING = tuple(
     Throughput("latents stored", resolution, f"{gpus} x A100", rate, None, _C)
@@ -352,9 +352,9 @@ FACTS = {
 
 
 def totals() -> pd.DataFrame:
-    """Every published total beside what follows from the numbers that are printed with it, one row each.
+    """Every published total beside what follows from the numbers printed with it, one row each.
 
-    Columns: printed, follows, unit, how, source. What does not follow differs by more than rounding.
+    Columns: printed, follows, unit, how, source. A total that does not follow differs by more than rounding.
     """
     anyscale, mosaicml = ([phase for phase in PHASES if phase.who == who] for who in ("Anyscale", "MosaicML"))
     p4de, g5, _, a100 = (instance.dollars_per_hour for instance in INSTANCES)
@@ -414,9 +414,9 @@ def totals() -> pd.DataFrame:
 def phases_table(measured: dict[int, float] | None = None, dollars_per_hour: float | None = None) -> pd.DataFrame:
     """Both phases of the published runs, one row each, and how long yours would take for the same samples.
 
-    `measured`: {resolution: your images/s}, of all your workers together, beside the published phase of that number of
-    pixels; `dollars_per_hour`: of all your machines. Published dollars: $40.96 a p4de.24xlarge on demand, $2 an A100
-    hour at MosaicML.
+    `measured`: {resolution: your images/s}, of all your workers together, compared with the published phase of that
+    resolution; `dollars_per_hour`: of all your machines. Published dollars: $40.96 per p4de.24xlarge hour on demand, $2
+    per A100 hour at MosaicML.
     """
     prices = {"Anyscale": 4 * INSTANCES[0].dollars_per_hour, "MosaicML": 128 * INSTANCES[3].dollars_per_hour}
     columns = ["who", "pixels", "images", "steps", "batch", "GPUs", "images/s", "hours", "dollars"]
@@ -457,7 +457,7 @@ def precomputation_table(rows_per_second: float | None = None, dollars_per_hour:
 def scaling_table(measured: dict[int, float] | None = None, resolution: int = 256) -> pd.DataFrame:
     """MosaicML's U-Net on 8 to 128 A100s, one row each, with your images/s by number of workers below.
 
-    Columns: images/s, the same for each GPU, and for both phases days and dollars (published only).
+    Columns: images/s, in total and per GPU; days and dollars for both phases (published only).
     """
     rows = {
         row.gpus: {"images/s": row.images_per_second, "a GPU": row.images_per_second / int(row.gpus.split()[0])}
@@ -478,9 +478,9 @@ _SAME_SETTING = {"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"}
 
 
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
-    """ABLATION at 256 or 512 pixels: one row a setting, images/s and speedup on both clusters. ValueError otherwise.
+    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters. ValueError otherwise.
 
-    `measured`: your own, by setting (`ablations.ablation`), whose columns "images/s" and "speedup" stand beside.
+    `measured`: your own results by setting (`ablations.ablation`); adds their "images/s" and "speedup".
     """
     columns = {}
     for gpus in ("16 x A100-40G", "32 x A100-80G"):

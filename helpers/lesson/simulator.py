@@ -1,10 +1,10 @@
-"""A whole run under virtual time, event by event: losses of machines, notices, commits, checkpoints, restarts.
+"""Event-driven simulation of a whole run: lost machines, preemption notices, commits, checkpoints, restarts.
 
 The rules are those of this project and of Ray Train: a segment counts once it is committed; checkpoints are due every
-`checkpoint_every` steps and count once uploaded; a group of workers that loses a machine resumes at the newest complete
-one; `num_training_workers=(least, most)` shrinks when Ray Train stops waiting for the lost machine, and grows by a
-restart that Ray Train considers once a minute; a notice is answered with a checkpoint. How long a step
-takes on how many workers follows from the epoch plan. When machines are lost is drawn from `planner.Faults`, or given.
+`checkpoint_every` steps and count once uploaded; a group of workers that loses a machine resumes from the newest
+complete one; with `num_training_workers=(least, most)` it shrinks when Ray Train stops waiting for the lost machine,
+and grows by a restart that Ray Train considers once a minute; a notice triggers a checkpoint. The duration of a step
+for a number of workers follows from the epoch plan. Losses of machines are drawn from `planner.Faults`, or given.
 
 Not simulated: validation, damaged checkpoints, several losses that one person must repair.
 """
@@ -31,7 +31,7 @@ from .estimates import check_count, check_positive, encoder_rate, predict_scalin
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Machines of one kind that a stage rents from its start to its end; a lost one is not paid until it is back.
+    """Machines of one kind that a stage rents from its start to its end; a lost one is not paid for until it is back.
 
     Args:
         count: machines.
@@ -60,10 +60,10 @@ class Encoding:
         rows: of the input.
         rows_per_second: of one encoder.
         segment_seconds: to start the workers of a segment and to end it (tests/benchmarks/README.md: 36).
-        begun_again: share of the lost machines after which the segment begins again, because Ray Data does not replace
-            what they held (an assumption). After the others it repeats their tasks, which take seconds: not counted.
-        max_failures: how often a segment begins again before the job ends with an error.
-        relaunch_seconds: until somebody has started an ended job again (an assumption: an hour).
+        begun_again: share of machine losses after which the segment restarts, because Ray Data does not replace what
+            they held (an assumption). Otherwise it repeats their tasks, which takes seconds and is not counted.
+        max_failures: how often a segment restarts before the job ends with an error.
+        relaunch_seconds: until somebody has relaunched a failed job (an assumption: an hour).
     """
 
     name: str = "encoding"
@@ -83,7 +83,7 @@ class Encoding:
 
     @property
     def segments(self) -> list[int]:
-        """Rows of each segment, as `preprocess.prepare` has them planned over files that are small against them."""
+        """Rows of each segment, as `preprocess.prepare` plans them over files much smaller than a segment."""
         rows = resumable_job.ROWS_PER_SEGMENT * self.fleet.count * self.fleet.workers_each
         return [min(rows, self.rows - start) for start in range(0, self.rows, rows)]
 
@@ -95,15 +95,15 @@ class Training:
     Args:
         config: its parameters: steps, units, workers, `checkpoint_every`, `max_failures`.
         fleet: of the trainers.
-        unit_seconds: that a worker takes for a unit of `config.unit_rows` rows, communication included.
+        unit_seconds: of a worker for a unit of `config.unit_rows` rows, including communication.
         encoders: of an online run; None: latents are stored.
         encoder_rows_per_second: of one of these encoders.
         seen_seconds: from a notice to the checkpoint: Ray Train asks every 5 s, the workers every 2 s.
-        resize_seconds: how often Ray Train considers to grow (`ScalingConfig.elastic_resize_monitor_interval_s`).
-        start_timeout_seconds: how long Ray Train waits for a group to be complete before it starts a smaller one
-            (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S). When a machine is lost without notice, its workers' errors come
-            before Ray knows that the machine is gone, so the next group still counts on it.
-        relaunch_seconds: until somebody has started a run again that met more than `max_failures` (an assumption).
+        resize_seconds: how often Ray Train considers growing (`ScalingConfig.elastic_resize_monitor_interval_s`).
+        start_timeout_seconds: how long Ray Train waits for all workers of a new group before it starts a smaller one
+            (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S). When a machine is lost without notice, its workers fail before Ray
+            knows that the machine is gone, so the next group still counts on it.
+        relaunch_seconds: until somebody has relaunched a run that exceeded `max_failures` (an assumption).
     """
 
     name: str = "training"
@@ -132,27 +132,27 @@ class Training:
 
     @functools.cached_property
     def plan(self) -> ingest.Plan:
-        """The epoch plan, of which only the deal of units to workers matters here."""
+        """The epoch plan; only its assignment of units to workers matters here."""
         config = self.config
         source = ingest.Source.of("", [("", [config.global_batch_size])])
         return ingest.Plan([source], config.unit_rows, config.units_per_step, config.units_per_step, config.seed)
 
     @functools.cache  # noqa: B019 (a stage lives as long as its simulation)
     def compute_seconds(self, workers: int) -> float:
-        """Of a step on so many workers: the one with the most units sets the pace."""
+        """Of a step on `workers` workers: the one with the most units sets the pace."""
         most = max(len(self.plan.units_of_worker(0, 0, rank, workers)) for rank in range(workers))
         return most * self.unit_seconds
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that is given in place of drawn ones.
+    """A given loss, in place of drawn ones.
 
     Args:
-        step: steps that are done when it happens, such as 40.5 for half-way through the next one.
-        machine: its number in the fleet; None: a worker's process alone, whose machine stays.
-        back_after: seconds until it, or another in its place, has joined; None: never.
-        notice_seconds: that a notice comes before the loss, then at `step`; 0: none comes.
+        step: steps done when it happens, such as 40.5 for half-way through the next one.
+        machine: its number in the fleet; None: only a worker's process is lost.
+        back_after: seconds until it, or a replacement, has joined; None: never.
+        notice_seconds: from a notice, which then comes at `step`, to the loss; 0: no notice.
     """
 
     step: float
@@ -165,10 +165,10 @@ class Loss:
 class Outcome:
     """What happened in a stage.
 
-    `restarts`: groups of workers, or segments, that began again, of which `resizes` because a machine came back.
-    `down_seconds`: without a group of workers that makes steps (or with no encoder); `stalled_seconds`: for
-    checkpoints. `done`: steps (or rows) that count; `repeated`: those done again. `shrunk_seconds`: on fewer workers
-    than the most. `relaunches`: ended with an error and were started again by hand.
+    `restarts`: of a group of workers, or a segment, `resizes` of them because a machine came back. `down_seconds`:
+    without workers that train (or without encoders); `stalled_seconds`: paused for checkpoints. `done`: steps (or rows)
+    that count; `repeated`: those done again. `shrunk_seconds`: on fewer workers than the most. `relaunches`: restarts
+    by hand after an error.
     """
 
     hours: float = 0.0
@@ -187,14 +187,14 @@ class Outcome:
 
 
 class Clock:
-    """Events in the order of their virtual time; of the same time, in the order in which they were planned."""
+    """Events in the order of their virtual time; ties in the order in which they were scheduled."""
 
     def __init__(self, random: np.random.Generator):
         self.random, self.now, self.events, self.order = random, 0.0, [], itertools.count()
         self.count = 0
 
     def after(self, seconds: float, action: Callable, *arguments: Any) -> None:
-        """Call `action(*arguments)` in so many seconds; never if they are infinite."""
+        """Call `action(*arguments)` after `seconds`; never if they are infinite."""
         if math.isfinite(seconds):
             heapq.heappush(self.events, (self.now + seconds, next(self.order), action, arguments))
 
@@ -212,7 +212,7 @@ class Clock:
 
 
 class Machines:
-    """The machines of a fleet: which of them are there, and what they cost. Tells `stage` of changes.
+    """The machines of a fleet: which are present, and what they cost. Notifies `stage` of changes.
 
     `stage` has `lost(machine, announced)`, `noticed(machine)` and `came_back(machine)`.
     """
@@ -229,7 +229,7 @@ class Machines:
         return len(self.there) * self.fleet.workers_each
 
     def draw(self, machine: int) -> None:
-        """How a machine that has just joined will end."""
+        """Draw how and when a machine that has just joined will be lost."""
         if not self.drawn:
             return
         faults = self.fleet.faults
@@ -268,21 +268,21 @@ class Machines:
 
 
 class EncodingRun:
-    """One draw of a preprocessing job. An event that was planned before the last change carries an older `version`."""
+    """One draw of a preprocessing job. Events scheduled before the last change have an older `version`: ignored."""
 
     def __init__(self, stage: Encoding, clock: Clock):
         self.stage, self.clock, self.outcome = stage, clock, Outcome()
         self.machines = Machines(clock, stage.fleet, self, self.outcome)
         self.pending = list(reversed(stage.segments))
         self.version, self.failures, self.working, self.ended = 0, 0, False, False
-        self.rows, self.since, self.pace = 0.0, 0.0, 0.0  # of the segment at a time, and rows/s from then on
+        self.rows, self.since, self.pace = 0.0, 0.0, 0.0  # of the segment at `since`, and rows/s from then on
         self.begin()
 
     def finished(self) -> bool:
         return not self.pending
 
     def after(self, seconds: float, action: Callable) -> None:
-        """In place of what was planned before."""
+        """Replaces what was scheduled before."""
         self.version += 1
         version = self.version
         self.clock.after(seconds, lambda: action() if version == self.version else None)
@@ -293,7 +293,7 @@ class EncodingRun:
         self.after(self.stage.segment_seconds, self.work)
 
     def work(self) -> None:
-        """Encode with the encoders that there are, from now on."""
+        """Encode from now on with the encoders that are present."""
         self.working = True
         self.since, self.pace = self.clock.now, self.machines.workers * self.stage.rows_per_second
         left = self.pending[-1] - self.rows
@@ -323,7 +323,7 @@ class EncodingRun:
         self.changed()
 
     def changed(self) -> None:
-        """There are more or fewer encoders."""
+        """The number of encoders has changed."""
         if self.working:
             self.rows += self.pace * (self.clock.now - self.since)
             self.outcome.down_seconds += 0.0 if self.pace else self.clock.now - self.since
@@ -334,10 +334,10 @@ class EncodingRun:
 
 
 class TrainingRun:
-    """One draw of a training run, or the one that `losses` tell of.
+    """One draw of a training run, or the run with the given `losses`.
 
-    An event that was planned before the group of workers ended, or before its pace changed, carries an older
-    `attempt` or `version`, and is ignored.
+    Events scheduled before the group of workers ended, or before its pace changed, have an older `attempt` or `version`
+    and are ignored.
     """
 
     def __init__(self, stage: Training, clock: Clock, losses: Sequence[Loss] | None = None):
@@ -349,15 +349,15 @@ class TrainingRun:
         self.attempt = self.version = self.failures = 0
         self.members, self.workers = frozenset(), 0  # of the group
         self.running, self.waiting, self.least = False, False, 0  # waiting: for machines with `least` workers
-        self.step, self.since, self.seconds = 0.0, 0.0, math.inf  # steps done at a time, and the pace from then on
+        self.step, self.since, self.seconds = 0.0, 0.0, math.inf  # steps done at `since`, seconds a step from then on
         self.complete, self.uploaded_at = 0, 0.0
-        self.first = 0  # step of the group
+        self.first = 0  # the group's first step
         self.down_since, self.started = 0.0, 0.0
         self.losses = sorted(losses or (), key=lambda loss: loss.step)
         self.start(seconds=0.0)
 
     def happen(self, attempt: int, version: int) -> None:
-        """The next of the given losses, and those of the same step."""
+        """Apply the next of the given losses, and others at the same step."""
         if (attempt, version) != (self.attempt, self.version):
             return
         step = self.losses[0].step
@@ -406,7 +406,7 @@ class TrainingRun:
         self.consider_growing()
 
     def end_group(self, counted: bool, unseen: bool = False) -> None:
-        """The group is lost, or shut down to grow: what it did since the newest complete checkpoint is done again.
+        """The group is lost, or shut down to grow: its work since the newest complete checkpoint is repeated.
 
         `unseen`: a machine is gone, and Ray does not know yet.
         """
@@ -446,7 +446,7 @@ class TrainingRun:
         return self.step + max(0.0, self.clock.now - self.since) / self.seconds if self.running else self.step
 
     def set_pace(self) -> None:
-        """Go on from now, or from the end of a checkpoint's stall, with the workers and encoders that there are."""
+        """Continue from now, or from the end of a checkpoint's stall, with the workers and encoders present."""
         seconds = self.stage.compute_seconds(self.workers)
         if self.encoders:
             supply = self.encoders.workers * self.stage.encoder_rows_per_second
@@ -455,7 +455,7 @@ class TrainingRun:
         self.plan_checkpoint(self.next_due())
 
     def next_due(self) -> int:
-        """The step of the next checkpoint that is due by itself, as `train.train_loop_per_worker` saves them."""
+        """The step of the next regular checkpoint, as `train.train_loop_per_worker` saves them."""
         every = self.config.checkpoint_every
         return min((math.floor(self.step + 1e-6) // every + 1) * every, self.config.max_steps)
 
@@ -466,7 +466,7 @@ class TrainingRun:
         self.plan_loss()
 
     def save(self, attempt: int, version: int, step: int) -> None:
-        """Training stands still until the upload before this one is complete, and while the state is copied."""
+        """Training pauses until the previous upload is complete, and while the state is copied."""
         if (attempt, version) != (self.attempt, self.version):
             return
         stall = max(0.0, self.uploaded_at - self.clock.now) + self.faults.checkpoint_seconds
@@ -498,7 +498,7 @@ class TrainingRun:
 
     def lost(self, machine: int, announced: bool) -> None:
         if machine in self.members:
-            # Ray Train counts announced losses apart, without a limit.
+            # Ray Train counts announced losses separately, without a limit.
             self.end_group(counted=not announced, unseen=not announced)
 
     def noticed(self, machine: int) -> None:
@@ -506,7 +506,7 @@ class TrainingRun:
             self.clock.after(self.stage.seen_seconds, self.answer, self.attempt)
 
     def answer(self, attempt: int) -> None:
-        """Save after the step that is being done."""
+        """Save after the current step."""
         if attempt == self.attempt and self.running and math.isfinite(self.seconds):
             step = math.floor(self.steps_done() + 1e-6) + 1
             if step < self.config.max_steps:
@@ -537,7 +537,7 @@ class TrainingRun:
 
 
 class EncoderWatcher:
-    """Tells a training run that its encoders are more or fewer; Ray Data repeats the tasks of lost ones."""
+    """Tells a training run that its number of encoders changed; Ray Data repeats the tasks of lost ones."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -558,7 +558,7 @@ class EncoderWatcher:
 def simulate_stage(
     stage: Encoding | Training, random: np.random.Generator, losses: Sequence[Loss] | None = None
 ) -> Outcome:
-    """One draw of a stage; of a training, or what follows from the given `losses`.
+    """One draw of a stage, or the outcome of a training run with the given `losses`.
 
     Raises RuntimeError if the stage waits for machines that never come back.
     """
@@ -575,9 +575,9 @@ def simulate_stage(
 
 
 def simulate(stages: Sequence[Encoding | Training], draws: int = 100, seed: int = 0) -> pd.DataFrame:
-    """So many draws of a run, whose stages follow each other: a row for each draw and stage (`Outcome`).
+    """`draws` draws of a run, whose stages follow each other: a row for each draw and stage (`Outcome`).
 
-    Draw i depends on `seed` and i alone. ValueError if `draws` is no whole number above 0.
+    Draw i depends only on `seed` and i. Raises ValueError unless `draws` is a whole number above 0.
     """
     rows = []
     for draw in range(check_count("draws", draws)):
@@ -601,7 +601,7 @@ def without_losses(stage: Encoding | Training) -> Encoding | Training:
 
 
 def summarize(runs: pd.DataFrame, quantiles: Iterable[float] = (0.1, 0.5, 0.9)) -> pd.DataFrame:
-    """What `simulate` gave, over all stages: a row for each quantile of the draws, and their mean."""
+    """The result of `simulate`, summed over stages: a row for each quantile of the draws, and their mean."""
     totals = runs.drop(columns=["stage", "done", "events"]).groupby("draw").sum()
     totals["down_hours"], totals["shrunk_hours"] = totals["down_seconds"] / 3600, totals["shrunk_seconds"] / 3600
     shown = totals[["hours", "dollars", "losses", "notices", "restarts", "relaunches", "down_hours", "shrunk_hours"]]
@@ -629,12 +629,12 @@ def sd2_run(
     """The stages of the full run: all rows encoded at both sizes in one pass, then 256 and 512 pixels (`full_run`).
 
     Args:
-        num_gpus: that train, on machines of `machine`; a unit of the global batch each.
-        least_gpus: down to which the run shrinks; None: it waits for lost machines.
+        num_gpus: GPUs that train, on machines of kind `machine`; each takes one unit of the global batch.
+        least_gpus: fewest GPUs that the run shrinks to; None: it waits for lost machines.
         spot_discount: share off the prices of both kinds of machines.
         changes: values of the training's parameters, such as `checkpoint_every`.
 
-    Rates are `planner.trainer_rate`, with what `estimates.predict_scaling` leaves of it, and `estimates.encoder_rate`.
+    Rates are `planner.trainer_rate`, reduced by `estimates.predict_scaling`, and `estimates.encoder_rate`.
     """
     faults = faults or planner.Faults()
     count = check_count("num_gpus", num_gpus) / machine.num_gpus

@@ -1,4 +1,4 @@
-"""Workers that hang are ended, failures are recorded, and a preemption notice is answered with a checkpoint."""
+"""Kill hung workers, record failures, and save a checkpoint on a preemption notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from .. import distributed, storage
 from ..config import TrainingConfig
 
-# What Ray raises where a node, an actor or a worker is gone, or what it held or was to do.
+# What Ray raises when a node, an actor or a worker is lost, or an object or task because of that.
 LOST = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -30,7 +30,7 @@ LOST = (
     ray.exceptions.TaskUnschedulableError,
     ray.exceptions.ActorUnschedulableError,
 )
-PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # what is written to it has NCCL dump its flight recorder
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # writing to it makes NCCL dump its flight recorder
 ENDED = "ended.json"  # in a run's folder: why its workers ended it
 
 
@@ -38,11 +38,11 @@ class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
     A worker that waits forever in a collective, or for a file system that does not answer, looks alive from outside.
-    Until the first beat it has ten times as long, for compilation and the first batch, and again after each slow beat.
+    The limit is ten times as long until the first beat, for compilation and the first batch, and after a slow beat.
 
     Args:
         timeout: seconds.
-        on_hang: called with the seconds without progress before the process is killed. It has ten seconds, because the
+        on_hang: called with the seconds without progress before the process is killed. It gets ten seconds, because the
             storage that it writes to may be what hangs.
     """
 
@@ -90,9 +90,9 @@ def hang_callback(config: TrainingConfig) -> Callable[[float], None]:
 
 
 def dump_flight_recorder(run_uri: str, rank: int) -> None:
-    """Copy NCCL's flight recorder to `failures/nccl-{rank}.pickle`, if `session.connect` had NCCL keep one.
+    """Copy NCCL's flight recorder to `failures/nccl-{rank}.pickle`, if `session.connect` enabled it.
 
-    torch's `torchfrtrace` compares the files of all ranks: which collective each of them waits in.
+    torch's `torchfrtrace` compares the files of all ranks and shows which collective each is waiting in.
     """
     pipe, dump = (pathlib.Path(f"{os.environ.get(PIPE, '')}{rank}{suffix}") for suffix in (".pipe", ""))
     if pipe.is_fifo():
@@ -108,15 +108,15 @@ def limit_health_checks(seconds: float) -> None:
     """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
 
     A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
-    environment variable, which its controller takes from the process that calls `trainer.fit()`.
+    environment variable, which its controller inherits from the process that calls `trainer.fit()`.
     """
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
 
 def check_device(device: torch.device) -> str | None:
-    """What is wrong with this worker's device or its links; None if nothing is. Call it on all ranks.
+    """The problem with this worker's device or its links; None if there is none. Call it on all ranks.
 
-    On a GPU, a second of matrix products; then an all-reduce. Both are of whole numbers that any precision holds, so
+    Runs matrix products, for a second on a GPU, then an all-reduce. Both use integers that any precision represents, so
     the answers are known exactly: a Sylvester-Hadamard matrix times itself is its size times the identity.
     """
     on_gpu, problems = device.type == "cuda", []
@@ -139,7 +139,7 @@ def check_device(device: torch.device) -> str | None:
 
 
 def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether some worker's `check_device` found a problem: the run then ends, naming it. Call it on all ranks."""
+    """Whether any worker's `check_device` found a problem; if so, ends the run, naming it. Call it on all ranks."""
     problem = check_device(device)
     where = f"{device} of {socket.gethostname()} (worker {distributed.rank()})"
     found = distributed.gather_objects(problem and f"{where} {problem}")
@@ -152,9 +152,9 @@ def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
 
 
 class PreemptionNotice:
-    """Asks Ray Train every few seconds whether a node of the run is about to be taken away: save a checkpoint then.
+    """Asks Ray Train every few seconds whether a node of the run is about to be preempted, to save a checkpoint.
 
-    All workers must ask at the same steps, so they agree on a number of steps: after the first step, and again after
+    All workers must ask at the same steps, so they agree on an interval in steps, after the first step and again after
     the twentieth, because the first ones are slower.
     """
 
@@ -192,13 +192,13 @@ def read_failures(run_uri: str) -> list[str]:
 
 
 def end_run(run_uri: str, error: str) -> None:
-    """Called by a worker before all workers return: the run ends with `error`, and Ray Train starts none again."""
+    """Called by a worker before all workers return: the run ends with `error`, and Ray Train does not restart it."""
     storage.write_json(storage.join(run_uri, ENDED), {"error": error})
 
 
 @contextlib.contextmanager
 def raise_end(run_uri: str) -> Iterator[None]:
-    """Around `trainer.fit()`: raises RuntimeError with the sentence of `end_run`, if a worker called it meanwhile."""
+    """Wrap `trainer.fit()` in it: raises RuntimeError with the error of `end_run`, if a worker called it meanwhile."""
     ended = storage.join(run_uri, ENDED)
     storage.delete(ended)
     yield
@@ -220,8 +220,8 @@ class RecordFailures(ray.train.UserCallback):
 def was_lost(error: BaseException) -> bool:
     """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
 
-    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, would fail again. Of an
-    error in one of Ray Data's tasks that met the loss, often only the text arrives.
+    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, does not count: it would
+    fail again. If a Ray Data task raised the error, often only its text arrives.
     """
     wrapped = isinstance(error, (ray.exceptions.RayTaskError, ray.exceptions.UnserializableException))
     text = str(error) if wrapped else ""
@@ -231,7 +231,7 @@ def was_lost(error: BaseException) -> bool:
 
 
 def summarize_error(text: str) -> str:
-    """One sentence of an error: the last line of a traceback, else the line that says what happened to the worker."""
+    """One sentence for an error: the last line of a traceback, else the line that says what happened to the worker."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
     telling = [
         line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))

@@ -1,4 +1,4 @@
-"""One driver at a time on a job's latents or a run: `lease.json` beside them, with a heartbeat."""
+"""Allow only one driver at a time on a job's latents or a run: `lease.json` in the folder, with a heartbeat."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import psutil
 from .. import storage
 
 BEAT_SECONDS, STALE_SECONDS = 10, 60
-SETTLE_SECONDS = 2  # more than the time between a driver's look at the lease and its write
-_held: dict[str, Lease] = {}  # of this process, by folder
+SETTLE_SECONDS = 2  # longer than a driver takes from reading the lease to writing it
+_held: dict[str, Lease] = {}  # this process's leases, by folder
 
 
 def hold(uri: str, parameter: str) -> Lease:
-    """The lease on a folder; this process keeps it until `release`, the end of a `with` block, or its own end.
+    """The lease on a folder; this process keeps it until `release`, the end of a `with` block, or its exit.
 
     A process that holds the lease gets the same one again, so that a cell can be run twice. `parameter`: what to call
     the folder in errors, such as "run_name='laptop'". Raises RuntimeError if another driver holds it.
@@ -36,18 +36,18 @@ def hold(uri: str, parameter: str) -> Lease:
 
 
 class Lease:
-    """Writing `lease.json` into a folder, and renewing it every `BEAT_SECONDS` in a thread, until `release`.
+    """Writes `lease.json` into a folder and renews it every `BEAT_SECONDS` in a thread, until `release`.
 
-    A lease that is there is taken over at once if its process ran here and is dead, else as soon as its last heartbeat
-    is `STALE_SECONDS` old by the storage's own clock; until then this waits, unless a heartbeat is seen. A process that
-    finds its lease taken over, because it stood still for so long, is interrupted (KeyboardInterrupt).
+    An existing lease is taken over at once if its process ran here and is dead, else as soon as its last heartbeat is
+    `STALE_SECONDS` old by the storage's own clock; until then this waits, unless it sees a heartbeat. A process that
+    finds its lease taken over, because it was suspended for so long, is interrupted (KeyboardInterrupt).
 
-    A new file on a disk is created exclusively. Everything else is written, left for `SETTLE_SECONDS`, and read back:
-    of several writers the last one has it. This does not cover a driver that stands still between its look at the
-    lease and its write for longer than that: two drivers then believe to hold the lease until the next heartbeat, or
-    `check`, of the one whose file was replaced.
+    A new file on a disk is created exclusively. In all other cases the file is written, and read back after
+    `SETTLE_SECONDS`: the last of several writers holds the lease. This does not cover a driver that is suspended for
+    longer than that between reading and writing the lease: two drivers then believe that they hold it until the next
+    heartbeat, or `check`, of the one whose file was replaced.
 
-    Raises RuntimeError, with who holds the lease and since when.
+    Raises RuntimeError, which says who holds the lease and since when.
     """
 
     def __init__(self, uri: str, parameter: str):
@@ -74,7 +74,7 @@ class Lease:
         self.release()
 
     def read(self) -> dict | None:
-        """What the file says; None if there is none, {} if it is not whole yet."""
+        """The file's content; None if there is no file, {} if it is incomplete."""
         try:
             return storage.read_json(self.uri)
         except FileNotFoundError:
@@ -86,7 +86,7 @@ class Lease:
         storage.write_json(self.uri, self.content)
 
     def create(self) -> bool:
-        """Write the file unless there is one; False where that cannot be done in one step (object stores)."""
+        """Write the file unless it exists; False where that is not possible in one step (object stores)."""
         if not storage.is_local(self.uri):
             return False
         path = pathlib.Path(storage.open_filesystem(self.uri)[1])
@@ -115,7 +115,7 @@ class Lease:
         )
 
     def wait_until_stale(self, holder: dict) -> None:
-        """Return when the holder counts as gone; raises RuntimeError if it lives."""
+        """Return when the holder counts as gone; raises RuntimeError if it is alive."""
         is_here = holder.get("place") == self.content["place"]
         if is_here and (holder["pid"] == os.getpid() or not is_alive(holder)):
             return
@@ -134,7 +134,7 @@ class Lease:
                 raise self.refusal()
 
     def seconds_since_beat(self) -> float:
-        """By the storage's clock, which writes the time of both files: drivers' clocks may differ."""
+        """By the storage's clock, which timestamps both files: drivers' clocks may differ."""
         probe = f"{self.uri}.{self.content['token']}"
         storage.write_text(probe, "now")
         now, beat = (storage.version(uri)[1] for uri in (probe, self.uri))
@@ -142,7 +142,7 @@ class Lease:
         return (now - (beat or now)) / 1e9
 
     def renew(self) -> None:
-        """In the thread: write the file again and again, while it is this lease's."""
+        """Runs in the thread: rewrite the file periodically, while it is this lease's."""
         while not self.stop.wait(BEAT_SECONDS):
             try:
                 if not self.is_held():
@@ -150,17 +150,17 @@ class Lease:
                 self.content["beats"] += 1
                 self.write()
             except OSError:
-                continue  # the storage is away
+                continue  # the storage cannot be reached
 
     def give_up(self) -> None:
-        """End the work of this process if another one holds the lease; a file that was deleted is missed by `check`."""
+        """Interrupt this process if another one holds the lease; a deleted file is left to `check`."""
         holder = self.read()
         if holder and (holder["place"], holder["pid"]) != (self.content["place"], self.content["pid"]):
             print(f"{self.refusal()} It took over because nothing was heard of this process for {STALE_SECONDS} s.")
             os.kill(os.getpid(), signal.SIGINT)
 
     def release(self) -> None:
-        """Delete the file, if it is still this lease's; where the storage cannot be reached it grows old."""
+        """Delete the file, if it is still this lease's; if the storage cannot be reached, the lease expires."""
         atexit.unregister(self.release)
         self.stop.set()
         self.thread.join()
@@ -170,7 +170,7 @@ class Lease:
 
 
 def place() -> str:
-    """Tells where a process id holds: a host, since it was started, and in it a container."""
+    """Where a process id is valid: a host, since its last boot, and a container on it."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -179,10 +179,10 @@ def place() -> str:
 
 
 def is_alive(holder: dict) -> bool:
-    """Whether a process of this place runs; its id may have been given to another since."""
+    """Whether a process of this place is running; its id may have been reused."""
     try:
         process = psutil.Process(holder["pid"])
-        same = abs(process.create_time() - holder["created"]) < 10  # it moves when the host's clock is set
+        same = abs(process.create_time() - holder["created"]) < 10  # it shifts when the host's clock is set
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run: one line a step, written by rank 0, read back as a frame. No Ray, no torch."""
+"""`metrics.jsonl` of a run: one line per step, written by rank 0, read back as a frame. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def samples_crc32(ids: Iterable) -> int:
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run, one line a step, written by rank 0.
+    """`metrics.jsonl` of a run, one line per step, written by rank 0.
 
     On a disk lines are appended one by one. An object store cannot append: there the lines between two checkpoints are
     one object, `metrics-{attempt}-{step}.jsonl`. Steps that are repeated after a failure have a higher `attempt`;
@@ -59,7 +59,7 @@ class MetricsLog:
             "samples_seen": self.samples_seen,
             "samples_crc32": samples_crc32(ids),
         }
-        # JSON has no NaN and no infinity: the loss of a skipped step.
+        # JSON has no NaN and no infinity, which the loss of a skipped step may be.
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in line.items()
@@ -86,7 +86,7 @@ class MetricsReader:
     def __init__(self, run_uri: str):
         self.run_uri = run_uri
         self.position = 0  # in the local file
-        self.seen = set()  # objects
+        self.seen = set()  # objects that were read
 
     def read(self) -> list[dict]:
         """Lines since the last call, in the order in which they were written; incomplete ones come in a later call."""
@@ -113,7 +113,7 @@ def metrics_files(run_uri: str) -> list[str]:
 
 
 def read_metrics(run_uri: str, all_attempts: bool = False) -> pd.DataFrame:
-    """A run's metrics, one row a step; of repeated steps the last attempt, or with `all_attempts` all of them."""
+    """A run's metrics, one row per step; for repeated steps the last attempt, or all with `all_attempts`."""
     rows = MetricsReader(run_uri).read()
     if not rows:
         return pd.DataFrame(columns=COLUMNS)
@@ -124,10 +124,10 @@ def read_metrics(run_uri: str, all_attempts: bool = False) -> pd.DataFrame:
 def throughput(metrics: pd.DataFrame, skip: int = 20) -> tuple[float, float]:
     """`(images/s, share of the time spent waiting for data)` of a run, the one definition used everywhere.
 
-    Rows trained on (unmasked rows) over elapsed time, including the time that training stood still for checkpoints,
-    without the first `skip` steps (warm-up; at most half of the steps). It is a ratio of sums, not a mean over steps,
-    because data for several steps arrives together: one step waits for all of them. Time between two attempts is not
-    counted. `metrics`: columns images_per_second, step_seconds, checkpoint_seconds, data_wait_share.
+    Rows trained on (unmasked rows) over elapsed time, including the time that training paused for checkpoints, without
+    the first `skip` steps (warm-up; at most half of the steps). It is a ratio of sums, not a mean over steps, because
+    data for several steps arrives together: one step waits for all of them. Time between two attempts is not counted.
+    `metrics`: columns images_per_second, step_seconds, checkpoint_seconds, data_wait_share.
     """
     steps = metrics.iloc[min(skip, len(metrics) // 2) :]
     seconds = (steps["step_seconds"] + steps["checkpoint_seconds"]).sum()
@@ -136,11 +136,11 @@ def throughput(metrics: pd.DataFrame, skip: int = 20) -> tuple[float, float]:
 
 
 def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = 20) -> pd.DataFrame:
-    """How fast runs were: {name: metrics} -> a frame with a row a run, warm-up (`skip`) left out as in `throughput`.
+    """The speed of runs: {name: metrics} -> a frame with a row per run, without warm-up (`skip`) as in `throughput`.
 
     Columns: images/s (`throughput`), the same "a worker", MFU (NaN if the peak is not known), peak memory, and shares
     of the elapsed time: waiting for data, in collectives that do not overlap with compute (NaN unless a step was
-    profiled), and standing still for checkpoints.
+    profiled), and paused for checkpoints.
     """
     rows = {}
     for name, frame in metrics.items():

@@ -37,7 +37,7 @@ def interruptible() -> Iterator[None]:
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
-        if in_main_thread and before is not None:  # None: not installed by Python, which cannot install it again
+        if in_main_thread and before is not None:  # None: not installed by Python, which cannot restore it
             signal.signal(signal.SIGINT, before)
 
 
@@ -72,8 +72,8 @@ def poll_in_background(action: Callable[[], object], every: float) -> Iterator[N
 def keep_executed_notebook(folder_uri: str) -> None:
     """Copy the executed notebook into a folder, such as a run's, when this kernel ends.
 
-    Of papermill's output, where it was told to name it (`--inject-output-path`); without that, nothing is copied.
-    papermill writes its output after each cell, an error included.
+    The notebook is papermill's output, which is known only with `--inject-output-path`; without that, nothing is
+    copied. papermill writes its output after each cell, even one that fails.
     """
     shell = get_ipython()
     output = shell and shell.user_ns.get("PAPERMILL_OUTPUT_PATH")
@@ -83,7 +83,7 @@ def keep_executed_notebook(folder_uri: str) -> None:
 
 
 class Progress:
-    """Shows how far a job is: `progress(done, total, text)`, as often as you like.
+    """Shows a job's progress: call `progress(done, total, text)` as often as you like.
 
     In a notebook it is one display that is updated in place. In a batch run (papermill, or a plain Python program),
     where nobody sees the display, a line goes to the terminal every `seconds_between_lines`, and at the end.
@@ -132,7 +132,7 @@ class Progress:
         if self.terminal is None:
             return
         start = "\n" if self.last is None else ""  # papermill's own progress bar does not end its line
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the terminal is gone
             os.write(self.terminal, f"{start}{line}\n".encode())
 
 
@@ -163,8 +163,8 @@ def format_seconds(seconds: float) -> str:
 def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[tracking.Track] = ()) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
-    Images/s as `metrics_log.throughput` defines them, of the last 2,000 steps; the loss is the mean of the last 50.
-    What the run leaves goes to `config.trackers` and to the functions `track(step, values)`, with the use of the nodes
+    Images/s are `metrics_log.throughput` over the last 2,000 steps; the loss is the mean of the last 50. The run's
+    metrics and pictures go to `config.trackers` and to the functions `track(step, values)`, with the nodes' utilization
     every ten seconds. An interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block
     ends. Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
@@ -189,7 +189,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[trac
             asked_nodes = time.monotonic()
             try:
                 track_all(next(reversed(lines)), nodes.values())
-            except Exception as error:  # whatever it is, it is not worth a run
+            except Exception as error:  # tracking must not end the run
                 asked_nodes = math.inf
                 progress.message(f"The use of the nodes is no longer tracked: {type(error).__name__}: {error}")
         for line in new:
@@ -206,7 +206,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[trac
 
     with contextlib.ExitStack() as stack:
         track_all = stack.enter_context(tracking.start(config, track))
-        stack.callback(show)  # what came last
+        stack.callback(show)  # the last lines
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
             fault_tolerance.raise_end(config.run_uri),

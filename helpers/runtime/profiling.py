@@ -26,7 +26,7 @@ Event = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU by NVIDIA's data sheet: dense tensor-core TFLOP/s, memory in GB.
+    """One GPU, from NVIDIA's data sheet: dense tensor-core TFLOP/s, memory in GB.
 
     MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. Its matrix
     products do not, so this MFU stays low.
@@ -38,7 +38,7 @@ class Accelerator:
     memory_gb: float
 
 
-# A name that contains another one comes before it.
+# A name that contains another one is listed before it.
 ACCELERATORS = (
     Accelerator("A10G", 70, 35, 24),
     Accelerator("A100", 312, 156, 80),
@@ -164,7 +164,7 @@ def peak_memory(device: torch.device | str) -> int:
 
 
 class Meter:
-    """Measures a worker's steps; `line` gives the columns of `metrics.jsonl` that tell of speed.
+    """Measures a worker's steps; `line` returns the speed columns of `metrics.jsonl`.
 
     - `resolution`, `width` and `height` of the step's images.
     - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
@@ -175,7 +175,7 @@ class Meter:
     - `data_wait_share`: share of the step's time waiting for data.
     - `communication_share`: share of the profiled step's time in collectives that do not overlap with compute; None
       before. `config.profile_step=n` profiles the n-th step after each start of the worker; None: no step.
-    - `checkpoint_seconds` that training stood still for a checkpoint before this step.
+    - `checkpoint_seconds` that training paused for a checkpoint before this step.
     """
 
     def __init__(self, config: TrainingConfig, manifest: schema.Manifest, device: torch.device | str):
@@ -184,7 +184,7 @@ class Meter:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Call around every step; on rank 0 of several it profiles the step that `profile_step` names."""
+        """Wrap every step in it; with several workers, rank 0 profiles the step that `profile_step` names."""
         self.num_steps += 1
         if world_size() == 1 or rank() > 0 or self.num_steps != self.config.profile_step:
             yield
@@ -199,7 +199,7 @@ class Meter:
 
     @functools.cache  # noqa: B019 (a worker has one meter)
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Of one row of latents (C, H, W)."""
+        """FLOPs of training on one row of latents (C, H, W)."""
         return training_flops(self.config.unet_config, shape, self.manifest.embeddings.shape)
 
     def line(

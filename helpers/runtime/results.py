@@ -1,9 +1,9 @@
-"""What the evaluations of a run's checkpoints found: a file `validation/{step}.json` in the run's folder for each.
+"""Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
 
 Keys of a file: step; validation_loss, unweighted and rows (`train_step.validation_loss`); loss_by_noise, {timestep:
-unweighted loss}; prompts, how many pictures were drawn; clip_score, cmmd, agreement and agreement_by_attribute, as far
-as they were asked for; seconds. Where something went wrong: failed, {what: a sentence}. A checkpoint that was passed
-over for a newer one has step and skipped, a sentence. `unfinished` is true while an evaluation runs.
+unweighted loss}; prompts, the number of pictures drawn; clip_score, cmmd, agreement and agreement_by_attribute, if they
+were asked for; seconds. After failures: failed, {what: a sentence}. A checkpoint that was skipped for a newer one has
+step and skipped, a sentence. `unfinished` is true while an evaluation runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import Image
 from .. import storage
 from ..config import TrainingConfig
 
-HIGHER_IS_BETTER = {"clip_score", "agreement"}  # of `best_by`; of the others the lowest is best
+HIGHER_IS_BETTER = {"clip_score", "agreement"}  # values of `best_by`; for the others, the lowest is best
 
 
 def uri(run_uri: str, step: int) -> str:
@@ -30,7 +30,7 @@ def write(run_uri: str, result: dict[str, Any]) -> None:
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
-    """Add what became of an evaluation to what is known of the step, print it, and return the whole."""
+    """Add to a step's result that its evaluation was skipped or failed, print it, and return the result."""
     result = storage.read_json(uri(run_uri, step)) if storage.exists(uri(run_uri, step)) else {"step": step}
     result.pop("unfinished", None)
     if skipped:
@@ -51,18 +51,18 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def read(run_uri: str) -> list[dict[str, Any]]:
-    """All files, by rising step."""
+    """All results, by step."""
     return [storage.read_json(one) for one in storage.list_files(storage.join(run_uri, "validation"), ".json")]
 
 
 def scores(run_uri: str) -> pd.DataFrame:
-    """The numbers of the run's evaluated checkpoints: a row a step, a column for each number that was found."""
+    """The numbers of the run's evaluated checkpoints: one row per step, one column per number."""
     rows = [numbers(result) for result in read(run_uri) if "skipped" not in result]
     return pd.DataFrame(rows, columns=list(dict.fromkeys(["step", *(name for row in rows for name in row)])))
 
 
 def numbers(result: dict[str, Any]) -> dict[str, float]:
-    """A result without what is no number; the losses by noise as "loss_by_noise/{timestep}"."""
+    """The numbers of a result; the losses by noise as "loss_by_noise/{timestep}"."""
     flat = {f"loss_by_noise/{int(timestep):04d}": loss for timestep, loss in result.get("loss_by_noise", {}).items()}
     kept = {name: value for name, value in result.items() if isinstance(value, int | float)}
     return {**kept, **flat}

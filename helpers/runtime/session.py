@@ -20,16 +20,16 @@ from .. import storage
 from ..config import TrainingConfig
 from . import fault_tolerance
 
-STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # how their names begin
+STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
-    """Start Ray on this machine ("local"), or join the cluster at an address; once a process.
+    """Start Ray on this machine ("local"), or join the cluster at an address; once per process.
 
-    Workers get this package and the variables of object stores (`STORE_VARIABLES`) through the runtime environment: a
-    cluster's nodes need no more than requirements.txt. Ray that is started here is quiet, and told of at least four
-    CPUs, so that on a small machine stages that wait for each other share a core. On a cluster, logs and signals'
-    handlers stay as they are, and the dashboard's address is printed where there is one.
+    Workers get this package and the object stores' variables (`STORE_VARIABLES`) through the runtime environment: a
+    cluster's nodes need only requirements.txt. A local Ray is quiet and is given at least four CPUs, so that on a small
+    machine stages that wait for each other share a core. On a cluster, logs and signal handlers stay as they are, and
+    the dashboard's address is printed if there is one.
     """
     if ray.is_initialized():
         return
@@ -49,13 +49,13 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
 def start_local_ray(package: str, num_cpus: int | None) -> None:
     """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it."""
     num_cpus = num_cpus or max(4, os.cpu_count())
-    # Ray warns when it has started four times as many workers as it may start at once, by default one a core.
+    # Ray warns when it has started four times as many workers as it may start at once, by default one per core.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(2 * num_cpus))
     # Ray Data would start 32 processes for each read of Parquet files, to read their footers on a cluster's nodes.
     os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
-    # A cloud takes nodes away, not the machine that this runs on; the watcher is a process more for each run.
+    # Clouds preempt nodes, not the machine that this runs on; the watcher is one more process for each run.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    # Ray's C++ layer warns about Ray Data's own workings. While it starts it also reports this setting.
+    # Ray's C++ layer warns about Ray Data's internals. While it starts, it also reports this setting.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with stderr_closed():
         ray.init(
@@ -76,12 +76,12 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
 def worker_variables() -> dict[str, str]:
     """Environment of the workers.
 
-    This process's variables of object stores, with which workers on other machines reach the same one (a file that
-    `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node); and NCCL keeps its last collectives, for
-    `fault_tolerance.dump_flight_recorder`.
+    This process's object store variables, so that workers on other machines reach the same store (a file that
+    `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node); and settings for NCCL to record its last collectives,
+    for `fault_tolerance.dump_flight_recorder`.
     """
     store = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
-    recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # and the rank; not another job's on this machine
+    recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # plus the rank; unique to this job on the machine
     files = dict.fromkeys([fault_tolerance.PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
     return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
@@ -129,10 +129,10 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
 
 
 def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
-    """Check the cluster's GPUs for the trainers, which share them with encoders that want `encoder_gpus` in all.
+    """Check the cluster's GPUs for the trainers, which share them with encoders that need `encoder_gpus` in all.
 
-    Raises ValueError if the trainers may get GPUs of two kinds: all would go at the pace of the slower, and be out of
-    memory on the smaller. Prints a line if there are too few GPUs, or none is left for validation.
+    Raises ValueError if the trainers may get GPUs of two kinds: all would run at the slower one's speed, and run out of
+    memory on the smaller one. Prints a line if there are too few GPUs, or none is left for validation.
     """
     if not use_gpu:
         return
@@ -169,9 +169,9 @@ def gpu_kinds() -> dict[str, float]:
 
 
 def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
-    """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, whose memory is free when it ends.
+    """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
 
-    In this process the GPU's memory would stay in use, where the trainers need it.
+    In this process, the memory would stay in use, although the trainers need it.
     """
     if not use_gpu:
         return function(*arguments)
@@ -179,7 +179,7 @@ def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
 
 
 def free_disk(storage_uri: str) -> int:
-    """Delete all that the notebooks keep under `storage`: raw samples, latents, runs. Returns the bytes freed."""
+    """Delete all that the notebooks store under `storage`: raw samples, latents, runs. Returns the bytes freed."""
     freed = 0
     for folder in ("raw", "scratch", "latents", "online", "runs"):
         uri = storage.join(storage_uri, folder)

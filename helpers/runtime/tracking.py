@@ -1,7 +1,7 @@
 """A run's metrics, pictures and parameters in TensorBoard, Weights & Biases, MLflow, or a function of your own.
 
-The driver tracks what the run leaves in its folder, beside the progress (`monitoring.monitor_run`): workers know
-nothing of it, and a tracker that fails takes nothing down.
+The driver tracks what the run writes to its folder, along with the progress (`monitoring.monitor_run`): workers are not
+involved, and a tracker that fails does not affect the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_number(value: Any) -> bool:
 def tensorboard(config: TrainingConfig) -> Iterator[Track]:
     """Event files in the run's `tensorboard/`, by tensorboardX, which Ray Train installs.
 
-    On an object store they are copied there at the end.
+    If that is on an object store, they are copied there at the end.
     """
     from tensorboardX import SummaryWriter
 
@@ -59,12 +59,12 @@ def tensorboard(config: TrainingConfig) -> Iterator[Track]:
 
 @contextlib.contextmanager
 def wandb(config: TrainingConfig) -> Iterator[Track]:
-    """A run of the project "pretraining"; a run that is resumed goes on there. WANDB_MODE=offline needs no network."""
+    """A run of the project "pretraining"; a resumed run continues there. WANDB_MODE=offline needs no network."""
     import wandb
 
     named = dict(project="pretraining", name=config.run_name, id=config.run_name, resume="allow")
     with wandb.init(**named, config=config.to_dict()) as run:
-        run.define_metric("*", step_metric="step")  # its own steps may not go back, as those of a validation do
+        run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a validation's do
 
         def track(step, values):
             shown = {name: value if is_number(value) else wandb.Image(value) for name, value in values.items()}
@@ -75,7 +75,7 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
 
 @contextlib.contextmanager
 def mlflow(config: TrainingConfig) -> Iterator[Track]:
-    """A run of the experiment "pretraining", where MLFLOW_TRACKING_URI says; one that is resumed goes on there."""
+    """A run of the experiment "pretraining", at MLFLOW_TRACKING_URI; a resumed run continues there."""
     import mlflow
 
     mlflow.set_experiment("pretraining")
@@ -99,9 +99,9 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 @contextlib.contextmanager
 def start(config: TrainingConfig, own: Sequence[Track] = ()) -> Iterator[Track]:
-    """Start `config.trackers`, and functions of your `own`; yields one that passes what it is given to all of them.
+    """Start `config.trackers` and your `own` functions; yields a function that calls all of them.
 
-    One that is not installed, cannot be reached or fails is said once and left out; training goes on.
+    One that is not installed, cannot be reached or fails is reported once and dropped; training continues.
     """
     active: dict[str, Track] = {f"function {track!r}": track for track in own}
     open_trackers = {}
@@ -109,7 +109,7 @@ def start(config: TrainingConfig, own: Sequence[Track] = ()) -> Iterator[Track]:
     def attempt(name, action):
         try:
             return action()
-        except Exception as error:  # whatever it is, it is not worth a run
+        except Exception as error:  # tracking must not end the run
             active.pop(name, None)
             why = "is not installed" if isinstance(error, ImportError) else "failed"
             print(f"tracker {name} {why}: {type(error).__name__}: {error}. The run goes on without it.")
@@ -131,9 +131,9 @@ def start(config: TrainingConfig, own: Sequence[Track] = ()) -> Iterator[Track]:
 
 
 class RunReader:
-    """What a run leaves in its folder from now on: `values()` of each step and evaluated checkpoint once.
+    """Reads what a run writes to its folder from now on: `values()` yields each step and evaluated checkpoint once.
 
-    `said`: sentences about evaluations that failed or were skipped; the caller takes them out.
+    `said`: sentences about evaluations that failed or were skipped; the caller removes them.
     """
 
     def __init__(self, config: TrainingConfig):
@@ -146,7 +146,7 @@ class RunReader:
         return storage.list_files(self.folder, ".json")
 
     def values(self, lines: list[dict]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """`(step, values)` of `lines` of the metrics, and of evaluations that are finished since the last call.
+        """Yield `(step, values)` of `lines` of the metrics, and of evaluations finished since the last call.
 
         The values of an evaluation are its numbers, and its pictures as "evaluation".
         """
@@ -163,7 +163,7 @@ class RunReader:
                 grid = storage.join(self.run_uri, "evaluation", f"{step:09d}", "grid.png")
                 if storage.exists(grid):
                     values["evaluation"] = results.read_picture(grid)
-                if values:  # none of a checkpoint that was skipped
+                if values:  # empty for a checkpoint that was skipped
                     yield step, values
 
 
@@ -201,7 +201,7 @@ class ClusterUse:
         self.actors, self.asked = {}, {}
 
     def values(self) -> dict[str, float]:
-        """What arrived since the last call: {"nodes/{address}/{name}": value}. Nodes that come and go are followed."""
+        """What arrived since the last call: {"nodes/{address}/{name}": value}. Nodes may come and go."""
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         self.actors = {node: actor for node, actor in self.actors.items() if node in alive}
         for node in alive.keys() - self.actors.keys():
@@ -213,7 +213,7 @@ class ClusterUse:
             node = self.asked.pop(answer)
             try:
                 found |= {f"nodes/{alive.get(node, node)}/{name}": value for name, value in ray.get(answer).items()}
-            except ray.exceptions.RayError:  # the node was lost, or the actor, which is started again
+            except ray.exceptions.RayError:  # the node was lost, or the actor, which is restarted
                 self.actors.pop(node, None)
         for node in self.actors.keys() - set(self.asked.values()):
             self.asked[self.actors[node].read.remote()] = node
