@@ -178,7 +178,7 @@ class PreprocessingConfig(Parameters):
     gpus_per_encoder: Annotated[float, "0 (CPU), a share of a GPU, or more", Field(ge=0)] = 0
     encoder_accelerator_type: OptionalText = None
     dollars_per_hour: Amount = 0.0
-    max_failures: CountOrZero = 3  # how often a segment is begun again after a node, an actor or a worker was lost
+    max_failures: CountOrZero = 3  # how often a segment is restarted after a node, an actor or a worker was lost
 
     def __post_init__(self) -> None:
         self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))

@@ -546,7 +546,7 @@ def check_mixture(manifests: dict[str, schema.Manifest]) -> None:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
                 raise ValueError(
                     f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
-                    "encode them in the same way."
+                    "encode both with the same settings."
                 )
 
 

@@ -64,7 +64,7 @@ def parts(
         config = dataclasses.replace(config, latents_uri=job.latents_uri)
         steps = ingest.plan_run({job.latents_uri: manifest}, config).steps_per_epoch
         kept = f"{manifest.total('written'):,} rows are kept in runs/{config.run_name}/{FOLDER}"
-        print(f"{kept}: {steps:,} steps an epoch from now on.")
+        print(f"{kept}: {steps:,} steps per epoch from now on.")
         yield config, functools.partial(loop, part=(begin, config.max_steps)), functools.partial(read, begin=begin)
 
 

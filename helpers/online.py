@@ -44,7 +44,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
     if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
         raise ValueError(
             f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
-            f"{config.horizontal_flip} cut it anew in each epoch: use 1 and False, or keep_latents=False."
+            f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
         )
     uri, found = training.latents_uri, preprocess.check(config)
     names = ("aspect_ratios", "size_multiple", "width_column", "height_column", "random_crop", "horizontal_flip")

@@ -294,7 +294,7 @@ def describe(config: PreprocessingConfig) -> dict:
 
 
 def check_resolutions(resolutions: Iterable[int], halvings: int = 3) -> None:
-    """Raises ValueError for a resolution that is no multiple of 2**halvings."""
+    """Raises ValueError for a resolution that is not a multiple of 2**halvings."""
     for resolution in resolutions:
         if resolution % 2**halvings:
             raise ValueError(

@@ -235,9 +235,8 @@ class Job:
                 if failures > self.max_failures or not fault_tolerance.was_lost(error):
                     raise
                 what = fault_tolerance.summarize_error(str(error))
-                print(
-                    f"Segment {segment.index} is begun again ({failures} of max_failures={self.max_failures}): {what}"
-                )
+                which = f"failure {failures} of max_failures={self.max_failures}"
+                print(f"Segment {segment.index} is restarted ({which}): {what}")
 
     @contextlib.contextmanager
     def cleaned_up(self):

@@ -48,7 +48,7 @@ def check_filter(text: str, found: pa.Schema) -> None:
     except (pa.ArrowException, OverflowError, TypeError) as error:
         types = ", ".join(f"{name} holds {found.field(name).type}" for name in filter_columns(text))
         raise ValueError(
-            f"row_filter={text!r} compares what cannot be compared ({types}): change it. ({error})"
+            f"row_filter={text!r} compares values of different types ({types}): change it. ({error})"
         ) from None
 
 
@@ -112,8 +112,8 @@ def _build(node, text, negated=False):
             pairs = [_compare(kind, *pair) for kind, pair in zip(kinds, itertools.pairwise(sides), strict=True)]
             return functools.reduce(operator.or_ if negated else operator.and_, pairs)
     raise ValueError(
-        f"row_filter={text!r}: {ast.unparse(node)!r} is no comparison of a column with a number or a text, joined by "
-        "and, or, not."
+        f"row_filter={text!r}: {ast.unparse(node)!r} is not a comparison of a column with a number or a text, joined "
+        "by and, or, not."
     )
 
 

@@ -380,7 +380,7 @@ def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
     except FileNotFoundError:
         return BadImage("image file not found")
     except (pa.ArrowInvalid, ValueError, UnicodeError):
-        return BadImage("image path that cannot be")
+        return BadImage("invalid image path")
     except OSError:
         if not storage.is_local(base):
             raise  # the store did not answer: the job stops, and a rerun reads it again

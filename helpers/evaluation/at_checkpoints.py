@@ -66,7 +66,9 @@ def validation_config(
     if config.validate_every:
         prompts = resolve_prompts(config, prompts)
     if config.best_by == "agreement" and agreement is None:
-        raise ValueError("best_by='agreement' needs data whose pictures a program can judge: give another one.")
+        raise ValueError(
+            "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
+        )
     inputs = {"prompts": prompts, "agreement": agreement}
     fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
     # It only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
@@ -103,7 +105,9 @@ def validate(
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
     if newest > step:
-        return results.note(config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and goes first")
+        return results.note(
+            config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
+        )
     lost = storage.join(config.run_uri, "evaluation", f"{step:09d}", "lost.json")  # stays if this process is killed
     times = storage.read_json(lost) if storage.exists(lost) else 0
     if times >= MOST_LOST:

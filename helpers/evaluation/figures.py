@@ -340,7 +340,7 @@ def nearest_neighbours(pictures, neighbours, found, held_out, *, columns=8, near
 
 
 def guidance_curve(tables, *, distance=None):
-    """A distance from real pictures against the CLIP score, along guidance scales; as in MosaicML's Figure 4.
+    """A distance from real pictures against the CLIP score, along guidance scales.
 
     `tables`: what `generation.guidance_sweep` returned, or {name: table} of several models or checkpoints. `distance`:
     "fid", "cmmd" or "kid"; None: the first of these that the table has. Each point is labelled with its guidance scale;

@@ -49,7 +49,9 @@ def read_prompts(
         _check_lengths(found, where, tokenizer)
     if number is not None:
         if not 0 < number <= len(found):
-            raise ValueError(f"number={number:,}, but {where} holds {len(found):,} prompts: ask for 1 to that many.")
+            raise ValueError(
+                f"number={number:,}, but {where} holds {len(found):,} prompts: give a number from 1 to {len(found):,}."
+            )
         chosen = np.random.default_rng(seed).permutation(len(found))[:number]
         found = [found[place] for place in sorted(chosen)]
     _report_duplicates(found, where)
@@ -58,7 +60,7 @@ def read_prompts(
 
 def _text(value: object, where: str, line: int) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where}, line {line:,}: {value!r} is no text; a prompt is one.")
+        raise ValueError(f"{where}, line {line:,}: {value!r} is not text: prompts must be strings.")
     if not value.strip():
         raise ValueError(f"{where}, line {line:,} is empty: write a prompt, or leave the line out.")
     return " ".join(value.split())
@@ -94,10 +96,10 @@ def _read(uri: str) -> list[tuple[int, object]]:
     kind = re.search(r"\.(txt|json|jsonl|csv|tsv|parquet)$", uri.lower())
     if not kind:
         raise ValueError(
-            f"prompts={uri!r} is no .txt, .json, .jsonl, .csv, .tsv or .parquet file: give one, or a list."
+            f"prompts={uri!r} is not a .txt, .json, .jsonl, .csv, .tsv or .parquet file: give one, or a list."
         )
     if not storage.is_file(uri):
-        raise FileNotFoundError(f"prompts={uri!r} is not there: give a file of prompts, or a list of them.")
+        raise FileNotFoundError(f"prompts={uri!r} does not exist: give a file of prompts, or a list of them.")
     filesystem, path = storage.open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         data = file.readall()
@@ -106,14 +108,18 @@ def _read(uri: str) -> list[tuple[int, object]]:
             table = pq.read_table(pa.BufferReader(data))
             return list(enumerate(table[_column(table.column_names, uri)].to_pylist(), 1))
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            raise ValueError(f"prompts={uri!r} is no Parquet file with UTF-8 text ({error}): give another.") from None
+            raise ValueError(
+                f"prompts={uri!r} is not a Parquet file with UTF-8 text ({error}): give another."
+            ) from None
     text = _decode(data, uri)
     if kind[1] in ("csv", "tsv"):
         rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if kind[1] == "tsv" else ",")
         try:
             numbered = [(rows.line_num, row) for row in rows if row]
         except csv.Error as error:
-            raise ValueError(f"prompts={uri!r}, line {rows.line_num:,} is no CSV ({error}): correct it.") from None
+            raise ValueError(
+                f"prompts={uri!r}, line {rows.line_num:,} is not valid CSV ({error}): correct it."
+            ) from None
         if not numbered:
             return []
         names = numbered[0][1]
@@ -127,7 +133,7 @@ def _read(uri: str) -> list[tuple[int, object]]:
     else:
         whole = _json(text, uri) if text.strip() else []
         if not isinstance(whole, (list, dict)):
-            raise ValueError(f"prompts={uri!r} holds {whole!r}, no list: give a list of prompts.")
+            raise ValueError(f"prompts={uri!r} holds {whole!r}, not a list: give a list of prompts.")
         values = list(enumerate(whole if isinstance(whole, list) else _coco(whole, uri), 1))
     return [(line, v[_column(list(v), uri)] if isinstance(v, dict) else v) for line, v in values]
 
@@ -137,7 +143,7 @@ def _json(text: str, uri: str, line: int | None = None) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = line or error.lineno
-        raise ValueError(f"prompts={uri!r}, line {where:,} is no JSON ({error.msg}): correct it.") from None
+        raise ValueError(f"prompts={uri!r}, line {where:,} is not valid JSON ({error.msg}): correct it.") from None
 
 
 def _coco(whole: dict, uri: str) -> list[str]:
@@ -159,7 +165,7 @@ def _decode(data: bytes, uri: str) -> str:
         return data.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise ValueError(f"prompts={uri!r}, line {line:,} is no UTF-8: save the file as UTF-8.") from None
+        raise ValueError(f"prompts={uri!r}, line {line:,} is not UTF-8: save the file as UTF-8.") from None
 
 
 def _column(names: list[str], uri: str) -> str:

@@ -158,9 +158,9 @@ class CLIP:
             self.processor = CLIPImageProcessorPil.from_pretrained(**source)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{model!r} is no CLIP in transformers layout ({str(error).strip().splitlines()[0]}): give a folder or "
-                "hub id with a CLIPModel's config.json, model.safetensors, tokenizer and preprocessor_config.json, as "
-                "openai/clip-vit-large-patch14 has them."
+                f"{model!r} is not a CLIP model in transformers layout ({str(error).strip().splitlines()[0]}): give a "
+                "folder or hub id with a CLIPModel's config.json, model.safetensors, tokenizer and "
+                "preprocessor_config.json, as openai/clip-vit-large-patch14 has them."
             ) from None
         self.model = loaded.eval().requires_grad_(False).to(self.device)
 

@@ -52,7 +52,9 @@ def run(
     if len(settings) < 2:
         raise ValueError(f"settings={list(settings)} leaves nothing to compare: give two or more.")
     if len(set(seeds)) < max(2, len(seeds)):
-        raise ValueError(f"seeds={list(seeds)} must be two or more different ones: one says nothing about chance.")
+        raise ValueError(
+            f"seeds={list(seeds)} must be at least two different seeds: one cannot show how much results vary."
+        )
     configs = {
         name: config if callable(setting) else dataclasses.replace(config, **setting)
         for name, setting in settings.items()
@@ -172,7 +174,7 @@ def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Student's t interval around the mean of a sample. Raises ValueError for fewer than two values."""
     if len(values) < 2:
-        raise ValueError(f"{len(values)} value(s): an interval takes two or more, of as many seeds.")
+        raise ValueError(f"{len(values)} value(s): an interval needs at least two, of different seeds.")
     half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values) - half, statistics.mean(values) + half
 

@@ -119,7 +119,7 @@ def command(notebook: str, parameters: dict, resolution: int, output: str) -> st
     ValueError.
     """
     if resolution not in PARAMETERS:
-        raise ValueError(f"resolution={resolution!r} is no phase of the full run: choose 256 or 512.")
+        raise ValueError(f"resolution={resolution!r} is not a phase of the full run: choose 256 or 512.")
     profile = os.path.relpath(PROFILES / f"full-sd2-{resolution}.yaml")
     parts = [["papermill", notebook, output, "--inject-output-path"], ["-f", profile]]
     full = PARAMETERS[resolution]

@@ -569,9 +569,9 @@ def cheapest(plans: pd.DataFrame, deadline_hours: float | None = None, dollars_a
             asked = f"deadline_hours={most:g}" if name == "hours" else f"dollars_at_most={most:g}"
             also = " in that time" if name == "dollars" and len(limits) > 1 else ""
             raise ValueError(
-                f"{asked} cannot be met{also}: the least is "
-                f"{best['hours']:,.1f} hours for ${best['dollars']:,.0f} ({best['trainers']}, encoders "
-                f"{best['encoders']}, {best['path']}); allow that, or search more machines."
+                f"{asked} cannot be met{also}: the best plan takes "
+                f"{best['hours']:,.1f} hours and costs ${best['dollars']:,.0f} ({best['trainers']}, encoders "
+                f"{best['encoders']}, {best['path']}). Relax the limit, or search more machines."
             )
         met = within
     return met.sort_values("dollars", ignore_index=True)

@@ -126,8 +126,8 @@ class Training:
         possible = self.fleet.count * self.fleet.workers_each
         if possible < self.config.fewest_workers:
             raise ValueError(
-                f"num_training_workers={self.config.num_training_workers!r} never start on {self.fleet.count} machines "
-                f"with {self.fleet.workers_each} workers each: give more machines, or fewer workers."
+                f"num_training_workers={self.config.num_training_workers!r} cannot start on {self.fleet.count} "
+                f"machines with {self.fleet.workers_each} workers each: give more machines, or fewer workers."
             )
 
     @functools.cached_property
@@ -639,7 +639,7 @@ def sd2_run(
     faults = faults or planner.Faults()
     count = check_count("num_gpus", num_gpus) / machine.num_gpus
     if count != int(count):
-        raise ValueError(f"num_gpus={num_gpus} is no multiple of the {machine.num_gpus} GPUs of a {machine.name}.")
+        raise ValueError(f"num_gpus={num_gpus} is not a multiple of the {machine.num_gpus} GPUs of a {machine.name}.")
     price = 1 - planner.check_not_negative("spot_discount", spot_discount)
     encoders = Fleet(
         count=num_encoders,

@@ -123,7 +123,7 @@ class Lease:
         if is_here and left > 0:
             raise self.refusal()
         if left > 0:
-            print(f"{self.refusal()} Waiting {left:.0f} s at most for a sign of life.")
+            print(f"{self.refusal()} Waiting up to {left:.0f} s for a heartbeat.")
         until = time.monotonic() + left
         while time.monotonic() < until:
             time.sleep(min(1, BEAT_SECONDS / 10))
@@ -156,7 +156,7 @@ class Lease:
         """Interrupt this process if another one holds the lease; a deleted file is left to `check`."""
         holder = self.read()
         if holder and (holder["place"], holder["pid"]) != (self.content["place"], self.content["pid"]):
-            print(f"{self.refusal()} It took over because nothing was heard of this process for {STALE_SECONDS} s.")
+            print(f"{self.refusal()} It took over because this process sent no heartbeat for {STALE_SECONDS} s.")
             os.kill(os.getpid(), signal.SIGINT)
 
     def release(self) -> None:

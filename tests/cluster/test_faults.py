@@ -279,7 +279,7 @@ def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, mo
 
     manifest = job.run(pipeline)
     assert os.path.exists(flag)
-    assert "Segment 0 is begun again (1 of max_failures=3): " in capsys.readouterr().out
+    assert "Segment 0 is restarted (failure 1 of max_failures=3): " in capsys.readouterr().out
     assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
 
 

@@ -431,7 +431,7 @@ def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
     found = readers.read_pictures(list(expected), [str(base)] * len(expected), str(base))
     assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
     assert str(readers.read_picture("a\0b", str(base), str(base))) in (
-        "image path that cannot be",
+        "invalid image path",
         "image file not found",
     )
 

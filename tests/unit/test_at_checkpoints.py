@@ -173,7 +173,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
     storage.write_text(incomplete, "half")
     found = at_checkpoints.validate(old, config.to_dict())
-    assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and goes first"}
+    assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
     assert len(results.scores(config.run_uri)) == 0
 
@@ -208,7 +208,7 @@ def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
 
 
 def test_the_best_by_agreement_needs_a_judge(build_run):
-    with pytest.raises(ValueError, match="best_by='agreement' needs data whose pictures a program can judge"):
+    with pytest.raises(ValueError, match="best_by='agreement' needs an agreement function"):
         at_checkpoints.validation_config(build_run(best_by="agreement"))
     config = build_run(best_by="agreement")
     made = at_checkpoints.validation_config(config, PROMPTS, captioned_shapes.agreement)

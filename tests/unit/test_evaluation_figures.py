@@ -43,7 +43,7 @@ def build_run(tmp_path):
                 storage.write_bytes(storage.join(folder, f"{place:02d}.png"), png.getvalue())
             storage.write_text(storage.join(folder, "prompts.json"), json.dumps(PROMPTS))
         if evaluated:
-            results.note(uri, 40, skipped="the checkpoint of step 60 is newer and goes first")
+            results.note(uri, 40, skipped="the checkpoint of step 60 is newer and is evaluated instead")
         return uri
 
     return build

@@ -166,9 +166,7 @@ def test_the_first_epoch_is_encoded_and_the_others_read_it(start, capsys):
     good = set(range(ROWS)) - set(MASKED) - set(REJECTED)
     assert manifest.buckets == {"32+64": len(good)} and not manifest.online
     assert manifest.total("read") == ROWS and manifest.rejected == {"broken image": len(set(REJECTED) - set(MASKED))}
-    said = (
-        f"{len(good)} rows are kept in runs/{run.config.run_name}/latents: {len(good) // 8} steps an epoch from now on."
-    )
+    said = f"{len(good)} rows are kept in runs/{run.config.run_name}/latents: {len(good) // 8} steps per epoch from"
     assert said in capsys.readouterr().out
     assert not storage.exists(storage.join(uri, "segments"))
     names = {storage.name(one) for one in storage.list_files(storage.join(uri, "data"))}

@@ -201,7 +201,7 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
     assert "other" not in capsys.readouterr().out
     pq.write_table(rows_of(50), tmp_path / "raw" / "2.parquet")
     assert online.prepare(raw, training).total("read") == 250 and len(described) == 6
-    assert "is of other files, or of other parameters" in capsys.readouterr().out
+    assert "was built for other files or parameters" in capsys.readouterr().out
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):

@@ -79,16 +79,16 @@ def test_some_prompts_are_chosen_by_seed():
         ("p.json", "", "holds no prompt"),
         ("p.csv", "", "holds no prompt"),
         ("p.csv", "prompt\n", "holds no prompt"),
-        ("p.txt", b"good\n\xff\xfe bad\n", "line 2 is no UTF-8: save the file as UTF-8"),
+        ("p.txt", b"good\n\xff\xfe bad\n", "line 2 is not UTF-8: save the file as UTF-8"),
         ("p.csv", "prompt,n\ngood,1\n,2\n", "line 3 is empty: write a prompt"),
         ("p.json", '["good", ""]', "line 2 is empty"),
-        ("p.json", '["good", 3]', "line 2: 3 is no text"),
-        ("p.json", '["good",\n]', "line 2 is no JSON"),
-        ("p.json", '"good"', "holds 'good', no list"),
-        ("p.jsonl", '"good"\n{"prompt"\n', "line 2 is no JSON"),
+        ("p.json", '["good", 3]', "line 2: 3 is not text"),
+        ("p.json", '["good",\n]', "line 2 is not valid JSON"),
+        ("p.json", '"good"', "holds 'good', not a list"),
+        ("p.jsonl", '"good"\n{"prompt"\n', "line 2 is not valid JSON"),
         ("p.csv", "a,b\n1,2\n", "has the columns a, b: name the prompts' one 'prompt'"),
-        ("p.parquet", b"PAR1", "is no Parquet file"),
-        ("p.pdf", "x", "is no .txt, .json, .jsonl"),
+        ("p.parquet", b"PAR1", "is not a Parquet file"),
+        ("p.pdf", "x", "is not a .txt, .json, .jsonl"),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, name, content, sentence):
@@ -97,7 +97,7 @@ def test_bad_files_are_refused_with_the_line(tmp_path, name, content, sentence):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not there: give a file of prompts"):
+    with pytest.raises(FileNotFoundError, match="does not exist: give a file of prompts"):
         read_prompts(str(tmp_path / "absent.txt"))
 
 

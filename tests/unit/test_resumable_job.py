@@ -1,4 +1,4 @@
-"""A segment that fails: begun again where something was lost, and only there. No Ray."""
+"""A segment that fails: restarted where something was lost, and only there. No Ray."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_a_segment_is_begun_again_when_something_is_lost(tmp_path, capsys, error
     manifest = job.run(pipeline)
     assert begun == [0, 0, 0, 1] and manifest.total("written") == 2 * ROWS
     said = capsys.readouterr().out
-    assert "Segment 0 is begun again (1 of max_failures=2): " in said and "(2 of max_failures=2)" in said
+    assert "Segment 0 is restarted (failure 1 of max_failures=2): " in said and "(failure 2 of max_failures=2)" in said
 
 
 def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):

@@ -169,9 +169,9 @@ def test_models_of_other_layouts_are_refused_in_a_sentence(clip, tmp_path):
         "preprocessor": copy_of(folder, tmp_path / "processor", "preprocessor_config.json"),
     }
     for what, model in other.items():
-        with pytest.raises(ValueError, match=f"is no CLIP in transformers layout .*{what}"):
+        with pytest.raises(ValueError, match=f"is not a CLIP model in transformers layout .*{what}"):
             scores.CLIP(model)
-    with pytest.raises(ValueError, match="is no CLIP in transformers layout .*config.json"):
+    with pytest.raises(ValueError, match="is not a CLIP model in transformers layout .*config.json"):
         scores.CLIP(str(tmp_path))
 
 

@@ -299,7 +299,7 @@ def test_more_gpus_take_less_time_for_the_same_samples(gpus):
         (lambda: encoding(begun_again=-1), "begun_again=-1"),
         (lambda: training(unit_seconds=math.inf), "unit_seconds=inf"),
         (lambda: training(stage={"encoders": fleet(2)}), "encoder_rows_per_second=None"),
-        (lambda: dataclasses.replace(training(), fleet=fleet(2)), "num_training_workers=4 never start on 2 machines"),
+        (lambda: dataclasses.replace(training(), fleet=fleet(2)), "num_training_workers=4 cannot start on 2 machines"),
         (lambda: simulator.simulate([training()], draws=0), "draws=0"),
         (lambda: simulator.sd2_run(12), "num_gpus=12"),
     ],
