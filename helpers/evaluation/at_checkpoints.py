@@ -115,8 +115,8 @@ def validate(
         return results.note(config.run_uri, step, failed={"evaluation": f"its process was lost {times} times"})
     storage.write_json(lost, times + 1)
     gpu = int(config.use_gpu)  # its memory is freed when the task's process ends, after one call
-    task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})
-    working = task(work or evaluate_checkpoint).remote(saved, config.to_dict(), prompts, agreement)
+    task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})(call)
+    working = task.remote(work or evaluate_checkpoint, saved, config.to_dict(), prompts, agreement)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
@@ -129,6 +129,11 @@ def validate(
     finally:
         storage.delete(lost)
     return results.note(config.run_uri, step, failed={"evaluation": reason})
+
+
+def call(work: Work, *arguments) -> dict[str, Any]:
+    """`work(*arguments)`: what Ray runs as a task must be a plain function, and `work` may be any callable."""
+    return work(*arguments)
 
 
 def step_of_name(name: str) -> int:
