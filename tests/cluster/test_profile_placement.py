@@ -10,6 +10,9 @@ import sys
 import types
 
 import pytest
+import ray
+import ray.train.torch
+import torch
 from ray import cloudpickle
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -145,6 +148,7 @@ TINY = {
 def loop_that_says_where(file, values):
     with open(file, "w") as where:
         where.write(this_node())
+    ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
     train.train_loop_per_worker(values)
 
 
