@@ -112,7 +112,7 @@ def test_what_cannot_be_compared_is_refused(config):
     with pytest.raises(ValueError, match=r"^settings=\['v'\] leaves nothing to compare: give two or more"):
         trials.run(config, {"v": {}}, [0, 1])
     for seeds in ([0], [1, 1]):
-        with pytest.raises(ValueError, match=r"^seeds=.* must be two or more different ones"):
+        with pytest.raises(ValueError, match=r"^seeds=.* must be at least two different seeds"):
             trials.run(config, {"v": {}, "w": {}}, seeds)
     with pytest.raises(ValueError, match="^gama=1 is not a parameter of TrainingConfig"):
         trials.run(config, {"v": {}, "w": {"gama": 1}}, [0, 1])
