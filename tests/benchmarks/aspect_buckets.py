@@ -10,12 +10,12 @@ prompts, which the detector judges.
 
 import argparse
 import json
-import os
 import tempfile
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from helpers import encoder, evaluate, ingest, preprocess, resumable_job, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
@@ -32,7 +32,8 @@ def encode(config, folder):
     """Encode a folder of Parquet files in this process; returns the manifest, which lies in `config.latents_uri`."""
     paths = inputs.list_inputs(folder)
     raw = inputs.with_path(pa.concat_tables([pq.read_table(path) for path in paths]), paths[0])
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=os.cpu_count(), batch_size=64)
+    threads = torch.get_num_threads()
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=threads, batch_size=64)
     blocks = []
     for start in range(0, len(raw), 500):
         rows = inputs.to_raw_rows(raw[start : start + 500].combine_chunks(), config)

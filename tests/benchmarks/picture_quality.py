@@ -108,7 +108,8 @@ def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
     samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
-    actor = encoder.LatentEncoder(*encoder.arguments(PreprocessingConfig(resolutions=[64])), num_threads=2)
+    arguments = encoder.arguments(PreprocessingConfig(resolutions=[64]))
+    actor = encoder.LatentEncoder(*arguments, num_threads=torch.get_num_threads())
     reconstructed = encoder.reconstruct("tiny-sd", actor.encode_images(np.stack(pictures)))
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
