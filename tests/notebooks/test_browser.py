@@ -10,13 +10,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 
 import nbformat
 import numpy as np
 import pytest
 
 from helpers.evaluation import side_by_side
+from tests import faults
 
 pytestmark = pytest.mark.browser
 ROOT = pathlib.Path(__file__).parents[2]
@@ -83,21 +83,23 @@ def lab(tmp_path):
         **folders,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        server = subprocess.Popen(command, env=environment, stderr=said, start_new_session=True)
     try:
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if "is running at" in line:
-                break
-        else:
-            pytest.fail("JupyterLab did not start:\n" + "".join(said))
-        # Read on, or the server would wait once the pipe is full.
-        threading.Thread(target=server.stderr.read, daemon=True).start()
+        # Its log says where it is running before it listens there.
+        faults.wait_until(lambda: server.poll() is not None or listens(port))
+        if server.poll() is not None:
+            pytest.fail(f"JupyterLab did not start:\n{log.read_text()}")
         yield f"http://127.0.0.1:{port}/lab/tree/judge.ipynb?token={token}", folder
     finally:
         server.terminate()
         server.wait(60)
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def run_all_cells(page):
@@ -118,6 +120,8 @@ def test_a_reader_judges_pairs_by_clicks_in_jupyterlab(page, lab):
 
     page.goto(url)
     expect(page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(2)
+    # JupyterLab runs nothing, and says nothing, while no kernel is connected.
+    expect(page.get_by_role("button", name="Python 3 (ipykernel) | Idle")).to_be_visible()
     run_all_cells(page)
     output, reported = (page.locator(".jp-CodeCell").nth(number).locator(".jp-OutputArea-output") for number in (0, 1))
     quality, alignment = (page.locator(".widget-toggle-buttons").nth(number) for number in (0, 1))
