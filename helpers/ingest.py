@@ -67,7 +67,9 @@ LISTED_TASKS = 2_000  # Ray Data lists tasks before the first one starts, at abo
 OWN_ORDER = 2**20  # up to this many row groups, each reading process computes and holds their order, 12 bytes each
 READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; no request is late before that
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
-BLOCK_BYTES = 4 * 2**20  # smaller units are sent together
+# Units of consecutive steps are sent together up to this size: Ray Data's loop takes at most two blocks of a task every
+# tenth of a second. Online, larger blocks would only wait longer for a transform and an encoder.
+BLOCK_BYTES, ONLINE_BLOCK_BYTES = CHUNK_BYTES, 4 * 2**20
 # How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
 # whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
@@ -556,7 +558,8 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
     Made from heads of manifests, it knows which worker gets which units, but not the files of their rows. Raises
     ValueError if the latents do not fill one step.
     """
-    row_bytes, shares = next(iter(manifests.values())).row_bytes, config.resolution_shares
+    first, shares = next(iter(manifests.values())), config.resolution_shares
+    row_bytes, block_bytes = first.row_bytes, ONLINE_BLOCK_BYTES if first.online else BLOCK_BYTES
     sources = []
     for number, (uri, manifest) in enumerate(manifests.items()):
         sources += sources_by_shape(manifest, uri, number, config)
@@ -567,7 +570,7 @@ def plan_run(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> P
     num_rows = sum(source.num_rows for source in sources)
     chunk_units = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows) // config.unit_rows)
     chunk_steps = max(1, chunk_units // config.units_per_step)
-    block_steps = min(max(1, BLOCK_BYTES // (row_bytes * config.unit_rows)), chunk_steps, 8)
+    block_steps = min(max(1, block_bytes // (row_bytes * config.unit_rows)), chunk_steps, 8)
     if block_steps > 1:  # chunks of whole blocks
         chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
     plan = Plan(

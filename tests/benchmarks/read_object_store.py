@@ -60,7 +60,7 @@ def main():
             for _ in range(arguments.rounds):
                 for name, values in STORES.items():
                     s3_server.configure(url, **values)
-                    found[name].append(read_speed.by_plan(uri, arguments.rows))
+                    found[name] += read_speed.by_plan(uri, arguments.rows)
                     rate, first = found[name][-1]
                     print(f"  {name}: {rate:,.0f} samples/s, first batch after {first:.2f} s", flush=True)
         finally:

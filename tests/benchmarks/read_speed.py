@@ -4,8 +4,8 @@
 
 Rows have the size of Stable Diffusion 2's at 256 pixels: 8 x 32 x 32 fp16 moments and 77 x 1024 fp16 text, 174 kB.
 The same files are read by the epoch plan in units of 128 rows, by Ray's `read_parquet` with `iter_torch_batches` in
-no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: the plan reads cold,
-then once more with its processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows, shuffled,
+no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: a worker reads the plan's
+epoch twice, cold and with all processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows, shuffled,
 in batches of 128, with 0 and 1 workers (`streaming_peer.py` says how to set it up). Rates count from the first batch
 on, whose time, from a worker's first `next()`, stands apart. The readers take turns; medians are printed. All
 read from the page cache, where the files are after they were written.
@@ -54,17 +54,18 @@ def planned(uri, num_rows):
 class Worker:
     """What a worker of Ray Train does with its shard."""
 
-    def measure(self, shard, manifest):
-        blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-        return timed(Unit.from_arrow(block, manifest, 256, 0).text for block in blocks)
+    def measure(self, shard, manifest, times):
+        """`timed` of each of several passes over the shard."""
+        passes = (shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for _ in range(times))
+        return [timed(Unit.from_arrow(block, manifest, 256, 0).text for block in blocks) for blocks in passes]
 
 
-def by_plan(uri, num_rows):
-    """Units in order."""
+def by_plan(uri, num_rows, times=1):
+    """Units in order, once or several times by the same processes: `timed` of each pass."""
     data, manifest = planned(uri, num_rows)
     shard = data.streaming_split(1, equal=True)[0]
     worker = ray.remote(Worker).options(num_cpus=1).remote()
-    return ray.get(worker.measure.remote(shard, manifest))
+    return ray.get(worker.measure.remote(shard, manifest, times))
 
 
 class ToTensors(ArrowBatchCollateFn):
@@ -126,9 +127,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         uri = f"{folder}/latents"
         made_up.write_latents(uri, arguments.rows, made_up.SD2_256, FILE)
-        readers = {"in the plan's order, cold": by_plan, "in the plan's order, warm": by_plan}
-        if not arguments.ours_only:
-            readers["read_parquet, no order"] = unordered
+        readers = {} if arguments.ours_only else {"read_parquet, no order": unordered}
         readers["pyarrow, one thread"] = by_pyarrow
         for workers in (0, 1) if arguments.peer_python else ():
             options = (arguments.peer_python, f"{folder}/peer", arguments.rows, workers)
@@ -136,11 +135,12 @@ def main():
         for _ in range(arguments.rounds):
             ray.shutdown()
             session.connect()
-            for name, reader in readers.items():
-                found.setdefault(name, []).append(reader(uri, arguments.rows))
-                print(
-                    f"  {name}: {found[name][-1][0]:,.0f} samples/s, first after {found[name][-1][1]:.2f} s", flush=True
-                )
+            passes = by_plan(uri, arguments.rows, times=2)
+            results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))
+            results |= {name: reader(uri, arguments.rows) for name, reader in readers.items()}
+            for name, (rate, first) in results.items():
+                found.setdefault(name, []).append((rate, first))
+                print(f"  {name}: {rate:,.0f} samples/s, first after {first:.2f} s", flush=True)
     print(f"{'':28}{'samples/s':>12}{'first batch, s':>16}")
     medians, firsts = {}, {}
     for name, results in found.items():
