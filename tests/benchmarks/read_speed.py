@@ -5,16 +5,17 @@
 Rows have the size of Stable Diffusion 2's at 256 pixels: 8 x 32 x 32 fp16 moments and 77 x 1024 fp16 text, 174 kB.
 The same files are read by the epoch plan in units of 128 rows, by Ray's `read_parquet` with `iter_torch_batches` in
 no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: a worker reads the plan's
-epoch twice, cold and with all processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows, shuffled,
-in batches of 128, with 0 and 1 workers (`streaming_peer.py` says how to set it up). Rates count from the first batch
-on, whose time, from a worker's first `next()`, stands apart. The readers take turns; medians are printed. All
-read from the page cache, where the files are after they were written.
+epoch twice, cold and with all processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows,
+shuffled, in batches of 128, with 0 and 1 workers (`streaming_peer.py` says how to set it up). Rates count from the
+first batch on, whose time, from a worker's first `next()`, stands apart. The readers take turns; medians are printed.
+All read from the page cache, where the files are after they were written.
 
 Goals: warm at least 3 times the peer and 0.4 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s.
 """
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -135,6 +136,7 @@ def main():
         for _ in range(arguments.rounds):
             ray.shutdown()
             session.connect()
+            os.environ["PRETRAIN_LOCAL_RAY"] = "1"  # as in the process that makes a run's dataset
             passes = by_plan(uri, arguments.rows, times=2)
             results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))
             results |= {name: reader(uri, arguments.rows) for name, reader in readers.items()}

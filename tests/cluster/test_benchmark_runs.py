@@ -24,7 +24,7 @@ def results(tmp_path, monkeypatch):
         ("ablation", "--steps 2 --batch 4 --resolution 32"),
         ("encode_through_ray", "--rows 120 --rounds 1"),
         ("online_throughput", "--encoders 1 2 --seconds 2"),
-        ("read_object_store", "--rows 256 --rounds 1"),
+        ("read_object_store", "--rows 1024 --rounds 1"),
         ("resume_cost", "--rows 3000 --rounds 1"),
         ("scaling", "--workers 1 2 --strategy ddp --rounds 1 --steps 4 --batch 4 --resolution 32"),
         ("small_rows", "--steps 8 --rounds 1 --rows 2000"),
@@ -42,7 +42,7 @@ def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, mo
     [
         ("memory", "--job preprocessing --rows 60 120"),
         ("million_rows", "--rows 4000 --rows-per-segment 2000 --stand-in"),
-        ("read_speed", "--rows 256 --rounds 1"),
+        ("read_speed", "--rows 1024 --rounds 1"),
         ("simulated_faults", "--steps 40 --seconds 0.1"),
         ("validation_cost", "--steps 16 --rounds 1 --seconds 0.1 --rows 200"),
     ],

@@ -572,19 +572,44 @@ def test_the_plan_does_not_depend_on_workers_or_micro_batches(build_manifest):
     assert steps_of(plans[0], 0, 9) == steps_of(plans[1], 0, 9) == steps_of(plans[2], 0, 9)
 
 
-def test_chunks_are_sized_by_bytes_and_large_units_travel_alone(build_manifest):
+@pytest.mark.parametrize(
+    ("job", "workers", "steps"),
+    [({}, 1, 6), ({}, 2, 3), ({}, 8, 1), ({"online": {"seed": 0}}, 1, 1)],
+    ids=["stored", "for two workers", "for eight", "online"],
+)
+def test_chunks_are_sized_by_bytes_and_blocks_are_as_large_where_they_can(build_manifest, job, workers, steps):
     """174 kB a row, as Stable Diffusion 2 with 1024-wide captions: a few hundred rows a chunk."""
     shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
-    config = TrainingConfig(global_batch_size=64, latents_uri="/a", resolution=256)
-    plan = ingest.plan_run({"/a": build_manifest([64] * 1000, shapes=shapes)}, config)
+    config = TrainingConfig(global_batch_size=64 * workers, units_per_step=workers, latents_uri="/a", resolution=256)
+    manifest = build_manifest([64] * 1000, shapes=shapes, job={"validation_share": 0.0, **job})
+    plan = ingest.plan_run({"/a": manifest}, config)
     assert 0.5 < plan.chunk_units * 64 * (16384 + 157696) / ingest.CHUNK_BYTES <= 1
-    assert plan.block_steps == 1
+    assert plan.block_steps == steps
 
 
 def test_small_units_travel_together(build_manifest):
     config = TrainingConfig(global_batch_size=32, units_per_step=2, latents_uri="/a")
     plan = ingest.plan_run({"/a": build_manifest([64] * 1000)}, config)
     assert plan.block_steps == 8 and plan.chunk_units % 16 == 0
+
+
+def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
+    now, throttle = 0.0, ingest.SchedulerThrottle()
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    def pauses(seconds_of_a_step):
+        for _ in range(20):
+            sleep(seconds_of_a_step)
+            before = now
+            throttle.on_execution_step(None)
+            yield now - before
+
+    monkeypatch.setattr(ingest, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    assert list(pauses(0.001))[-1] == pytest.approx(0.05)
+    assert list(pauses(0.1))[-1] < 0.001
 
 
 def test_blocks_are_joined_where_ray_data_would_split_them():
