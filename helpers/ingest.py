@@ -26,8 +26,8 @@ runs out. With several shapes, each has its own sequence of row groups; a chunk 
 them.
 
 A task reads a few chunks, and Ray Data delivers their blocks in order (`preserve_order`,
-`streaming_split(equal=True)`). A block costs a few milliseconds whatever its size, so small units are sent together: a
-block holds the units at the same position in `block_steps` consecutive steps. Ray's documentation does not guarantee
+`streaming_split(equal=True)`). A block costs a few milliseconds whatever its size, so several units are sent together:
+a block holds the units at the same position in `block_steps` consecutive steps. Ray's documentation does not guarantee
 this order, so each row carries its unit's number and `worker_units` checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
