@@ -41,9 +41,8 @@ NUM_UNSEEN = 295  # pictures of each kind of scene that scores are computed from
 def new_model() -> CLIPModel:
     """An untrained vision tower and projections; the text tower is tiny-sd's text encoder."""
     text = CLIPTextModel.from_pretrained(build_tiny_sd.FOLDER / "text_encoder", dtype=torch.float32)
-    config = CLIPConfig(
-        text_config=text.config.to_dict(), vision_config={**VISION, "hidden_act": "gelu"}, projection_dim=WIDTH
-    )
+    text_config = {name: value for name, value in text.config.to_dict().items() if name != "_name_or_path"}
+    config = CLIPConfig(text_config=text_config, vision_config={**VISION, "hidden_act": "gelu"}, projection_dim=WIDTH)
     model = CLIPModel(config)
     model.text_model.load_state_dict(text.state_dict())
     return model
