@@ -5,8 +5,7 @@
 Both run the tiny U-Net in one worker with all cores, one unit a step. Through Ray, the rows are read from Parquet
 by Ray Data, dealt out by the epoch plan and counted in metrics.jsonl; and a second time, data apart, Ray Train's
 worker takes the bare loop's batch at every step. All rates are by the clock over the steps after the first twenty.
-The three take turns; the ratios of their medians are printed. The goals: 0.95, and 0.97 with data apart. Wants an
-otherwise idle machine.
+The three take turns; the ratios of their medians are printed. The goal is 0.97. Wants an otherwise idle machine.
 """
 
 import argparse
