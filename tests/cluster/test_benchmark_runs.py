@@ -28,7 +28,7 @@ def results(tmp_path, monkeypatch):
         ("resume_cost", "--rows 3000 --rounds 1"),
         ("scaling", "--workers 1 2 --strategy ddp --rounds 1 --steps 4 --batch 4 --resolution 32"),
         ("small_rows", "--steps 8 --rounds 1 --rows 2000"),
-        ("train_through_ray", "--steps 12 --rounds 1"),
+        ("train_through_ray", "--steps 24 --rounds 1"),
     ],
 )
 def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, monkeypatch, results):
