@@ -21,7 +21,7 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers import ingest
+from helpers import ingest, schema, storage
 from helpers.config import TrainingConfig
 from helpers.lesson import planner
 from helpers.runtime import metrics_log, session
@@ -91,7 +91,9 @@ def main():
     with tempfile.TemporaryDirectory() as uri:
         # So wide that each step's rows travel by themselves, as they do at the full size, and not eight steps together.
         shapes = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (140, 128)}
-        made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
+        manifest = made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
+        manifest.job["online"] = {"encoder": "played"}  # blocks are as small as those that encoders get
+        storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
         ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
         for count in arguments.encoders:
             expected = planner.estimate(
