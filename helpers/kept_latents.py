@@ -1,6 +1,7 @@
 """Online runs that keep their latents (`keep_latents=True`): the first epoch encodes, later epochs read.
 
-Such a run has two `parts`, each a `trainer.fit()`; they share the step count, the log and the checkpoints:
+Such a run takes its steps from two sources, each for a `trainer.fit()`; they share the step count, the log and the
+checkpoints:
 
     first epoch     raw rows -> transform -> encode -> keep -> trainers
     at its end      rows left over by its plan -> transform -> encode -> write; then manifest.json
@@ -29,48 +30,51 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from . import ingest, preprocess, resumable_job, schema, storage, train
+from . import preprocess, resumable_job, storage, train, validation
 from .config import OnlineConfig, TrainingConfig
+from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from .plan import BucketRows, Plan, Shape, load_plan
+from .read import KEEP, UNIT
 
 FOLDER = "latents"  # in a run's folder
 WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing stage
-Part = tuple[TrainingConfig, Callable, Callable]
 
 
-def parts(
-    raw: OnlineConfig, config: TrainingConfig, stream: Callable, loop: Callable = train.train_loop_per_worker
-) -> Iterator[Part]:
-    """Yield `(config, loop, stream)` for each `trainer.fit()` that a run still needs; run one before taking the next.
+def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[train.StepSource]:
+    """Yield the source of each `trainer.fit()` that a run still needs; run one before taking the next.
 
-    Without `keep_latents`, yields the arguments once, unchanged. `stream`: as for `train.build_train_dataset`; it also
-    encodes the first epoch's leftover rows. Raises ValueError if the run was started with another `keep_latents`, and
-    RuntimeError if committed blocks are missing.
+    Without `keep_latents`, there is one `OnlineSource`. `stream`: as it takes; it also encodes the first epoch's
+    leftover rows. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if committed
+    blocks are missing.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
-        yield config, loop, stream
+        yield train.OnlineSource(config, stream)
         return
-    train.validation_rows(config)  # copies them into the run: all kept latents are trained on
-    plan = ingest.plan_run(ingest.read_manifests(config), config)
+    validation.run_rows(config)  # copies them into the run: all kept latents are trained on
+    plan = load_plan(config)
     job, begin = open_job(config, plan), plan.steps_per_epoch
     end = min(begin, config.max_steps)
     if train.last_step(config) < end:
-        arguments = None if job.finished else job.write_arguments(None)  # finished: only checkpoints are lost
-        yield config, functools.partial(loop, part=(0, end)), functools.partial(encode, stream=stream, keep=arguments)
+        if not job.finished:  # else only checkpoints are lost
+            stream_of_epoch = functools.partial(encode, stream=stream, keep=job.write_arguments(None))
+        else:
+            stream_of_epoch = stream
+        yield train.OnlineSource(config, stream_of_epoch, end_step=end)
     if train.last_step(config) < begin:  # the run is shorter, or its workers ended it
         return
     manifest = finish(job, plan, config, stream)
     if config.max_steps > begin:
         config = dataclasses.replace(config, latents_uri=job.latents_uri)
-        steps = ingest.plan_run({job.latents_uri: manifest}, config).steps_per_epoch
-        kept = f"{manifest.total('written'):,} rows are kept in runs/{config.run_name}/{FOLDER}"
+        steps = load_plan(config).steps_per_epoch
+        kept = f"{manifest.written:,} rows are kept in runs/{config.run_name}/{FOLDER}"
         print(f"{kept}: {steps:,} steps per epoch from now on.")
-        yield config, functools.partial(loop, part=(begin, config.max_steps)), functools.partial(read, begin=begin)
+        yield train.StepSource(config, first_step=begin)
 
 
 def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
     """Raises ValueError if the run has kept latents but should not, or has trained without keeping them."""
-    files = (schema.MANIFEST, f"{resumable_job.SEGMENTS}/{resumable_job.JOB}")
+    files = (MANIFEST, f"{resumable_job.SEGMENTS}/{resumable_job.JOB}")
     keeps = any(storage.exists(storage.join(config.run_uri, FOLDER, file)) for file in files)
     if keeps != raw.keep_latents and (keeps or train.last_step(config)):
         gone = "" if keeps else f", or its {FOLDER}/ was deleted"
@@ -88,14 +92,13 @@ class Job(resumable_job.Job):
         entry["filtered"] = entry["read"] - entry["written"] - sum(entry["rejected"].values())
 
 
-def open_job(config: TrainingConfig, plan: ingest.Plan) -> Job:
+def open_job(config: TrainingConfig, plan: Plan) -> Job:
     """The job of a run's latents, which is started if needed."""
-    (manifest,) = ingest.read_manifests(config).values()
+    (manifest,) = read_manifests(config).values()
     names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
     leave_out = ("online", "input_uri", "raw_row_bytes")  # as `run_setup.describe_data`
-    segments = [
-        resumable_job.Segment(i, [], rest.steps_per_epoch * rest.batch_rows) for i, rest in left_over(plan).items()
-    ]
+    rests = left_over(plan)
+    segments = [resumable_job.Segment(index, [], rest.num_rows) for index, rest in rests.items()]
     job = Job(
         storage.join(config.run_uri, FOLDER),
         {name: value for name, value in manifest.job.items() if name not in leave_out},
@@ -113,17 +116,10 @@ def open_job(config: TrainingConfig, plan: ingest.Plan) -> Job:
 # ---- the first epoch
 
 
-def encode(
-    plan: ingest.Plan, first_step: int, num_steps: int, *, stream: Callable, keep: dict | None
-) -> ray.data.Dataset:
-    """The rows of `stream` up to the end of the first epoch; with `keep`, each block is committed before it goes on.
-
-    `keep`: arguments of `keep_block`.
-    """
-    rows = stream(plan, first_step, min(num_steps, plan.steps_per_epoch))
-    if keep is None:
-        return rows
+def encode(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
+    """The rows of `stream`; each block is committed before it goes on. `keep`: arguments of `keep_block`."""
     arguments = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **keep}
+    rows = stream(plan, first_step, end_step)
     return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=arguments, **WRITER)
 
 
@@ -136,7 +132,7 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
         units_per_step: as in the plan.
         arguments: what `resumable_job.Job.write_arguments` returns.
     """
-    units = rows[ingest.UNIT].to_numpy()
+    units = rows[UNIT].to_numpy()
     units = units[units >= 0]
     if not len(units):
         return rows
@@ -156,20 +152,20 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
 
 def write(rows: pa.Table, **arguments) -> pa.Table:
     """`preprocess.write_latents` of the unmasked rows."""
-    keep = rows[ingest.KEEP].to_numpy() & (rows[ingest.UNIT].to_numpy() >= 0)
+    keep = rows[KEEP].to_numpy() & (rows[UNIT].to_numpy() >= 0)
     return preprocess.write_latents(rows.filter(pa.array(keep)), **arguments)
 
 
 # ---- its end
 
 
-def finish(job: Job, plan: ingest.Plan, config: TrainingConfig, stream: Callable) -> schema.Manifest:
+def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
     """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
 
     Raises RuntimeError if blocks of the first epoch are not committed.
     """
     if job.finished:
-        return ingest.read_manifest(job.latents_uri)
+        return read_manifest(job.latents_uri)
     units = np.arange(plan.units_per_epoch)
     firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # first unit of each block
     if missing := len(set(firsts.tolist()) - job.committed().keys()):
@@ -187,56 +183,22 @@ def finish(job: Job, plan: ingest.Plan, config: TrainingConfig, stream: Callable
     return job.run(pipeline)
 
 
-def left_over(plan: ingest.Plan) -> dict[int, ingest.Plan]:
-    """{segment number: one-epoch plan} for the rows that the first epoch of `plan` leaves over.
+def left_over(plan: Plan) -> dict[int, Plan]:
+    """{segment number: one-epoch plan} for the rows of each source that the first epoch of `plan` leaves over.
 
-    Blocks are as large as those of `plan`; the last rows of each source form a smaller block.
+    Their blocks are as large as those of `plan`: each row is a step, and padding fills up the last block.
     """
-    plans = [rest for source in remaining(plan) for rest in whole_blocks(plan, source)]
+    plans, block_rows = [], plan.block_rows
+    chunk_rows = max(1, plan.chunk_units * plan.unit_rows // block_rows) * block_rows
+    for shape, steps, orders in zip(plan.shapes, plan.shape_steps, plan.epoch_orders(0), strict=True):
+        num_used = shape.rows_by_source(int(steps) * plan.batch_rows)
+        for source, used, order in zip(shape.sources, num_used, orders, strict=True):
+            ranges = order.ranges(int(used), source.num_rows)
+            buckets = [
+                BucketRows(np.array([group]), first_row, first_row + num_rows, (group,))
+                for group, first_row, num_rows in ranges
+            ]
+            if buckets:
+                rest = Shape([dataclasses.replace(source, buckets=tuple(buckets))])
+                plans.append(Plan([rest], 1, 1, chunk_rows, plan.seed, block_steps=block_rows))
     return {plan.units_per_epoch + number: rest for number, rest in enumerate(plans)}
-
-
-def whole_blocks(plan: ingest.Plan, source: ingest.Source) -> Iterator[ingest.Plan]:
-    """One-epoch plans that together cover all rows of `source`."""
-    while source:
-        rows = min(source.num_rows, plan.block_rows)
-        chunk_units = max(1, plan.chunk_units * plan.unit_rows // rows)
-        rest = ingest.Plan([source], rows, units_per_step=1, chunk_units=chunk_units, seed=plan.seed)
-        yield rest
-        source = next(iter(remaining(rest)), None)
-
-
-def remaining(plan: ingest.Plan) -> list[ingest.Source]:
-    """The rows of each source that a plan's first epoch does not reach; sources without any are left out."""
-    lines, found = iter(plan.row_group_order(0)), []
-    for bucket, steps in zip(plan.buckets, plan.bucket_steps, strict=True):
-        for source, used in zip(bucket.sources, bucket.rows_by_source(int(steps) * plan.batch_rows), strict=True):
-            order, ends, first_rows = next(lines)
-            starts = np.maximum(np.concatenate([[0], ends[:-1]]), used)
-            rows = np.maximum(ends - starts, 0)
-            whole = (rows > 0) & (rows == source.group_rows[order])
-            pools = [ingest.Pool(order[whole], 0, int(rows[whole].sum()), (0,))] if whole.any() else []
-            for place in np.flatnonzero((rows > 0) & ~whole):  # row groups that are used in part
-                group = int(order[place])
-                skipped = int(starts[place] - (ends[place - 1] if place else 0))
-                first = first_rows.get(group, 0) + skipped
-                pools.append(ingest.Pool(order[place : place + 1], first, first + int(rows[place]), (1 + group,)))
-            if pools:
-                found.append(dataclasses.replace(source, pools=tuple(pools)))
-    return found
-
-
-# ---- later epochs
-
-
-def read(plan: ingest.Plan, first_step: int, num_steps: int, *, begin: int) -> ray.data.Dataset:
-    """`ingest.latents_dataset` for a run whose plan starts at step `begin`.
-
-    Raises RuntimeError if the run would resume before it.
-    """
-    if first_step < begin:
-        raise RuntimeError(
-            f"The checkpoints of the epochs that read kept latents are damaged: the run resumes at step {first_step} "
-            f"of {begin}, with pictures to be encoded: run it again."
-        )
-    return ingest.latents_dataset(plan, first_step - begin, num_steps - begin)

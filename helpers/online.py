@@ -1,7 +1,7 @@
 """Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
 
 Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
-are those of `ingest`, `preprocess`, `encoder` and `train`. This module plans over an index of the raw files
+are those of `plan`, `read`, `preprocess`, `encoder` and `train`. This module plans over an index of the raw files
 (`data_io.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run is reproducible and resumes
 exactly.
 
@@ -13,6 +13,7 @@ pictures that are too small.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,18 +25,20 @@ import pyarrow.compute as pc
 import ray
 from PIL import Image, ImageOps
 
-from . import images, ingest, preprocess, resumable_job, schema, storage
+from . import images, preprocess, resumable_job, schema, storage, validation
 from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
+from .manifest import MANIFEST, Manifest, RowRange, read_manifest, write_manifest
+from .plan import CHUNK_BYTES, Plan, Source
+from .read import KEEP, UNIT, build_dataset
 from .runtime import lease
 
-NUM_VALIDATION_ROWS = 512
 INDEX = "index"  # beside the manifest
 SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on
 FILLS = "fills up a block"  # why a row is not decoded
 
 
-def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
+def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
     """Check a run's raw data, index it, and write its manifest to `training.latents_uri`.
 
     Encodes only an empty caption and, once, the rows held out for validation. The index is built by a Ray Data job if
@@ -64,28 +67,29 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
         row_bytes, largest = sum(found.listing.values()) / rows, max(report["largest"] for report in reports)
         parameters["raw_row_bytes"] = round(row_bytes + pixel_bytes(config))
         parameters["raw_group_bytes"] = round(largest * row_bytes)
-        manifest = schema.Manifest(
+        segments = [segment_of(key, reports, config)]
+        manifest = Manifest.of(
+            segments,
             **found.description,
             resolutions=list(config.resolutions),
             id_type=str(found.id_type),
             job=parameters,
-            segments=[segment_of(key, reports, config)],
         )
         check_row_groups(manifest, config)
-        manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
-        if not storage.exists(manifest_uri) or not same_data(ingest.read_manifest(uri), manifest):
+        validation_uri = storage.join(uri, validation.FOLDER)
+        if not storage.exists(storage.join(uri, MANIFEST)) or not same_data(read_manifest(uri), manifest):
             storage.delete(validation_uri)
-            storage.write_json(manifest_uri, manifest.to_dict())
-        if training.validation_share and not storage.exists(storage.join(validation_uri, schema.MANIFEST)):
+            write_manifest(uri, manifest, segments)
+        if training.validation_share and not storage.exists(storage.join(validation_uri, MANIFEST)):
             write_validation(manifest, config, training)
     return manifest
 
 
-def check_row_groups(manifest: schema.Manifest, config: OnlineConfig) -> None:
+def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
     """Print a warning if row groups are too large for `read_ahead_bytes` to hold one of each bucket."""
     largest = manifest.job["raw_group_bytes"]
     buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
-    if largest > ingest.CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
+    if largest > CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
         print(
             f"Row groups have up to {largest / 2**20:,.0f} MiB, and read_ahead_bytes={config.read_ahead_bytes} keeps "
             f"{config.read_ahead_bytes // largest} of them: each may be read several times an epoch. With "
@@ -100,23 +104,27 @@ def segment_of(key: str, reports: list[dict], config: OnlineConfig) -> dict:
         for report in reports
         if report["row_groups"]
     ]
-    none, at = collections.Counter(), collections.Counter()
+    none, by_column = collections.Counter(), collections.Counter()
     buckets, rejected = (
         sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
     )
     for bucket, rows in buckets.items():
-        at.update(dict.fromkeys(schema.bucket_columns(bucket), rows))
+        by_column.update(dict.fromkeys(schema.bucket_columns(bucket), rows))
     entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
     entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
-    return entry | {"written": buckets.total()} | ({"at": dict(at)} if inputs.size_columns(config) else {})
+    return (
+        entry
+        | {"written": buckets.total()}
+        | ({"rows_by_column": dict(by_column)} if inputs.size_columns(config) else {})
+    )
 
 
-def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
+def same_data(one: Manifest, other: Manifest) -> bool:
     """Whether two manifests describe the same rows and encoder; how many workers prepare them does not matter."""
 
     def comparable(manifest):
         job = {name: value for name, value in manifest.job.items() if name != "online"}
-        return json.dumps({**manifest.to_dict(), "job": job}, sort_keys=True)
+        return json.dumps({**dataclasses.asdict(manifest), "job": job}, sort_keys=True)
 
     return comparable(one) == comparable(other)
 
@@ -126,7 +134,7 @@ def pixel_bytes(config: OnlineConfig) -> int:
     return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
-def raw_rows(plan: ingest.Plan, first_step: int, num_steps: int, *, config: OnlineConfig) -> ray.data.Dataset:
+def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig) -> ray.data.Dataset:
     """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
 
     Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column of the size at which the row is
@@ -135,24 +143,24 @@ def raw_rows(plan: ingest.Plan, first_step: int, num_steps: int, *, config: Onli
     If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
     cached in Ray's object store, so that an epoch reads each only once per bucket of its rows.
     """
-    largest = max(ingest.read_head(source.uri).job["raw_group_bytes"] for source in plan.sources)
-    if largest <= ingest.CHUNK_BYTES // 4:
-        return ingest.build_dataset(plan, first_step, num_steps, functools.partial(read_raw, config=config))
+    largest = max(read_manifest(source.files.uri).job["raw_group_bytes"] for source in plan.sources)
+    if largest <= CHUNK_BYTES // 4:
+        return build_dataset(plan, first_step, end_step, functools.partial(read_raw, config=config))
     # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.
     kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
     read = functools.partial(read_raw, config=config, read_group=kept)
-    return ingest.build_dataset(plan, first_step, num_steps, read, chunks_per_task=1)
+    return build_dataset(plan, first_step, end_step, read, chunks_per_task=1)
 
 
 def read_raw(
-    ranges: list[ingest.RowRange],
-    source: ingest.Source,
+    ranges: list[RowRange],
+    source: Source,
     *,
     config: OnlineConfig,
     read_group: index.ReadGroup | None = None,
 ) -> pa.Table:
     """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_rows`."""
-    rows = index.read_rows(ranges, config, storage.join(source.uri, INDEX), read_group)
+    rows = index.read_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
     rows = inputs.to_raw_rows(rows, config)
     return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
 
@@ -169,7 +177,7 @@ def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, see
         units_per_epoch: as in the plan.
         seed: the run's.
     """
-    units = rows[ingest.UNIT].to_numpy()
+    units = rows[UNIT].to_numpy()
     used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
     options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     crops = [
@@ -181,7 +189,7 @@ def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, see
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
     only = map(sizes.__getitem__, rows[SHAPE].to_pylist())
     done = preprocess.transform(raw, config=config, crops=crops, only=only)
-    return done.append_column(ingest.UNIT, rows[ingest.UNIT]).append_column(ingest.KEEP, used)
+    return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, used)
 
 
 def augment_crop(
@@ -213,15 +221,15 @@ def augment_crop(
     return ImageOps.mirror(cut) if horizontal_flip and random.random() < 0.5 else cut
 
 
-def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
+def write_validation(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     import torch
 
     from . import encoder  # not at the top: see `preprocess`
 
     rows = first_held_out(manifest, config, training)
-    latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
-    segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows) if rows else 0)
+    latents_uri = storage.join(training.latents_uri, validation.FOLDER)
+    segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
     entry = resumable_job.new_entry(segment)
     if rows:
         # On a CPU, use all threads: nothing else runs in this process yet.
@@ -238,13 +246,14 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
             validation_share=1.0,
         )
         resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
-    validation = schema.Manifest.from_dict({**manifest.to_dict(), "segments": [entry], "job": {}})
-    storage.write_json(storage.join(latents_uri, schema.MANIFEST), validation.to_dict())
+    names = ("encoder", "resolutions", "columns", "scaling_factor", "id_type", "empty_caption_embedding")
+    description = {name: getattr(manifest, name) for name in names}
+    write_manifest(latents_uri, Manifest.of([entry], **description, job={}), [entry])
 
 
-def first_held_out(manifest: schema.Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
-    """The first `NUM_VALIDATION_ROWS` held-out raw rows that may reach the largest resolution, or None."""
+def first_held_out(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
+    """The first `validation.NUM_ROWS` held-out raw rows that may reach the largest resolution, or None."""
     uri = training.latents_uri
-    ranges = ingest.held_out_ranges(manifest, uri, training.largest_resolution, NUM_VALIDATION_ROWS)
-    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[:NUM_VALIDATION_ROWS] if ranges else None
+    ranges = validation.held_out_ranges(manifest, uri, training.largest_resolution, validation.NUM_ROWS)
+    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[: validation.NUM_ROWS] if ranges else None
     return rows and inputs.to_raw_rows(rows, config)

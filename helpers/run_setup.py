@@ -6,11 +6,12 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-import zlib
 from typing import Any
 
-from . import checkpoint, ingest, schema, storage, train
+from . import checkpoint, storage, train
 from .config import TrainingConfig
+from .manifest import Manifest, check_mixture, read_manifests
+from .plan import Plan, plan_run
 from .runtime import fault_tolerance, lease, metrics_log
 from .unet import load_unet_config
 
@@ -23,22 +24,22 @@ def run_folder(config: TrainingConfig) -> dict[str, Any]:
     return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
 
 
-def open_run(config: TrainingConfig) -> schema.Manifest:
+def open_run(config: TrainingConfig) -> Manifest:
     """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
 
     Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitoring.monitor_run` ends. Before
     changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
     """
-    manifests = ingest.read_manifests(config)
-    buckets = check_run(config, manifests).describe_buckets()
+    manifests = read_manifests(config)
+    shapes = describe_shapes(check_run(config, manifests))
     for uri, manifest in manifests.items():
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
-    for left_out in (bucket for bucket in buckets if not bucket["steps"]):
+    for left_out in (shape for shape in shapes if not shape["steps"]):
         print(
-            f"Pictures of {left_out['bucket']} are left out: their {left_out['rows']} rows do not fill a batch of "
+            f"Pictures of {left_out['shape']} are left out: their {left_out['rows']} rows do not fill a batch of "
             f"{config.global_batch_size}."
         )
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
@@ -49,7 +50,7 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
         {
             "parameters": config.to_dict(),
             "data": describe_data(manifests, config),
-            "buckets": buckets,
+            "shapes": shapes,
             "versions": {
                 "python": platform.python_version(),
                 **{package: importlib.metadata.version(package) for package in PACKAGES},
@@ -61,21 +62,34 @@ def open_run(config: TrainingConfig) -> schema.Manifest:
     return next(iter(manifests.values()))
 
 
-def check_run(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> ingest.Plan:
+def describe_shapes(plan: Plan) -> list[dict]:
+    """For each shape {"shape": its pictures' size, "rows", "steps" per epoch, "left_over": rows not used}."""
+    return [
+        {
+            "shape": "x".join(map(str, shape.latents.size)),
+            "rows": shape.num_rows,
+            "steps": int(steps),
+            "left_over": shape.num_rows - int(steps) * plan.batch_rows,
+        }
+        for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
+    ]
+
+
+def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
 
     An earlier run of the same name must have had the same parameters (except `config.MAY_CHANGE`) and the same data.
     """
-    ingest.check_mixture(manifests)
+    check_mixture(manifests)
     for uri, manifest in manifests.items():
         check_latents(manifest, config, uri)
-    plan = ingest.plan_run(manifests, config)
+    plan = plan_run(manifests, config)
     check_init_from(config)
     check_resume(config, manifests)
     return plan
 
 
-def check_latents(manifest: schema.Manifest, config: TrainingConfig, latents_uri: str) -> None:
+def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
     """Raises ValueError if the U-Net cannot train on these latents."""
     unet = load_unet_config(config.unet_config)
     for resolution in config.resolutions:
@@ -137,7 +151,7 @@ def check_init_from(config: TrainingConfig) -> None:
             )
 
 
-def check_resume(config: TrainingConfig, manifests: dict[str, schema.Manifest]) -> None:
+def check_resume(config: TrainingConfig, manifests: dict[str, Manifest]) -> None:
     """Raises ValueError if a run of this name has trained with other parameters, or on other data."""
     uri = storage.join(config.run_uri, "config.json")
     if not storage.exists(uri) or not metrics_log.metrics_files(config.run_uri):
@@ -147,14 +161,14 @@ def check_resume(config: TrainingConfig, manifests: dict[str, schema.Manifest]) 
     check_same_data(config, earlier["data"], describe_data(manifests, config))
 
 
-def describe_data(manifests: dict[str, schema.Manifest], config: TrainingConfig) -> list[dict]:
+def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:
     """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
     return [
         {
             "encoder": manifest.encoder,
             "scaling_factor": manifest.scaling_factor,
-            "written": manifest.total("written"),
-            "files_crc32": files_crc32(manifest),
+            "written": manifest.written,
+            "files_crc32": manifest.files_crc32,
             "proportion": proportion,
             # Without what may differ for the same data: its location and how many workers encoded it.
             "made_with": {
@@ -165,15 +179,6 @@ def describe_data(manifests: dict[str, schema.Manifest], config: TrainingConfig)
         }
         for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
     ]
-
-
-def files_crc32(manifest: schema.Manifest) -> int:
-    """CRC of the files' JSON, in pieces: the whole text would take a gigabyte for two billion rows."""
-    files, crc = manifest.files, zlib.crc32(b"[")
-    for start in range(0, len(files), 1000):
-        text = json.dumps(files[start : start + 1000])[1:-1]
-        crc = zlib.crc32(f"{', ' if start else ''}{text}".encode(), crc)
-    return zlib.crc32(b"]", crc)
 
 
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:

@@ -1,30 +1,27 @@
-"""What latents look like on disk: the stored columns and the manifest. Nothing else builds a column's name or bytes.
+"""The columns of latents on disk: their names, shapes and bytes. Nothing else builds a column's name or bytes.
 
 A latents folder holds `data/*.parquet` (one row per sample), `rejects/*.parquet` (one row per rejected input row) and
-`manifest.json`. Tensors are the plain bytes of arrays in `fixed_size_binary` columns, so reading copies nothing.
+what `manifest` describes. Tensors are the plain bytes of arrays in `fixed_size_binary` columns, so reading copies
+nothing.
 """
 
 from __future__ import annotations
 
-import base64
-import collections
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-SCHEMA_VERSION = 3  # 1 and 2 did not store rows by bucket
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
 SCALE_BYTES, FLOAT8_MAX = 4, 448.0  # the codec "fp8": an fp32 scale per row; the largest E4M3 number
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
-MANIFEST = "manifest.json"
 LATENTS, PIXELS = "image_latents", "pixels"  # also the column in which latents of several shapes travel to the trainers
 HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
 
@@ -32,6 +29,12 @@ HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
 def latents_column(width: int, height: int | None = None) -> str:
     """`image_latents_{side}` for squares, `image_latents_{width}x{height}` for other shapes."""
     return f"{LATENTS}_{width}" if height in (None, width) else f"{LATENTS}_{width}x{height}"
+
+
+def picture_size(latents_column: str) -> tuple[int, int]:
+    """(width, height) in pixels of the pictures behind a latents column."""
+    width, _, height = latents_column.removeprefix(f"{LATENTS}_").partition("x")
+    return int(width), int(height or width)
 
 
 def pixels_column(latents_column: str) -> str:
@@ -87,8 +90,7 @@ class ColumnSpec:
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels of the pictures behind a latents column."""
-        width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
-        return int(width), int(height or width)
+        return picture_size(self.name)
 
     def encode(self, values_BX: np.ndarray, valid_B: np.ndarray | None = None) -> pa.Array:
         """(B, *shape) floats -> a `fixed_size_binary` array; rows where `valid_B` is False become null."""
@@ -132,7 +134,7 @@ def rejects_schema(id_type: pa.DataType) -> pa.Schema:
     return pa.schema([(ID, id_type), (REASON, pa.string()), (SOURCE, pa.string())])
 
 
-def held_out(ids: list, share: float) -> np.ndarray:
+def held_out_mask(ids: list, share: float) -> np.ndarray:
     """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
 
     It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
@@ -211,128 +213,3 @@ def to_float8(values_BX: np.ndarray) -> np.ndarray:
     rows = torch.from_numpy(np.array(values_BX, dtype=np.float32)).flatten(1)
     scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / FLOAT8_MAX
     return torch.cat([scales.view(torch.uint8), (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)], 1).numpy()
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a latents folder holds. `manifest.json` is written last, so a folder that has one is complete.
-
-    `segments` are the committed parts of the job, in order: each has its `files` and counts; planning an epoch reads
-    nothing else. read = written + sum(rejected) + filtered. A file has a "name", the rows of each of its "row_groups",
-    and how many of these, in their order, hold rows of each of its "buckets": a row group's rows have latents in the
-    same columns (`bucket_name`), and are all trained on or all held out.
-    """
-
-    encoder: dict  # model, revision, precision (as asked for: a CPU computes in fp32 whatever it is)
-    resolutions: list[int]
-    columns: list[ColumnSpec]
-    scaling_factor: float
-    id_type: str
-    empty_caption_embedding: str  # base64 of fp16, in the shape of the embeddings
-    job: dict  # the parameters that decide what is written
-    segments: list[dict]
-    report: dict = dataclasses.field(default_factory=dict)  # seconds and rows by stage
-    schema_version: int = SCHEMA_VERSION
-
-    def column(self, name: str) -> ColumnSpec:
-        return next(spec for spec in self.columns if spec.name == name)
-
-    def latents(self, resolution: int) -> ColumnSpec:
-        """The column of squares."""
-        return self.column(latents_column(resolution))
-
-    def latents_at(self, resolution: int) -> list[ColumnSpec]:
-        """The columns of all shapes of a resolution."""
-        return [spec for spec in self.columns if spec.resolution == resolution]
-
-    def latents_of(self, shape: Sequence[int]) -> ColumnSpec:
-        """The column whose latents have the shape (C, H, W)."""
-        return next(spec for spec in self.columns if spec.resolution and spec.shape[1:] == tuple(shape))
-
-    @property
-    def embeddings(self) -> ColumnSpec:
-        return self.column(EMBEDDINGS)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensor column -> shape of one row."""
-        return {spec.name: spec.shape for spec in self.columns}
-
-    def total(self, count: str) -> int:
-        """Sum over the segments of "read", "written" or "filtered"."""
-        return sum(segment[count] for segment in self.segments)
-
-    def rows_at(self, resolution: int) -> int | None:
-        """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
-        names = [spec.name for spec in self.latents_at(resolution)]
-        counts = [s["at"].get(name, 0) for s in self.segments if "at" in s for name in names]
-        return sum(counts) if counts else None
-
-    @property
-    def buckets(self) -> dict[str, int]:
-        """Bucket -> rows."""
-        return dict(sum((collections.Counter(segment["buckets"]) for segment in self.segments), collections.Counter()))
-
-    @property
-    def group_buckets(self) -> tuple[list[str], np.ndarray]:
-        """`(names of buckets, (row groups of all files,) which of them each row group holds)`"""
-        names = sorted(self.buckets)
-        numbers = {name: number for number, name in enumerate(names)}
-        files = [file["buckets"] for segment in self.segments for file in segment["files"]]
-        runs = np.fromiter((number for file in files for number in map(numbers.get, file)), dtype=np.int16)
-        counts = np.fromiter((count for file in files for count in file.values()), dtype=np.int64)
-        return names, np.repeat(runs, counts)
-
-    @property
-    def rejected(self) -> dict[str, int]:
-        """Reason -> rows, the most frequent first."""
-        return dict(
-            sum((collections.Counter(s["rejected"]) for s in self.segments), collections.Counter()).most_common()
-        )
-
-    @property
-    def files(self) -> list[tuple[str, list[int]]]:
-        """[(name, rows of each row group)] in the order of the job."""
-        return [(file["name"], file["row_groups"]) for segment in self.segments for file in segment["files"]]
-
-    @property
-    def empty_caption(self) -> np.ndarray:
-        """(tokens, width) fp16: what replaces a dropped caption."""
-        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=DTYPE)
-        return values.reshape(self.embeddings.shape)
-
-    @property
-    def online(self) -> dict | None:
-        """The preprocessing parameters of data that is encoded while a run trains on it; None for stored latents."""
-        return self.job.get("online")
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
-        stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
-        return max(stored, self.job.get("raw_row_bytes", 0))
-
-    def to_dict(self) -> dict:
-        """The segments, which are long, come last, so that they need not be read."""
-        counts = {count: self.total(count) for count in ("read", "written", "filtered")}
-        values = {**dataclasses.asdict(self), **counts, "rejected": self.rejected, "buckets": self.buckets}
-        return {name: values[name] for name in sorted(values, key="segments".__eq__)}
-
-    @classmethod
-    def from_dict(cls, values: dict) -> Manifest:
-        """Raises ValueError for a schema version that this code does not read."""
-        version = values.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"These latents have schema version {version!r}, this code reads {SCHEMA_VERSION}: encode the data "
-                "again with Preprocessing.ipynb, into another latents_uri."
-            )
-        columns = [ColumnSpec(**spec) for spec in values["columns"]]
-        names = {field.name for field in dataclasses.fields(cls)} & values.keys()
-        known = {name: values[name] for name in names}
-        return cls(**{**known, "columns": columns})
-
-
-def encode_embedding(array: np.ndarray) -> str:
-    """(tokens, width) -> the text that `Manifest.empty_caption_embedding` holds."""
-    return base64.b64encode(np.ascontiguousarray(array, dtype=DTYPE).tobytes()).decode()

@@ -21,47 +21,39 @@ import ray.train.collective
 import ray.train.torch
 import torch
 
-from . import checkpoint, distributed, ingest, schema, storage
+from . import checkpoint, distributed, schema, storage
 from .config import TrainingConfig
+from .manifest import read_manifest, read_manifests
+from .plan import Plan, load_plan, plan_run
+from .read import join_blocks, latents_dataset, worker_units
 from .runtime import fault_tolerance, profiling
 from .runtime.metrics_log import MetricsLog
 from .train_step import TrainStep, Unit
 
-NUM_VALIDATION_ROWS = 512
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
-Steps = Iterator[tuple[list[Unit], float]]
 
 
-def train_loop_per_worker(
-    config: dict,
-    steps: Callable | None = None,
-    evaluate: Callable | None = None,
-    part: tuple[int, int] | None = None,
-) -> None:
-    """What each training worker runs: restore the checkpoint, then one step after another until `max_steps`.
+def train_loop_per_worker(config: dict, source: StepSource | None = None, evaluate: Callable | None = None) -> None:
+    """What each training worker runs: restore the checkpoint, then one step after another until the source ends.
 
     Args:
         config: `TrainingConfig.to_dict()`.
-        steps: `steps(config, manifest, range of the plan's steps, rejects) -> Steps` yields `(this worker's units,
-            seconds it waited for data)`. None: `train_steps`, which reads the dataset of `build_train_dataset`.
+        source: where the steps come from; None: the dataset that `StepSource` or `OnlineSource` made for `config`.
         evaluate: `evaluate(unet, config, step)` evaluates the averaged weights, on all workers between two steps, where
             no GPU is left for Ray Train's validation; returns what belongs to the checkpoint's metrics, and whether it
             is the best so far (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints are not evaluated.
-        part: `(begin, end)` of a run whose data changes on the way: the data's plan counts steps from `begin`, and the
-            worker ends, with a checkpoint, at step `end`. None: the whole run.
     """
-    config = TrainingConfig.from_dict(config)
-    begin, end = part or (0, config.max_steps)
-    if steps is None:
-        ray.train.get_dataset_shard("train")  # Ray Data's processes start while the model is built
-    manifest = next(iter(ingest.read_manifests(config, heads=True).values()))
+    source = source or StepSource(TrainingConfig.from_dict(config))
+    config = source.config
+    source.start()
+    manifest = read_manifest(next(iter(config.proportions)))
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
     if fault_tolerance.end_if_sick(config, device):
         return
     train_step = TrainStep(config, manifest, device)
-    step = restore(train_step, read_resume_point if steps is None else choose_resume_point)
+    step = restore(train_step, source.resume_point)
     log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
     meter = profiling.Meter(config, manifest, device)
     writer = MetricsWriter(log)
@@ -73,7 +65,7 @@ def train_loop_per_worker(
     shapes = set()
     with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
-        for units, data_seconds in (steps or train_steps)(config, manifest, range(step - begin, end - begin), rejects):
+        for units, data_seconds in source.steps(step, rejects):
             shape = tuple(units[0].moments.shape[2:])
             if shape not in shapes:  # the U-Net is compiled for each shape
                 watchdog.beat(slow=True)
@@ -92,7 +84,7 @@ def train_loop_per_worker(
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0
-            if step % config.checkpoint_every == 0 or step == end or preemption.arrived(seconds):
+            if step % config.checkpoint_every == 0 or step == source.end_step or preemption.arrived(seconds):
                 watchdog.beat(slow=True)  # the upload before this one may not be finished
                 rejects.write(step)
                 writer.wait()
@@ -107,53 +99,105 @@ def train_loop_per_worker(
 # ---- data
 
 
-def build_train_dataset(config: TrainingConfig, make_dataset: Callable = ingest.latents_dataset) -> ray.data.Dataset:
-    """The training data from the step at which the run resumes, for Ray Train's `datasets={"train": partial(...)}`.
+class StepSource:
+    """Where the steps of a run come from: stored latents, read by Ray Data in the plan's order.
 
-    Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is chosen;
-    the workers read the choice (`restore`).
+    The driver gives `datasets` to Ray Train, the workers call `start`, `resume_point` and `steps`, in this order.
 
-    `make_dataset`: `ingest.latents_dataset`, or a function with its signature that encodes raw rows on the way.
+    Args:
+        config: of the run.
+        first_step, end_step: the run's steps that come from here (None: to the last); the plan counts from them.
     """
-    resume, manifests = choose_resume_point(config), ingest.read_manifests(config)
-    plan = ingest.plan_run(manifests, config)
-    rows = make_dataset(plan, resume["step"], config.max_steps)
-    if make_dataset is ingest.latents_dataset:  # the stage that reads makes whole blocks of any size
-        return rows
-    return ingest.join_blocks(rows, plan, max(manifest.row_bytes for manifest in manifests.values()))
+
+    def __init__(self, config: TrainingConfig, first_step: int = 0, end_step: int | None = None):
+        self.config, self.first_step = config, first_step
+        self.end_step = config.max_steps if end_step is None else end_step
+
+    @property
+    def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
+        """For `TorchTrainer(datasets=...)`."""
+        return {"train": self.dataset}
+
+    def dataset(self) -> ray.data.Dataset:
+        """The data from the step at which the run resumes.
+
+        Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is
+        chosen; the workers read the choice (`resume_point`). Raises RuntimeError if the run would resume before
+        `first_step`.
+        """
+        step = choose_resume_point(self.config)["step"]
+        if step < self.first_step:
+            raise RuntimeError(
+                f"The checkpoints of run_name={self.config.run_name!r} after step {self.first_step} are damaged: it "
+                f"resumes at step {step}, whose pictures are encoded on the way: run it again."
+            )
+        return self.rows(load_plan(self.config), step - self.first_step, self.end_step - self.first_step)
+
+    def rows(self, plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
+        """The plan's blocks of these steps."""
+        return latents_dataset(plan, first_step, end_step)
+
+    def start(self) -> None:
+        """Called before the model is built: Ray Data's processes start meanwhile."""
+        ray.train.get_dataset_shard("train")
+
+    def resume_point(self) -> dict:
+        """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""
+        return storage.read_json(storage.join(self.config.run_uri, RESUME))
+
+    def steps(self, step: int, rejects: Rejects) -> Iterator[tuple[list[Unit], float]]:
+        """Yield `(this worker's units, seconds it waited for data)` of each of the run's steps from `step` on.
+
+        A worker that gets no unit yields a masked one, which tells the step's shape. While a step is trained on, a
+        thread makes the tensors of the next one. Raises RuntimeError if the dataset does not start at `step` or is out
+        of order.
+        """
+        config, manifests = self.config, read_manifests(self.config)
+        plan, manifest = plan_run(manifests, config), next(iter(manifests.values()))
+        shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
+        blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
+        steps = range(step - self.first_step, self.end_step - self.first_step)
+        tables = worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
+
+        def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
+            received, latents = next(tables), plan.latents_at(step)
+            units = []
+            for number, rows in received.items():
+                first_position = number % config.units_per_step * config.unit_rows
+                units.append(Unit.from_arrow(rows, manifest, latents, first_position))
+            masked_rows = config.micro_batch_size or config.unit_rows
+            return units or [Unit.masked(manifest, latents, masked_rows)], list(received.values())
+
+        coming = thread.submit(prepare, steps.start)
+        for step in steps:
+            started = time.perf_counter()
+            units, received = coming.result()
+            if step + 1 < steps.stop:
+                coming = thread.submit(prepare, step + 1)
+            for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
+                rejects.add(rows)
+            yield units, time.perf_counter() - started
 
 
-def train_steps(config: TrainingConfig, manifest: schema.Manifest, steps: range, rejects: Rejects) -> Steps:
-    """Yield `(this worker's units, seconds it waited for data)` of each of the plan's steps, from the dataset "train".
+class OnlineSource(StepSource):
+    """Raw rows that are encoded on the way.
 
-    A worker that gets none yields a masked one, which tells the step's shape.
-
-    While a step is trained on, a thread makes the tensors of the next one. Raises RuntimeError if the dataset does not
-    start at the first of `steps` or is out of order.
+    `stream(plan, first_step, end_step)` returns the plan's blocks of these steps, encoded, as a Ray dataset.
     """
-    shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
-    blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-    plan = ingest.plan_run(ingest.read_manifests(config, heads=True), config)
-    tables = ingest.worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
 
-    def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
-        units, received = [], next(tables)
-        latents = plan.latents_at(step)
-        for number, rows in received.items():
-            first_position = number % config.units_per_step * config.unit_rows
-            units.append(Unit.from_arrow(rows, manifest, latents, first_position))
-        rows = config.micro_batch_size or config.unit_rows
-        return units or [Unit.masked(manifest, latents, rows)], list(received.values())
+    def __init__(
+        self,
+        config: TrainingConfig,
+        stream: Callable[[Plan, int, int], ray.data.Dataset],
+        first_step: int = 0,
+        end_step: int | None = None,
+    ):
+        super().__init__(config, first_step, end_step)
+        self.stream = stream
 
-    coming = thread.submit(prepare, steps.start)
-    for step in steps:
-        started = time.perf_counter()
-        units, received = coming.result()
-        if step + 1 < steps.stop:
-            coming = thread.submit(prepare, step + 1)
-        for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
-            rejects.add(rows)
-        yield units, time.perf_counter() - started
+    def rows(self, plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
+        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config).values())
+        return join_blocks(self.stream(plan, first_step, end_step), plan, row_bytes)
 
 
 class Rejects:
@@ -181,7 +225,7 @@ class Rejects:
 
 
 class MetricsWriter:
-    """Gathers the ids of each global batch on rank 0 and writes the step's metrics, in a thread that nobody waits for.
+    """Gathers the ids of each global batch on rank 0 and writes the step's metrics, in a thread, during the next step.
 
     One line at a time, because a worker that dies would take the lines that are not yet written with it. `log`: rank
     0's; None on the other ranks.
@@ -238,17 +282,12 @@ def choose_resume_point(config: TrainingConfig) -> dict:
     return point
 
 
-def read_resume_point(config: TrainingConfig) -> dict:
-    """What `choose_resume_point` chose for this group of workers."""
-    return storage.read_json(storage.join(config.run_uri, RESUME))
-
-
-def restore(train_step: TrainStep, resume_point: Callable[[TrainingConfig], dict]) -> int:
+def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
     """Load the checkpoint of the resume point, else what `init_from` names; returns the steps done. For all ranks."""
     config = train_step.config
 
     def checkpoint_to_resume():
-        name = resume_point(config)["checkpoint"]
+        name = resume_point()["checkpoint"]
         return name and as_checkpoint(storage.join(config.run_uri, name))
 
     with checkpoint_dir(checkpoint_to_resume) as folder:
@@ -380,17 +419,3 @@ def has_spare_gpu(device: torch.device) -> bool:
     """Whether a Ray task can validate beside the training: on a GPU that nobody uses, or on CPUs. For all ranks."""
     spare = distributed.rank() == 0 and (device.type != "cuda" or ray.available_resources().get("GPU", 0) >= 1)
     return ray.train.collective.broadcast_from_rank_zero(spare)
-
-
-def validation_rows(config: TrainingConfig) -> pa.Table | None:
-    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
-    uri = storage.join(config.run_uri, "validation", "rows.parquet")
-    if storage.exists(uri):
-        filesystem, path = storage.open_filesystem(uri)
-        return pq.read_table(path, filesystem=filesystem)
-    rows = ingest.validation_rows(config, NUM_VALIDATION_ROWS)
-    if rows is not None:
-        file = pa.BufferOutputStream()
-        pq.write_table(rows, file, compression="none")
-        storage.write_bytes(uri, file.getvalue())
-    return rows

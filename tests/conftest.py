@@ -14,6 +14,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from helpers import schema
+from helpers.manifest import Manifest, encode_embedding
 from helpers.runtime import session
 from tests.object_store.s3_server import S3Server
 
@@ -91,36 +92,41 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def build_manifest():
-    """A function that makes a finished job's manifest, as `ingest.read_manifest` gives it; keywords change fields."""
+    """A function that makes a finished job's manifest; keywords change fields. `segments`: of its `files.json`."""
 
-    def build(row_groups=(64, 64), shapes=None, **changes):
-        rows, columns = sum(row_groups), [column for column in shapes or SHAPES if column != schema.EMBEDDINGS]
-        bucket = schema.bucket_name(columns, held_out=False)
-        file = {"name": "0.parquet", "row_groups": list(row_groups), "buckets": {bucket: len(row_groups)}}
-        segment = {
-            "index": 0,
-            "files": [file],
-            "rejects": [],
-            "read": rows,
-            "written": rows,
-            "buckets": {bucket: rows},
-            "at": dict.fromkeys(columns, rows),
-            "rejected": {},
-            "filtered": 0,
-        }
+    def build(row_groups=(64, 64), shapes=None, segments=None, **changes):
+        shapes = shapes or SHAPES
         values = {
             "encoder": {"model": "made-up", "revision": "0", "precision": "fp32"},
             "resolutions": [32, 64],
-            "columns": [{"name": column, "shape": shape} for column, shape in (shapes or SHAPES).items()],
+            "columns": [schema.ColumnSpec(column, shape) for column, shape in shapes.items()],
             "scaling_factor": 0.5,
             "id_type": "int64",
-            "empty_caption_embedding": schema.encode_embedding(np.linspace(-1, 1, 6 * 128).reshape(6, 128)),
+            "empty_caption_embedding": encode_embedding(np.linspace(-1, 1, 6 * 128).reshape(6, 128)),
             "job": {"validation_share": 0.0},
-            "segments": [segment],
         }
-        return schema.Manifest.from_dict({"schema_version": schema.SCHEMA_VERSION, **values, **changes})
+        columns = [column for column in shapes if column != schema.EMBEDDINGS]
+        return Manifest.of(segments or [build_segment([("0.parquet", row_groups)], columns)], **{**values, **changes})
 
     return build
+
+
+def build_segment(files, columns=("image_latents_32", "image_latents_64")):
+    """A segment's entry. `files`: [(name, rows of each row group)]; all rows have latents in all columns."""
+    bucket, num_rows = schema.bucket_name(columns, held_out=False), sum(sum(groups) for _, groups in files)
+    return {
+        "index": 0,
+        "files": [
+            {"name": name, "row_groups": list(groups), "buckets": {bucket: len(groups)}} for name, groups in files
+        ],
+        "rejects": [],
+        "read": num_rows,
+        "written": num_rows,
+        "buckets": {bucket: num_rows},
+        "rows_by_column": dict.fromkeys(columns, num_rows),
+        "rejected": {},
+        "filtered": 0,
+    }
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ and height. Nothing else is read, except that an object store sends tars whole. 
 is assumed to reach all sizes.
 
 Each raw file gets a small Parquet file under `{index}/{key}/`. It lists the rows that are used, sorted by bucket
-(`schema.Manifest`) and position and split into row groups: those of a Parquet file, or 64 consecutive rows in other
+(`manifest.Manifest`) and position and split into row groups: those of a Parquet file, or 64 consecutive rows in other
 formats. These are the epoch plan's row groups. The key is a hash of the input files and of all parameters that affect
 the index. Later, a picture is read only if its row is used; since Parquet row groups can only be read whole, their
 other pictures are read too, but not decoded.
@@ -146,7 +146,7 @@ def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, p
     """`(bucket, why a row cannot be used or "", id)` of each row, judged by its columns alone."""
     column = inputs.row_ids(rows[config.id_column])
     ids = column.to_pylist()
-    captions, held_out = inputs.texts(rows[config.caption_column]), schema.held_out(ids, validation_share)
+    captions, held_out = inputs.texts(rows[config.caption_column]), schema.held_out_mask(ids, validation_share)
     names = inputs.size_columns(config)
     sizes = zip(*(rows[name].to_pylist() for name in names), strict=True) if names else [None] * len(rows)
     buckets, reasons = [], []
@@ -200,7 +200,7 @@ def _read(uri: str) -> pa.Table:
 
 
 def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
-    """The rows of `ranges` (`ingest.RowRange` of index files, `{key}/{name}`) as readers return them, plus `path`.
+    """The rows of `ranges` (`manifest.RowRange` of index files, `{key}/{name}`) as readers return them, plus `path`.
 
     Columns: id, caption, picture. `read_group`: reads Parquet row groups in place of the reader.
     """

@@ -12,8 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from helpers import ingest, kept_latents, schema
+from helpers import schema
 from helpers.config import TrainingConfig
+from helpers.manifest import Files, Manifest
+from helpers.plan import plan_run
+from helpers.read import read_chunks, worker_units
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_plans.json")
 SHAPES = {
@@ -46,7 +49,7 @@ CASES = {
 
 
 def make_manifest(files, embeddings=(6, 128), job=None):
-    """The manifest of files, each {bucket: rows of its row groups}."""
+    """`(manifest, entries of its files)` of files that are {bucket: rows of its row groups} each."""
     entries, buckets = [], {}
     for number, groups in enumerate(files):
         entry = {"name": f"{number}.parquet", "row_groups": sum(groups.values(), [])}
@@ -54,9 +57,10 @@ def make_manifest(files, embeddings=(6, 128), job=None):
         for bucket, rows in groups.items():
             buckets[bucket] = buckets.get(bucket, 0) + sum(rows)
     num_rows = sum(buckets.values())
-    counts = {"read": num_rows, "written": num_rows, "filtered": 0, "rejected": {}, "buckets": buckets}
+    segment = {"files": entries, "read": num_rows, "written": num_rows, "filtered": 0, "rejected": {}}
     columns = [schema.ColumnSpec(name, shape, resolution=size) for name, (size, shape) in SHAPES.items()]
-    return schema.Manifest(
+    manifest = Manifest.of(
+        [segment | {"buckets": buckets}],
         encoder={},
         resolutions=[32, 64],
         columns=[*columns, schema.ColumnSpec(schema.EMBEDDINGS, embeddings)],
@@ -64,8 +68,8 @@ def make_manifest(files, embeddings=(6, 128), job=None):
         id_type="string",
         empty_caption_embedding="",
         job={"validation_share": 0.0, **(job or {})},
-        segments=[{"files": entries, "rejects": [], **counts}],
     )
+    return manifest, entries
 
 
 def make_plan(case):
@@ -75,14 +79,17 @@ def make_plan(case):
     shares = parameters.pop("proportions", [1.0] * len(data_sets))
     uris = [f"/data-{number}" for number in range(len(data_sets))]
     config = TrainingConfig(latents_uri=dict(zip(uris, shares, strict=True)), **parameters)
-    manifests = {uri: make_manifest(files, **changes) for uri, files in zip(uris, data_sets, strict=True)}
-    return ingest.plan_run(manifests, config)
+    made = {uri: make_manifest(files, **changes) for uri, files in zip(uris, data_sets, strict=True)}
+    manifests = {uri: manifest for uri, (manifest, _) in made.items()}
+    return plan_run(manifests, config, {uri: Files.of(uri, entries) for uri, (_, entries) in made.items()})
 
 
 def read_ids(row_ranges, source):
     """In place of reading rows: their places as ids."""
     ids = [
-        f"{source.uri}/{file}/{group}/{first + row}" for file, group, first, count in row_ranges for row in range(count)
+        f"{source.files.uri}/{file}/{group}/{first + row}"
+        for file, group, first, count in row_ranges
+        for row in range(count)
     ]
     return pa.table({"id": pa.array(ids, pa.string())})
 
@@ -90,13 +97,11 @@ def read_ids(row_ranges, source):
 def ids_of_steps(plan, first_step, end_step, num_workers):
     """The ids of each global batch in their order, received by workers as Ray Data deals out the plan's blocks."""
     chunks = plan.chunk_range(first_step, end_step)
-    arguments = {"first_chunk": chunks.start, "first_step": first_step, "num_steps": end_step, "read": read_ids}
-    blocks = list(ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **arguments))
+    arguments = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_ids}
+    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, **arguments))
     blocks = blocks[: len(blocks) // num_workers * num_workers]
     steps = range(first_step, end_step)
-    workers = [
-        ingest.worker_units(blocks[rank::num_workers], plan, steps, rank, num_workers) for rank in range(num_workers)
-    ]
+    workers = [worker_units(blocks[rank::num_workers], plan, steps, rank, num_workers) for rank in range(num_workers)]
     batches = []
     for received in zip(*workers, strict=True):
         units = {number: rows for of_worker in received for number, rows in of_worker.items()}
@@ -114,14 +119,10 @@ def record(case):
     end_step = 3 * plan.steps_per_epoch + 2
     columns = sorted(SHAPES)
     latents = [columns.index(plan.latents_at(step).name) for step in range(end_step)]
-    rests = [
-        fingerprints(ids_of_steps(rest, 0, rest.steps_per_epoch, 1)) for rest in kept_latents.left_over(plan).values()
-    ]
     return {
         "steps_per_epoch": plan.steps_per_epoch,
         "latents": "".join(map(str, latents)),
         "steps": fingerprints(ids_of_steps(plan, 0, end_step, 1)),
-        "left over": rests,
     }
 
 

@@ -1,0 +1,244 @@
+"""What a latents folder says about itself: `manifest.json` and `files.json`.
+
+`files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
+rows of each of its "row_groups", and how many of these, in their order, hold rows of each of its "buckets": a row
+group's rows have latents in the same columns (`schema.bucket_name`), and are all trained on or all held out.
+
+`manifest.json` holds everything else, a few kilobytes whatever the number of files. It is written last, so a folder
+that has one is complete.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from . import schema, storage
+from .config import TrainingConfig
+
+SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
+MANIFEST, FILES = "manifest.json", "files.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a latents folder holds. read = written + sum(rejected) + filtered.
+
+    Args:
+        encoder: model, revision, precision (as asked for: a CPU computes in fp32 whatever it is).
+        resolutions: the sizes that were encoded.
+        columns: the tensor columns.
+        scaling_factor: of the VAE; latents are stored without it.
+        id_type: Arrow type of the ids.
+        empty_caption_embedding: base64 of fp16, in the shape of the embeddings.
+        job: the parameters that decide what is written.
+        read, written, filtered: rows.
+        rejected: reason -> rows, the most frequent first.
+        buckets: bucket -> rows.
+        rows_by_column: latents column -> rows; None where that is not known before they are encoded (online).
+        files_crc32: of the names and row groups of the files.
+        report: seconds and rows by stage.
+    """
+
+    encoder: dict
+    resolutions: list[int]
+    columns: list[schema.ColumnSpec]
+    scaling_factor: float
+    id_type: str
+    empty_caption_embedding: str
+    job: dict
+    read: int
+    written: int
+    filtered: int
+    rejected: dict[str, int]
+    buckets: dict[str, int]
+    rows_by_column: dict[str, int] | None
+    files_crc32: int
+    report: dict = dataclasses.field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, segments: list[dict], **description) -> Manifest:
+        """The manifest of a job's segments. `description`: the fields that are not sums over them."""
+        sums = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
+        sums |= {count: _add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
+        counted = all("rows_by_column" in segment for segment in segments)
+        by_column = _add_up(segment["rows_by_column"] for segment in segments) if counted else None
+        crc = 0
+        for file in (file for segment in segments for file in segment["files"]):
+            crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
+        return cls(**description, **sums, rows_by_column=by_column, files_crc32=crc)
+
+    def column(self, name: str) -> schema.ColumnSpec:
+        return next(spec for spec in self.columns if spec.name == name)
+
+    def latents(self, resolution: int) -> schema.ColumnSpec:
+        """The column of squares."""
+        return self.column(schema.latents_column(resolution))
+
+    def latents_at(self, resolution: int) -> list[schema.ColumnSpec]:
+        """The columns of all shapes of a resolution."""
+        return [spec for spec in self.columns if spec.resolution == resolution]
+
+    def rows_at(self, resolution: int) -> int | None:
+        """Rows that have latents at a resolution; None where that is not known."""
+        if self.rows_by_column is None:
+            return None
+        return sum(self.rows_by_column.get(spec.name, 0) for spec in self.latents_at(resolution))
+
+    @property
+    def embeddings(self) -> schema.ColumnSpec:
+        return self.column(schema.EMBEDDINGS)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor column -> shape of one row."""
+        return {spec.name: spec.shape for spec in self.columns}
+
+    @property
+    def empty_caption(self) -> np.ndarray:
+        """(tokens, width) fp16: what replaces a dropped caption."""
+        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=schema.DTYPE)
+        return values.reshape(self.embeddings.shape)
+
+    @property
+    def online(self) -> dict | None:
+        """The preprocessing parameters of data that is encoded while a run trains on it; None for stored latents."""
+        return self.job.get("online")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
+        stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
+        return max(stored, self.job.get("raw_row_bytes", 0))
+
+    @classmethod
+    def from_dict(cls, values: dict) -> Manifest:
+        """Raises ValueError for a schema version that this code does not read."""
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
+                " encode the data again with Preprocessing.ipynb, into another latents_uri."
+            )
+        return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+
+
+def _add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total = sum(map(collections.Counter, counts), collections.Counter())
+    return dict(total.most_common())
+
+
+def encode_embedding(array: np.ndarray) -> str:
+    """(tokens, width) -> the text that `Manifest.empty_caption_embedding` holds."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype=schema.DTYPE).tobytes()).decode()
+
+
+class RowRange(NamedTuple):
+    """Consecutive rows of one row group of a file."""
+
+    file_name: str
+    row_group: int
+    first_row: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Files:
+    """The row groups of a data set, numbered through all of its files.
+
+    Args:
+        uri: the data set's folder, as `latents_uri`.
+        names: Parquet files, relative to its `data/` folder.
+        group_rows: (row groups,) rows in each.
+        first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
+        bucket_names, group_buckets: the buckets, and (row groups,) which of them each row group holds.
+    """
+
+    uri: str
+    names: pa.StringArray  # as an Arrow array, which a node's processes share in Ray's object store
+    group_rows: np.ndarray
+    first_group: np.ndarray
+    bucket_names: list[str]
+    group_buckets: np.ndarray
+
+    @classmethod
+    def of(cls, uri: str, files: list[dict]) -> Files:
+        """`files`: those of the segments in `files.json`."""
+        bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
+        numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
+        bucket_runs = [(numbers[bucket], count) for file in files for bucket, count in file["buckets"].items()]
+        bucket_runs = np.array(bucket_runs, dtype=np.int64).reshape(-1, 2)
+        return cls(
+            uri,
+            pa.array([file["name"] for file in files], pa.string()),
+            np.fromiter((rows for file in files for rows in file["row_groups"]), dtype=np.int64),
+            np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
+            bucket_names,
+            np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
+        )
+
+    def groups_of(self, bucket: str) -> np.ndarray:
+        """The row groups of a bucket."""
+        number = self.bucket_names.index(bucket) if bucket in self.bucket_names else -1
+        return np.flatnonzero(self.group_buckets == number).astype(np.int32)
+
+    def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
+        """Rows of row group number `group`."""
+        file = np.searchsorted(self.first_group, group, side="right") - 1
+        name, number = self.names[file].as_py(), int(group - self.first_group[file])
+        return RowRange(name, number, int(first_row), int(num_rows))
+
+
+def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:
+    """Write both files, `manifest.json` last."""
+    storage.write_text(storage.join(latents_uri, FILES), json.dumps(segments))
+    storage.write_json(storage.join(latents_uri, MANIFEST), dataclasses.asdict(manifest))
+
+
+def read_manifest(latents_uri: str) -> Manifest:
+    """The manifest of a finished job. Raises FileNotFoundError that says how to make one."""
+    try:
+        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST)))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
+            f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
+            "Preprocessing.ipynb."
+        ) from None
+
+
+def read_manifests(config: TrainingConfig) -> dict[str, Manifest]:
+    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that has none."""
+    return {uri: read_manifest(uri) for uri in config.proportions}
+
+
+def read_segments(latents_uri: str) -> list[dict]:
+    """The segments of a finished job, in order."""
+    return storage.read_json(storage.join(latents_uri, FILES))
+
+
+def read_files(latents_uri: str) -> Files:
+    """The files of a finished job, in the order of its segments."""
+    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
+
+
+def check_mixture(manifests: dict[str, Manifest]) -> None:
+    """Raises ValueError if data sets of different encoders or layouts are mixed."""
+    (first_uri, first), *others = manifests.items()
+    for uri, manifest in others:
+        for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
+            mine, theirs = getattr(manifest, name), getattr(first, name)
+            if mine != theirs:
+                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
+                raise ValueError(
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                    "encode both with the same settings."
+                )
