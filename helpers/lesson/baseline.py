@@ -20,8 +20,11 @@ import pyarrow as pa
 import ray.train.torch
 import torch
 
-from .. import distributed, encoder, ingest, online, schema
+from .. import distributed, encoder, online, schema, train
 from ..config import OnlineConfig, TrainingConfig
+from ..manifest import Manifest
+from ..plan import Plan, load_plan
+from ..read import KEEP, ChunkReader, ReadRows, split_units
 from ..runtime import monitoring
 from ..train_step import TrainStep, Unit
 
@@ -32,7 +35,7 @@ class PlannedImages(torch.utils.data.Dataset):
     Each loader process reads all chunks of the plan, and decodes only the rows of its own steps.
 
     Args:
-        plan: `ingest.Plan` over raw rows.
+        plan: `plan.Plan` over raw rows.
         num_steps: of the run.
         rank, world_size: of the worker.
         read: `(row ranges, source)` -> raw rows, as `online.read_raw`.
@@ -41,11 +44,11 @@ class PlannedImages(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        plan: ingest.Plan,
+        plan: Plan,
         num_steps: int,
         rank: int,
         world_size: int,
-        read: ingest.ReadRows,
+        read: ReadRows,
         transform: Callable[[pa.Table], pa.Table],
     ):
         self.plan, self.num_steps, self.rank, self.world_size = plan, num_steps, rank, world_size
@@ -57,9 +60,8 @@ class PlannedImages(torch.utils.data.Dataset):
 
     def read_chunk(self, chunk: int) -> dict[int, pa.Table]:
         """{unit number: its raw rows} of a chunk."""
-        reading = ingest.start_reading(self.plan, chunk, self.read)
-        rows = pa.concat_tables(ingest.read_blocks(self.plan, chunk, 0, self.num_steps, reading))
-        return ingest.split_units(rows.combine_chunks(), self.plan.unit_rows)
+        blocks = ChunkReader(self.plan, chunk, self.read).blocks(0, self.num_steps)
+        return split_units(pa.concat_tables(blocks).combine_chunks(), self.plan.unit_rows)
 
     def __getitem__(self, step: int):
         """`(pixels (B, H, W, 3) uint8, token ids (B, L), keep (B,), positions (B,), account)` of a step's B rows.
@@ -80,14 +82,14 @@ class PlannedImages(torch.utils.data.Dataset):
         pixels = np.zeros((len(rows), height, width, 3), np.uint8)
         pixels[fits] = found
         ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
-        keep = rows[ingest.KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
+        keep = rows[KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
         positions = np.concatenate([place * plan.unit_rows + np.arange(plan.unit_rows) for place in places])
         tensors = (torch.from_numpy(np.array(values)) for values in (pixels, ids, keep, positions))
         return *tensors, rows.select([schema.ID, schema.REASON, schema.SOURCE])
 
 
 def build_loader(
-    plan: ingest.Plan, config: TrainingConfig, raw: OnlineConfig, first_step: int, rank: int = 0, world_size: int = 1
+    plan: Plan, config: TrainingConfig, raw: OnlineConfig, first_step: int, rank: int = 0, world_size: int = 1
 ) -> torch.utils.data.DataLoader:
     """A `DataLoader` of a worker's steps from `first_step` on."""
     read = functools.partial(online.read_raw, config=raw)
@@ -128,19 +130,33 @@ class DeviceEncoder:
         return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist())
 
 
-def steps(
-    config: TrainingConfig, manifest: schema.Manifest, steps: range, rejects, *, raw: OnlineConfig
-) -> Iterator[tuple[list[Unit], float]]:
-    """For `train.train_loop_per_worker(..., steps=...)`: rows from a `DataLoader`, encoded by the worker itself."""
-    plan = ingest.plan_run(ingest.read_manifests(config), config)  # `manifest` does not list files
-    loader = iter(build_loader(plan, config, raw, steps.start, distributed.rank(), distributed.world_size()))
-    encode = DeviceEncoder(raw, ray.train.torch.get_device())
-    for _ in steps:
-        started = time.perf_counter()
-        item = next(loader)
-        data_seconds = time.perf_counter() - started
-        rejects.add(item[-1])
-        yield [encode(item)], data_seconds
+class LoaderSource(train.StepSource):
+    """Steps whose rows come from a `DataLoader` and are encoded by the worker itself, without Ray Data."""
+
+    def __init__(self, config: TrainingConfig, raw: OnlineConfig):
+        super().__init__(config)
+        self.raw = raw
+
+    @property
+    def datasets(self) -> None:
+        return None
+
+    def start(self) -> None:
+        pass
+
+    def resume_point(self) -> dict:
+        return train.choose_resume_point(self.config)
+
+    def steps(self, step: int, rejects: train.Rejects) -> Iterator[tuple[list[Unit], float]]:
+        plan = load_plan(self.config)
+        loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
+        encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
+        for _ in range(step, self.end_step):
+            started = time.perf_counter()
+            item = next(loader)
+            data_seconds = time.perf_counter() - started
+            rejects.add(item[-1])
+            yield [encode(item)], data_seconds
 
 
 @dataclasses.dataclass
@@ -166,7 +182,7 @@ class Profile:
 
 def profile(
     config: TrainingConfig,
-    manifest: schema.Manifest,
+    manifest: Manifest,
     raw: OnlineConfig,
     *,
     num_steps: int = 3,
@@ -178,7 +194,7 @@ def profile(
     Phases: data (waiting for the loader), encode, forward, backward, optimizer (with clipping and EMA).
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = ingest.plan_run({config.latents_uri: manifest}, config)
+    plan = load_plan(config)
     short = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, short, raw, 0))
     watch = Stopwatch(device)

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import encoder, ingest, kept_latents, online, schema, storage, train
+from helpers import encoder, kept_latents, online, read, schema, storage, train, validation
 from helpers.config import OnlineConfig, TrainingConfig
-from tests.unit.test_ingest import bucket_plans, dealt, plans, rows_of
+from helpers.manifest import MANIFEST, read_files, read_manifest, write_manifest
+from helpers.plan import Plan, Shape, load_plan
+from tests.conftest import build_segment
+from tests.unit.test_plan import bucket_plans, dealt, plans, rows_of
 
 RAW = OnlineConfig(keep_latents=True)
 GROUPS = [7, 20, 1, 13, 5, 9, 3]
@@ -33,7 +36,7 @@ def test_what_an_epoch_leaves_over_is_all_the_rest(plan):
     assert all(number >= plan.units_per_epoch for number in rests)
     used = [row for unit, rows in dealt(plan, 0, plan.steps_per_epoch) if unit >= 0 for row in rows]
     for rest in rests.values():
-        assert rest.block_rows <= plan.block_rows
+        assert rest.block_rows == plan.block_rows
         used += [row for unit, rows in dealt(rest, 0, rest.steps_per_epoch) if unit >= 0 for row in rows]
     counts = collections.Counter(used)
     assert set(counts.values()) == {1}
@@ -43,9 +46,10 @@ def test_what_an_epoch_leaves_over_is_all_the_rest(plan):
 
 def rows_in(source):
     """The rows that a source gives in an epoch."""
-    plan = ingest.Plan([source], 1, 1, 1, 0)
-    ranges = source.row_ranges(*plan.row_group_order(0)[0], 0, plan.num_rows)
-    return {(source.uri, *one[:2], row) for one in ranges for row in range(one[2], one[2] + one[3])}
+    plan = Plan([Shape([source])], 1, 1, 1, 0)
+    ((order,),) = plan.epoch_orders(0)
+    ranges = [source.files.row_range(*one) for one in order.ranges(0, plan.num_rows)]
+    return {(source.files.uri, *one[:2], row) for one in ranges for row in range(one[2], one[2] + one[3])}
 
 
 class Blocks:
@@ -61,10 +65,10 @@ class Blocks:
         yield from self.blocks
 
 
-def blocks_of(plan, first_step, num_steps, read):
-    chunks = plan.chunk_range(first_step, num_steps)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "num_steps": num_steps, "read": read}
-    return Blocks(ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+def blocks_of(plan, first_step, end_step, read_rows):
+    chunks = plan.chunk_range(first_step, end_step)
+    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_rows}
+    return Blocks(read.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
 
 
 class Run:
@@ -82,40 +86,41 @@ class Run:
             "validate_every": 0,
         }
         self.config = TrainingConfig(**{**values, **changes})
-        storage.write_json(storage.join(self.config.latents_uri, schema.MANIFEST), manifest.to_dict())
+        write_manifest(self.config.latents_uri, manifest, [build_segment([("0.parquet", GROUPS)])])
         patch.setattr(train, "last_step", lambda config: self.saved)
-        patch.setattr(train, "validation_rows", lambda config: None)
-        patch.setattr(ingest, "latents_dataset", self.stored)
+        patch.setattr(train, "choose_resume_point", lambda config: {"step": self.saved})
+        patch.setattr(train, "join_blocks", lambda rows, *_: rows)
+        patch.setattr(validation, "run_rows", lambda config: None)
+        patch.setattr(train, "latents_dataset", self.stored)
 
-    def stream(self, plan, first_step, num_steps):
-        def read(ranges, source):
+    def stream(self, plan, first_step, end_step):
+        def read_rows(ranges, source):
             starts = np.concatenate([[0], np.cumsum(GROUPS)])
             ids = np.concatenate([starts[one[1]] + one[2] + np.arange(one[3]) for one in ranges])
             self.encoded += ids.tolist()
             return self.rows.take(pa.array(ids))
 
-        return blocks_of(plan, first_step, num_steps, read)
+        return blocks_of(plan, first_step, end_step, read_rows)
 
-    def stored(self, plan, first_step, num_steps):
-        return blocks_of(plan, first_step, num_steps, ingest.read_latents)
+    def stored(self, plan, first_step, end_step):
+        return blocks_of(plan, first_step, end_step, read.latents_reader(plan))
 
-    def fit(self, config, loop, stream, die_at=None):
-        begin, end = loop.keywords["part"]
-        plan = ingest.plan_run(ingest.read_manifests(config), config)
-        rows = stream(plan, self.saved, config.max_steps)
-        steps = range(self.saved - begin, end - begin)
-        for step, units in zip(steps, ingest.worker_units(rows.iter_batches(), plan, steps, 0, 1), strict=True):
+    def fit(self, source, die_at=None):
+        begin, plan = source.first_step, load_plan(source.config)
+        steps = range(self.saved - begin, source.end_step - begin)
+        blocks = source.dataset().iter_batches()
+        for step, units in zip(steps, read.worker_units(blocks, plan, steps, 0, 1), strict=True):
             if step + begin == die_at and die_at not in self.died:
                 self.died.add(die_at)
                 raise Killed
             found = pa.concat_tables([one.select(["id", "keep", "image_latents_32"]) for one in units.values()])
             assert self.steps.setdefault(step + begin, found).equals(found)  # also of a step that is done again
-            if (step + begin + 1) % self.config.checkpoint_every == 0 or step + begin + 1 == end:
+            if (step + begin + 1) % self.config.checkpoint_every == 0 or step + begin + 1 == source.end_step:
                 self.saved = step + begin + 1
 
     def go(self, die_at=None):
-        for part in kept_latents.parts(RAW, self.config, self.stream, functools.partial(print)):
-            self.fit(*part, die_at)
+        for source in kept_latents.sources(RAW, self.config, self.stream):
+            self.fit(source, die_at)
         return self
 
     def go_on_until_done(self, die_at=None):
@@ -137,7 +142,7 @@ def rows(build_latents):
         schema.SOURCE: pa.array(["a.parquet"] * ROWS),
         "transform_seconds": pa.array([0.01] * ROWS),
         "encoder_call": pa.nulls(ROWS, encoder.CALL),
-        ingest.KEEP: pa.array([number not in MASKED for number in range(ROWS)]),
+        read.KEEP: pa.array([number not in MASKED for number in range(ROWS)]),
     }
     return functools.reduce(lambda table, item: table.append_column(*item), columns.items(), build_latents(ROWS))
 
@@ -156,7 +161,7 @@ def start(tmp_path, rows, build_manifest, monkeypatch):
 
 def kept(run):
     uri = storage.join(run.config.run_uri, kept_latents.FOLDER)
-    return uri, ingest.read_manifest(uri)
+    return uri, read_manifest(uri)
 
 
 def test_the_first_epoch_is_encoded_and_the_others_read_it(start, capsys):
@@ -165,12 +170,12 @@ def test_the_first_epoch_is_encoded_and_the_others_read_it(start, capsys):
     uri, manifest = kept(run)
     good = set(range(ROWS)) - set(MASKED) - set(REJECTED)
     assert manifest.buckets == {"32+64": len(good)} and not manifest.online
-    assert manifest.total("read") == ROWS and manifest.rejected == {"broken image": len(set(REJECTED) - set(MASKED))}
+    assert manifest.read == ROWS and manifest.rejected == {"broken image": len(set(REJECTED) - set(MASKED))}
     said = f"{len(good)} rows are kept in runs/{run.config.run_name}/latents: {len(good) // 8} steps per epoch from"
     assert said in capsys.readouterr().out
     assert not storage.exists(storage.join(uri, "segments"))
     names = {storage.name(one) for one in storage.list_files(storage.join(uri, "data"))}
-    assert names == {name for name, _ in manifest.files}
+    assert names == set(read_files(uri).names.to_pylist())
     first = [row for step in range(PER_EPOCH) for row in run.steps[step]["id"].to_pylist()]
     assert len(set(first)) == len(first) == 8 * PER_EPOCH
     length = len(good) // 8
@@ -223,24 +228,26 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(start, monkeypatch, kill):
     straight, disturbed = start("straight"), start("disturbed")
     with monkeypatch.context() as patch:
         patch.setattr(train, "last_step", lambda config: straight.saved)
-        patch.setattr(ingest, "latents_dataset", straight.stored)
+        patch.setattr(train, "choose_resume_point", lambda config: {"step": straight.saved})
+        patch.setattr(train, "latents_dataset", straight.stored)
         straight.go()
     with monkeypatch.context() as patch:
         assert disturbed.go_on_until_done(kill(patch)) == 1
     assert straight.steps.keys() == disturbed.steps.keys()
     for step, found in straight.steps.items():
         assert found.equals(disturbed.steps[step]), step
-    (uri, manifest), (_, expected) = kept(disturbed), kept(straight)
-    assert [groups for _, groups in manifest.files] == [groups for _, groups in expected.files]
+    (uri, manifest), (expected_uri, expected) = kept(disturbed), kept(straight)
+    assert manifest.buckets == expected.buckets
+    assert read_files(uri).group_rows.tolist() == read_files(expected_uri).group_rows.tolist()
     names = {storage.name(one) for one in storage.list_files(storage.join(uri, "data"))}
-    assert names == {name for name, _ in manifest.files}  # what was not committed is gone
+    assert names == set(read_files(uri).names.to_pylist())  # what was not committed is gone
     assert set(disturbed.encoded) == set(range(ROWS))
 
 
 def test_a_block_is_committed_before_it_is_handed_over(start):
     """So also before the checkpoint that covers it; a block that is committed is not written again."""
     run = start("blocks")
-    plan = ingest.plan_run(ingest.read_manifests(run.config), run.config)
+    plan = load_plan(run.config)
     job = kept_latents.open_job(run.config, plan)
     options = {"stream": run.stream, "keep": job.write_arguments(None)}
     for _ in range(2):
@@ -252,12 +259,12 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
 def test_a_block_without_its_first_steps_is_not_committed(start):
     """A run that resumes within a block: what was trained on before is there, and committed."""
     run = start("within")
-    plan = ingest.plan_run(ingest.read_manifests(run.config), run.config)
+    plan = load_plan(run.config)
     job = kept_latents.open_job(run.config, plan)
     options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments(None)}
     block = next(run.stream(plan, 2, 4).iter_batches())
-    units = np.where(block[ingest.UNIT].to_numpy() < 6, -1, block[ingest.UNIT].to_numpy())
-    cut = block.set_column(block.column_names.index(ingest.UNIT), ingest.UNIT, pa.array(units))
+    units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())
+    cut = block.set_column(block.column_names.index(read.UNIT), read.UNIT, pa.array(units))
     assert plan.block_steps == 2 and set(units) == {-1, 6}
     assert kept_latents.keep_block(cut, **options) is cut and not job.committed() and not job.written_files()
     kept_latents.keep_block(block, **options)
@@ -270,9 +277,9 @@ def test_a_run_shorter_than_an_epoch_keeps_what_it_encodes(start):
     run = start("short", max_steps=3).go()
     uri = storage.join(run.config.run_uri, kept_latents.FOLDER)
     assert len(run.steps) == 3 and storage.list_files(storage.join(uri, "data"))
-    assert not storage.exists(storage.join(uri, schema.MANIFEST))
+    assert not storage.exists(storage.join(uri, MANIFEST))
     exact = start("exact", max_steps=PER_EPOCH).go()
-    assert len(exact.steps) == PER_EPOCH and kept(exact)[1].total("read") == ROWS
+    assert len(exact.steps) == PER_EPOCH and kept(exact)[1].read == ROWS
 
 
 def test_a_part_that_is_gone_is_said(start):
@@ -292,8 +299,9 @@ def test_a_run_that_lost_its_later_checkpoints_encodes_again(start):
     assert run.saved == run.max_steps
     for step, found in run.steps.items():
         assert found.equals(steps[step])
-    with pytest.raises(RuntimeError, match=f"are damaged: the run resumes at step 3 of {PER_EPOCH}"):
-        kept_latents.read(None, 3, 100, begin=PER_EPOCH)
+    run.saved = 3
+    with pytest.raises(RuntimeError, match=f"after step {PER_EPOCH} are damaged: it resumes at step 3, whose"):
+        train.StepSource(run.config, first_step=PER_EPOCH).dataset()
 
 
 def test_keep_latents_cannot_be_changed_within_a_run(start):
@@ -302,16 +310,17 @@ def test_keep_latents_cannot_be_changed_within_a_run(start):
         run.go(die_at=5)
     changed = dataclasses.replace(RAW, keep_latents=False)
     with pytest.raises(ValueError, match=re.escape("run_name='kept' was started with keep_latents=True, not False:")):
-        next(kept_latents.parts(changed, run.config, run.stream))
+        next(kept_latents.sources(changed, run.config, run.stream))
     storage.delete(storage.join(run.config.run_uri, kept_latents.FOLDER))
     with pytest.raises(ValueError, match="keep_latents=False, not True, or its latents/ was deleted: set it back"):
-        next(kept_latents.parts(RAW, run.config, run.stream))
+        next(kept_latents.sources(RAW, run.config, run.stream))
 
 
-def test_without_keep_latents_there_is_one_part(start):
-    run, loop = start("plain"), object()
-    plain = dataclasses.replace(RAW, keep_latents=False)
-    assert list(kept_latents.parts(plain, run.config, run.stream, loop)) == [(run.config, loop, run.stream)]
+def test_without_keep_latents_there_is_one_source(start):
+    run, plain = start("plain"), dataclasses.replace(RAW, keep_latents=False)
+    (source,) = kept_latents.sources(plain, run.config, run.stream)
+    assert (source.config, source.stream, source.first_step) == (run.config, run.stream, 0)
+    assert source.end_step == run.config.max_steps
 
 
 @pytest.mark.parametrize("cut", [{"random_crop": 0.8}, {"horizontal_flip": True}])

@@ -1,5 +1,4 @@
 import io
-import json
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from helpers import ingest, schema, storage
+from helpers import schema
 
 
 def bits(array):
@@ -100,83 +99,6 @@ def test_a_report_of_a_call_stands_in_its_first_row_alone():
     assert schema.once_per_call(0.5, 0, pa.float64()).to_pylist() == []
 
 
-# ---- the manifest
-
-
-def segments():
-    return [
-        {
-            "index": 0,
-            "files": [{"name": "a", "row_groups": [64, 3]}, {"name": "b", "row_groups": [5]}],
-            "rejects": ["a"],
-            "read": 80,
-            "written": 72,
-            "buckets": {"32": 72},
-            "rejected": {"not an image": 1, "no caption": 2},
-            "filtered": 5,
-        },
-        {
-            "index": 1,
-            "files": [{"name": "c", "row_groups": [64]}],
-            "rejects": [],
-            "read": 70,
-            "written": 64,
-            "buckets": {"32": 60, "held out 32": 4},
-            "rejected": {"not an image": 4},
-            "filtered": 2,
-        },
-    ]
-
-
-def test_a_manifest_survives_json(build_manifest):
-    manifest = build_manifest(segments=segments(), report={"seconds": 1.5})
-    again = schema.Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())))
-    assert again == manifest and again.to_dict() == manifest.to_dict()
-
-
-def test_a_manifest_counts_every_row_once(build_manifest):
-    manifest = build_manifest(segments=segments())
-    assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (150, 136, 7)
-    assert list(manifest.rejected.items()) == [("not an image", 5), ("no caption", 2)]  # the most frequent first
-    assert manifest.total("read") == manifest.total("written") + sum(manifest.rejected.values()) + manifest.total(
-        "filtered"
-    )
-    written = manifest.to_dict()
-    assert (written["read"], written["written"], written["filtered"]) == (150, 136, 7)
-    assert written["rejected"] == {"not an image": 5, "no caption": 2}
-
-
-def test_a_manifest_lists_the_row_groups_that_planning_needs(build_manifest):
-    assert build_manifest(segments=segments()).files == [("a", [64, 3]), ("b", [5]), ("c", [64])]
-
-
-def test_the_empty_caption_keeps_its_bits_and_shape(build_manifest):
-    values = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float16)
-    manifest = build_manifest(empty_caption_embedding=schema.encode_embedding(values))
-    assert manifest.empty_caption.shape == (6, 128) == manifest.embeddings.shape
-    assert np.array_equal(bits(manifest.empty_caption), bits(values))
-
-
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
-def test_another_schema_version_is_refused_with_what_to_do(build_manifest, version):
-    values = {**build_manifest().to_dict(), "schema_version": version}
-    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 3: encode the data again"):
-        schema.Manifest.from_dict(values)
-
-
-def test_fields_that_a_later_version_adds_do_not_matter(build_manifest):
-    assert schema.Manifest.from_dict({**build_manifest().to_dict(), "more": 1}) == build_manifest()
-
-
-def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest):
-    uri = str(tmp_path / "latents")
-    with pytest.raises(FileNotFoundError) as error:
-        ingest.read_manifest(uri)
-    assert uri in str(error.value) and "Preprocessing.ipynb" in str(error.value)
-    storage.write_json(storage.join(uri, schema.MANIFEST), build_manifest().to_dict())
-    assert ingest.read_manifest(uri) == build_manifest()
-
-
 # ---- held-out rows
 
 
@@ -185,30 +107,30 @@ def test_a_folder_without_latents_says_how_to_make_them(tmp_path, build_manifest
 )
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_the_held_out_share_is_what_was_asked_for(ids, share):
-    mask = schema.held_out(ids, share)
+    mask = schema.held_out_mask(ids, share)
     assert mask.dtype == bool and abs(mask.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(ids))
 
 
 def test_no_share_holds_nothing_out_and_a_larger_one_keeps_what_a_smaller_one_held():
     ids = list(range(5000))
-    assert not schema.held_out(ids, 0).any()
-    small, large = schema.held_out(ids, 0.05), schema.held_out(ids, 0.2)
+    assert not schema.held_out_mask(ids, 0).any()
+    small, large = schema.held_out_mask(ids, 0.05), schema.held_out_mask(ids, 0.2)
     assert (small <= large).all() and small.sum() < large.sum()
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8), max_size=30), st.randoms(), st.floats(0, 0.99))
 def test_a_row_is_held_out_whatever_stands_around_it(ids, random, share):
-    side = dict(zip(map(str, ids), schema.held_out(ids, share), strict=True))
+    side = dict(zip(map(str, ids), schema.held_out_mask(ids, share), strict=True))
     shuffled = random.sample(ids, len(ids))
-    assert [side[str(i)] for i in shuffled] == schema.held_out(shuffled, share).tolist()
-    assert all(schema.held_out([i], share)[0] == side[str(i)] for i in ids)
+    assert [side[str(i)] for i in shuffled] == schema.held_out_mask(shuffled, share).tolist()
+    assert all(schema.held_out_mask([i], share)[0] == side[str(i)] for i in ids)
 
 
 def test_numbers_are_held_out_as_their_text_is():
     """Ids are int64 in one file and text in another."""
     numbers = np.arange(500)
-    assert np.array_equal(schema.held_out(numbers, 0.3), schema.held_out([str(i) for i in numbers], 0.3))
+    assert np.array_equal(schema.held_out_mask(numbers, 0.3), schema.held_out_mask([str(i) for i in numbers], 0.3))
 
 
 # --- captions in 8-bit floats -------------------------------------------------------------------------
