@@ -11,10 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import encoder, images, ingest, preprocess, resumable_job, run_setup, schema, storage
+from helpers import encoder, images, preprocess, resumable_job, run_setup, schema, storage, validation
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import looks
+from helpers.manifest import Manifest, encode_embedding, read_files, read_manifest, write_manifest
+from helpers.plan import plan_run
+from helpers.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.runtime import profiling
 from helpers.train_step import TrainStep, Unit, validation_loss
 
@@ -65,18 +68,18 @@ def write(folder, rows, columns, validation_share):
     )
     entry = resumable_job.new_entry(segment)
     resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
-    manifest = schema.Manifest(
+    manifest = Manifest.of(
+        [entry],
         encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"},
         resolutions=[32, 64],
         columns=columns,
         scaling_factor=0.6,
         id_type="int64",
-        empty_caption_embedding=schema.encode_embedding(np.zeros(columns[-1].shape)),
+        empty_caption_embedding=encode_embedding(np.zeros(columns[-1].shape)),
         job={"validation_share": validation_share},
-        segments=[entry],
     )
-    storage.write_json(storage.join(folder, schema.MANIFEST), manifest.to_dict())
-    return ingest.read_manifest(str(folder))
+    write_manifest(str(folder), manifest, [entry])
+    return read_manifest(str(folder))
 
 
 @pytest.fixture
@@ -109,18 +112,18 @@ def test_latents_are_those_of_the_crop_alone(encoded):
 
 def test_row_groups_hold_rows_of_one_bucket_as_the_manifest_says(folder):
     uri, manifest = folder
-    names, buckets = manifest.group_buckets
-    ((name, row_groups),) = manifest.files
+    files = read_files(uri)
+    (name,), names, buckets = files.names.to_pylist(), files.bucket_names, files.group_buckets
     with pq.ParquetFile(f"{uri}/data/{name}") as file:
-        assert file.num_row_groups == len(buckets) == len(row_groups) and names[buckets[0]] == "32+64"
+        assert file.num_row_groups == len(buckets) and names[buckets[0]] == "32+64"
         for group, bucket in enumerate(buckets):
             rows = file.read_row_group(group)
             has = [column for column in rows.column_names if "latents_" in column and rows[column].null_count == 0]
             assert all(rows[column].null_count in (0, len(rows)) for column in rows.column_names)
-            held = {bool(one) for one in schema.held_out(rows["id"].to_pylist(), CONFIG.validation_share)}
+            held = {bool(one) for one in schema.held_out_mask(rows["id"].to_pylist(), CONFIG.validation_share)}
             assert names[bucket] == schema.bucket_name(has, held.pop()) and not held
     assert manifest.buckets["32+64"] + manifest.buckets["held out 32+64"] == 20
-    assert sum(manifest.buckets.values()) == manifest.total("written") == 60
+    assert sum(manifest.buckets.values()) == manifest.written == 60
     assert manifest.rows_at(64) == 40 and manifest.rows_at(32) == 60
 
 
@@ -156,12 +159,12 @@ def config_of(uri, **values):
 def batches(plan, config, manifest, last):
     """{step: its units}, as the reading tasks and a worker make them."""
     chunks = plan.chunk_range(0, last)
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": last, "read": ingest.read_latents}
-    blocks = list(ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": last, "read": latents_reader(plan)}
+    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, **options))
     assert len({block.schema for block in blocks}) == 1  # whatever their shapes, blocks have the same columns
     units = {}
     for block in blocks:
-        units.update(ingest.split_units(block, config.unit_rows))
+        units.update(split_units(block, config.unit_rows))
     return {
         step: [Unit.from_arrow(units[2 * step + slot], manifest, plan.latents_at(step), 2 * slot) for slot in (0, 1)]
         for step in range(last)
@@ -173,7 +176,7 @@ def test_shapes_of_as_many_values_travel_in_one_column(folder):
     uri, manifest = folder
     columns = [spec for spec in manifest.columns if spec.resolution is None or spec.size[0] != spec.size[1]]
     manifest, config = dataclasses.replace(manifest, columns=columns), config_of(uri, resolution=32)
-    plan = ingest.plan_run({uri: manifest}, config)
+    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
     found = [units[0].moments.shape[2:] for units in batches(plan, config, manifest, plan.steps_per_epoch).values()]
     assert set(found) == {(4, 6, 2), (4, 2, 6)}
 
@@ -183,42 +186,48 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
     """With the stored latents of the step's shape, though shapes travel in one column."""
     uri, manifest = folder
     config = config_of(uri, resolution=resolution)
-    plan = ingest.plan_run({uri: manifest}, config)
+    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
     state, shapes = TrainStep(config, manifest), set()
     place = {row_id: row for row, row_id in enumerate(encoded["id"].to_pylist())}
     for step, units in batches(plan, config, manifest, plan.steps_per_epoch).items():
         latents = plan.latents_at(step)
         stored, valid = latents.decode(encoded[latents.name].cast(latents.arrow_type))
         rows = [place[row_id] for unit in units for row_id in unit.ids]
-        assert valid[rows].all() and not schema.held_out(list(range(70)), 0.3)[rows].any()
+        assert valid[rows].all() and not schema.held_out_mask(list(range(70)), 0.3)[rows].any()
         np.testing.assert_array_equal(np.concatenate([unit.moments for unit in units]), stored[rows])
         metrics = state.step(step, units[: 1 + step % 2] if step else units)
         assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
         shapes.add(units[0].moments.shape[2:])
-    assert len(shapes) == sum(one["steps"] > 0 for one in plan.describe_buckets()) >= 3
+    assert len(shapes) == sum(one["steps"] > 0 for one in run_setup.describe_shapes(plan)) >= 3
 
 
 def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, monkeypatch):
     uri, manifest = folder
-    groups, read = [], ingest.read_row_ranges
-    monkeypatch.setattr(ingest, "read_row_ranges", lambda ranges, *rest: groups.extend(ranges) or read(ranges, *rest))
+    groups = []
+
+    def read_noted(ranges, **options):
+        groups.extend(ranges)
+        return read_row_ranges(ranges, **options)
+
+    monkeypatch.setattr(validation, "read_row_ranges", read_noted)
     config = config_of(uri, validation_share=0.1)  # not what the folder was encoded with
-    rows = ingest.validation_rows(config, 100)
-    names, buckets = manifest.group_buckets
+    rows = validation.held_out_rows(config, 100)
+    files = read_files(uri)
+    names, buckets = files.bucket_names, files.group_buckets
     assert {names[buckets[one.row_group]] for one in groups} == {
         name for name in names if name.startswith("held out") and "64" in name or "96" in name and "held" in name
     }
     large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
-    expected = np.flatnonzero(schema.held_out(list(range(70)), 0.3) & large)
+    expected = np.flatnonzero(schema.held_out_mask(list(range(70)), 0.3) & large)
     assert sorted(rows["id"].to_pylist()) == expected.tolist()
-    assert len(ingest.validation_rows(config, 2)) == 2
-    assert ingest.validation_rows(dataclasses.replace(config, validation_share=0), 2) is None
+    assert len(validation.held_out_rows(config, 2)) == 2
+    assert validation.held_out_rows(dataclasses.replace(config, validation_share=0), 2) is None
 
 
 def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     uri, manifest = folder
     config = config_of(uri)
-    rows, state = ingest.validation_rows(config, 100), TrainStep(config, manifest)
+    rows, state = validation.held_out_rows(config, 100), TrainStep(config, manifest)
     losses, counts = [], []
     for latents in manifest.latents_at(64):
         mine = rows.filter(rows[latents.name].is_valid())
@@ -256,7 +265,7 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
     config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")
     run_setup.open_run(config)
     said = capsys.readouterr().out
-    described = storage.read_json(storage.join(config.run_uri, "config.json"))["buckets"]
+    described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
     assert {one["bucket"] for one in described} == {"64x64", "48x96", "96x48"}
     for one in described:
         sentence = f"Pictures of {one['bucket']} are left out: their {one['rows']} rows do not fill a batch of 9."

@@ -13,9 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import encoder, images, ingest, online, schema, storage, train_step
+from helpers import encoder, images, online, schema, storage, train_step
+from helpers import plan as plan_module
+from helpers import read as read_module
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.data_io import index, readers
+from helpers.plan import load_plan
+from helpers.read import read_chunks
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
@@ -53,13 +57,13 @@ def configs(folder, row_group_size=20, rows=200, training=None, sizes=SIZES, **c
 
 def planned(raw, training):
     manifest = online.prepare(raw, training)
-    return manifest, ingest.plan_run({training.latents_uri: manifest}, training)
+    return manifest, load_plan(training)
 
 
-def blocks_of(plan, first_step, num_steps, read):
+def blocks_of(plan, first_step, end_step, read):
     chunks = plan.chunk_range(first_step, num_steps)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "num_steps": num_steps, "read": read}
-    return ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
+    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read}
+    return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
 
 
 def transformed(plan, raw, first_step, num_steps):
@@ -91,7 +95,7 @@ def test_pictures_are_decoded_only_to_be_trained_on(tmp_path, decoded):
     manifest, plan = planned(raw, training)
     ids = dict(zip(table["jpg"].to_pylist(), table["hash"].to_pylist(), strict=True))
     held_out = [ids[data] for data in decoded]  # prepared, each once
-    assert manifest.total("filtered") == 100 and manifest.rejected == {"smaller than 32 pixels": 20}
+    assert manifest.filtered == 100 and manifest.rejected == {"smaller than 32 pixels": 20}
     assert len(held_out) == manifest.buckets["held out 32"] == len(set(held_out))
     assert manifest.buckets["32"] == plan.num_rows == 80 - len(held_out)
     decoded.clear()
@@ -148,7 +152,7 @@ def test_columns_that_lie_are_found_at_decoding(tmp_path):
         storage.delete(path)
     pq.write_table(lying, tmp_path / "raw" / "0.parquet")
     _, plan = planned(raw, training)
-    assert plan.num_rows == sum(not schema.held_out([row_id], 0.1)[0] for row_id in table["hash"].to_pylist())
+    assert plan.num_rows == sum(not schema.held_out_mask([row_id], 0.1)[0] for row_id in table["hash"].to_pylist())
     reasons = collections.Counter()
     for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
         rows = rows.filter(rows["keep"])
@@ -200,7 +204,7 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
     assert online.prepare(raw, training) == manifest and len(described) == 3
     assert "other" not in capsys.readouterr().out
     pq.write_table(rows_of(50), tmp_path / "raw" / "2.parquet")
-    assert online.prepare(raw, training).total("read") == 250 and len(described) == 6
+    assert online.prepare(raw, training).read == 250 and len(described) == 6
     assert "was built for other files or parameters" in capsys.readouterr().out
 
 
@@ -277,7 +281,7 @@ def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, mon
         readers, "read_picture", lambda name, *rest, **more: opened.append(name) or read(name, *rest, **more)
     )
     rows = pa.concat_tables(transformed(plan, raw, 0, plan.steps_per_epoch))
-    assert manifest.total("filtered") == 30 and set(rows.filter(rows["keep"])["reason"].to_pylist()) == {""}
+    assert manifest.filtered == 30 and set(rows.filter(rows["keep"])["reason"].to_pylist()) == {""}
     assert len(opened) == len(set(opened)) == plan.steps_per_epoch * 8
 
 
@@ -296,8 +300,8 @@ def test_size_columns_that_cannot_be_are_named(tmp_path, given, said):
 
 def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
     """Also where only two row groups are kept: an epoch's chunks ask for them in turn."""
-    monkeypatch.setattr(ingest, "CHUNK_BYTES", 60_000)
-    monkeypatch.setattr(ingest, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 60_000)
+    monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
     raw, training, _ = configs(tmp_path, row_group_size=50, training={"validation_share": 0.0}, **KNOWN)
     _, plan = planned(raw, training)
     reads, asked = collections.Counter(), set()
@@ -313,14 +317,13 @@ def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
 
     read = functools.partial(online.read_raw, config=raw, read_group=read_group)
     for chunk in range(plan.chunks_per_epoch):
-        reading = ingest.start_reading(plan, chunk, read)
-        assert list(ingest.read_blocks(plan, chunk, 0, plan.steps_per_epoch, reading))
+        assert list(read_module.ChunkReader(plan, chunk, read).blocks(0, plan.steps_per_epoch))
     assert plan.chunks_per_epoch >= 10 and len(asked) > 10
     assert len(reads) == 4 and set(reads.values()) == {1}
 
 
 def test_row_groups_that_cannot_be_kept_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ingest, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(online, "CHUNK_BYTES", 1000)
     options = {"row_group_size": 50, "training": {"validation_share": 0.0}, "read_ahead_bytes": 1000, **KNOWN}
     online.prepare(*configs(tmp_path, **options)[:2])
     assert "read_ahead_bytes=1000 keeps 0 of them: each may be read several times" in capsys.readouterr().out
