@@ -61,7 +61,7 @@ def planned(raw, training):
 
 
 def blocks_of(plan, first_step, end_step, read):
-    chunks = plan.chunk_range(first_step, num_steps)
+    chunks = plan.chunk_range(first_step, end_step)
     options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read}
     return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
 
