@@ -26,6 +26,7 @@ from .config import TrainingConfig
 
 SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
 MANIFEST, FILES = "manifest.json", "files.json"
+WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,8 @@ class Manifest:
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
         buckets: bucket -> rows.
-        rows_by_column: latents column -> rows; None where that is not known before they are encoded (online).
         files_crc32: of the names and row groups of the files.
-        report: seconds and rows by stage.
+        work: sums over the segments, of seconds by stage and of bytes (`resumable_job.segment_entry`).
     """
 
     encoder: dict
@@ -60,22 +60,20 @@ class Manifest:
     filtered: int
     rejected: dict[str, int]
     buckets: dict[str, int]
-    rows_by_column: dict[str, int] | None
+    work: dict[str, float]
     files_crc32: int
-    report: dict = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
     def of(cls, segments: list[dict], **description) -> Manifest:
         """The manifest of a job's segments. `description`: the fields that are not sums over them."""
-        sums = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
-        sums |= {count: _add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
-        counted = all("rows_by_column" in segment for segment in segments)
-        by_column = _add_up(segment["rows_by_column"] for segment in segments) if counted else None
+        rows = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
+        rows |= {count: _add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
+        work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
         crc = 0
         for file in (file for segment in segments for file in segment["files"]):
             crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
-        return cls(**description, **sums, rows_by_column=by_column, files_crc32=crc)
+        return cls(**description, **rows, work=work, files_crc32=crc)
 
     def column(self, name: str) -> schema.ColumnSpec:
         return next(spec for spec in self.columns if spec.name == name)
@@ -89,10 +87,11 @@ class Manifest:
         return [spec for spec in self.columns if spec.resolution == resolution]
 
     def rows_at(self, resolution: int) -> int | None:
-        """Rows that have latents at a resolution; None where that is not known."""
-        if self.rows_by_column is None:
+        """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
+        if self.online and not self.online["width_column"]:
             return None
-        return sum(self.rows_by_column.get(spec.name, 0) for spec in self.latents_at(resolution))
+        names = {spec.name for spec in self.latents_at(resolution)}
+        return sum(rows for bucket, rows in self.buckets.items() if not names.isdisjoint(schema.bucket_columns(bucket)))
 
     @property
     def embeddings(self) -> schema.ColumnSpec:

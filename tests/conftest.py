@@ -123,7 +123,6 @@ def build_segment(files, columns=("image_latents_32", "image_latents_64")):
         "read": num_rows,
         "written": num_rows,
         "buckets": {bucket: num_rows},
-        "rows_by_column": dict.fromkeys(columns, num_rows),
         "rejected": {},
         "filtered": 0,
     }
