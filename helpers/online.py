@@ -52,7 +52,6 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
         **found.parameters,
         **{name: getattr(config, name) for name in names},
         "validation_share": training.validation_share,
-        "listing_crc32": zlib.crc32(json.dumps(sorted(found.listing.items())).encode()),
         "online": config.to_dict(),
     }
     with lease.hold(uri, f"latents_uri={uri!r}"):
@@ -69,7 +68,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> schema.Manifest:
             resolutions=list(config.resolutions),
             id_type=str(found.id_type),
             job=parameters,
-            segments=[segment_of(key, reports, config)],
+            segments=[segment_of(key, reports)],
         )
         check_row_groups(manifest, config)
         manifest_uri, validation_uri = storage.join(uri, schema.MANIFEST), storage.join(uri, ingest.VALIDATION)
@@ -93,22 +92,20 @@ def check_row_groups(manifest: schema.Manifest, config: OnlineConfig) -> None:
         )
 
 
-def segment_of(key: str, reports: list[dict], config: OnlineConfig) -> dict:
+def segment_of(key: str, reports: list[dict]) -> dict:
     """An index as the manifest's segment entry; files are named as in the index."""
     files = [
         {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
         for report in reports
         if report["row_groups"]
     ]
-    none, at = collections.Counter(), collections.Counter()
+    none = collections.Counter()
     buckets, rejected = (
         sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
     )
-    for bucket, rows in buckets.items():
-        at.update(dict.fromkeys(schema.bucket_columns(bucket), rows))
     entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
     entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
-    return entry | {"written": buckets.total()} | ({"at": dict(at)} if inputs.size_columns(config) else {})
+    return entry | {"written": buckets.total()}
 
 
 def same_data(one: schema.Manifest, other: schema.Manifest) -> bool:
@@ -222,7 +219,7 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
     rows = first_held_out(manifest, config, training)
     latents_uri = storage.join(training.latents_uri, ingest.VALIDATION)
     segment = resumable_job.Segment(0, [name for name, _ in manifest.files], len(rows) if rows else 0)
-    entry = resumable_job.new_entry(segment)
+    tables = []
     if rows:
         # On a CPU, use all threads: nothing else runs in this process yet.
         options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
@@ -237,7 +234,8 @@ def write_validation(manifest: schema.Manifest, config: OnlineConfig, training: 
             id_type=id_type,
             validation_share=1.0,
         )
-        resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
+        tables.append(report)
+    entry = resumable_job.segment_entry(segment, tables)
     validation = schema.Manifest.from_dict({**manifest.to_dict(), "segments": [entry], "job": {}})
     storage.write_json(storage.join(latents_uri, schema.MANIFEST), validation.to_dict())
 

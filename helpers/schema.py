@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-SCHEMA_VERSION = 3  # 1 and 2 did not store rows by bucket
+SCHEMA_VERSION = 4
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
@@ -231,7 +231,6 @@ class Manifest:
     empty_caption_embedding: str  # base64 of fp16, in the shape of the embeddings
     job: dict  # the parameters that decide what is written
     segments: list[dict]
-    report: dict = dataclasses.field(default_factory=dict)  # seconds and rows by stage
     schema_version: int = SCHEMA_VERSION
 
     def column(self, name: str) -> ColumnSpec:
@@ -259,14 +258,15 @@ class Manifest:
         return {spec.name: spec.shape for spec in self.columns}
 
     def total(self, count: str) -> int:
-        """Sum over the segments of "read", "written" or "filtered"."""
+        """Sum over the segments of a number such as "read", "written", "filtered", "seconds" or "bytes"."""
         return sum(segment[count] for segment in self.segments)
 
     def rows_at(self, resolution: int) -> int | None:
         """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
-        names = [spec.name for spec in self.latents_at(resolution)]
-        counts = [s["at"].get(name, 0) for s in self.segments if "at" in s for name in names]
-        return sum(counts) if counts else None
+        if self.online and not self.online["width_column"]:
+            return None
+        names = {spec.name for spec in self.latents_at(resolution)}
+        return sum(rows for bucket, rows in self.buckets.items() if not names.isdisjoint(bucket_columns(bucket)))
 
     @property
     def buckets(self) -> dict[str, int]:

@@ -104,7 +104,6 @@ def build_manifest():
             "read": rows,
             "written": rows,
             "buckets": {bucket: rows},
-            "at": dict.fromkeys(columns, rows),
             "rejected": {},
             "filtered": 0,
         }

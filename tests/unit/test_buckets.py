@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 
 import numpy as np
 import pandas as pd
@@ -63,8 +62,6 @@ def write(folder, rows, columns, validation_share):
         id_type=pa.int64(),
         validation_share=validation_share,
     )
-    entry = resumable_job.new_entry(segment)
-    resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
     manifest = schema.Manifest(
         encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"},
         resolutions=[32, 64],
@@ -73,7 +70,7 @@ def write(folder, rows, columns, validation_share):
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros(columns[-1].shape)),
         job={"validation_share": validation_share},
-        segments=[entry],
+        segments=[resumable_job.segment_entry(segment, [report])],
     )
     storage.write_json(storage.join(folder, schema.MANIFEST), manifest.to_dict())
     return ingest.read_manifest(str(folder))
