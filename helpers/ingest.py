@@ -529,7 +529,7 @@ def read_manifest(latents_uri: str) -> schema.Manifest:
 def read_head(latents_uri: str) -> schema.Manifest:
     """A manifest without its files, all counts in one segment; reads only the start of a large manifest."""
     segments, uri = '"segments": [', storage.join(latents_uri, schema.MANIFEST)
-    text, found, _ = storage.read_text(uri, segments).partition(segments) if storage.exists(uri) else ("", "", "")
+    text, found, _ = storage.read_text(uri).partition(segments) if storage.exists(uri) else ("", "", "")
     if not found:
         return read_manifest(latents_uri)
     values = json.loads(text + segments + "]}")

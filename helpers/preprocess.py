@@ -270,19 +270,13 @@ def describe(config: PreprocessingConfig) -> dict:
             f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
         ) from None
     halvings = len(vae_config["block_out_channels"]) - 1
-    for resolution in config.resolutions:
-        if resolution % 2**halvings:
+    for resolution, shapes in config.shapes.items():
+        if any(side % 2**halvings for shape in shapes for side in shape):
+            name = "resolutions" if resolution % 2**halvings else "size_multiple"
+            value = list(config.resolutions) if name == "resolutions" else config.size_multiple
             raise ValueError(
-                f"resolutions={list(config.resolutions)}: the VAE halves a picture {halvings} times, and {resolution} "
-                f"is not a multiple of {2**halvings}; use {max(1, round(resolution / 2**halvings)) * 2**halvings} "
-                "instead."
+                f"{name}={value}: the VAE halves a picture {halvings} times; use multiples of {2**halvings}."
             )
-    sides = {side for shapes in config.shapes.values() for shape in shapes for side in shape}
-    if any(side % 2**halvings for side in sides):
-        raise ValueError(
-            f"size_multiple={config.size_multiple}: the VAE halves a picture {halvings} times; use a multiple of "
-            f"{2**halvings}."
-        )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
     _, columns, precision = encoder.arguments(config)

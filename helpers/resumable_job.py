@@ -67,6 +67,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
 
 
+@dataclasses.dataclass(eq=False)
 class Job:
     """One preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
 
@@ -82,20 +83,21 @@ class Job:
     Raises ValueError if `latents_uri` holds something else.
     """
 
-    def __init__(
-        self,
-        latents_uri: str,
-        parameters: dict,
-        description: dict,
-        plan: Callable[[], list[Segment]],
-        id_type: pa.DataType,
-        max_failures: int = 3,
-    ):
-        self.latents_uri, self.description, self.id_type = latents_uri, description, id_type
-        self.max_failures = max_failures
-        parameters = {"schema_version": schema.SCHEMA_VERSION, **parameters, "encoder": description["encoder"]}
+    latents_uri: str
+    parameters: dict
+    description: dict
+    plan: Callable[[], list[Segment]]
+    id_type: pa.DataType
+    max_failures: int = 3
+
+    def __post_init__(self):
+        parameters = {
+            "schema_version": schema.SCHEMA_VERSION,
+            **self.parameters,
+            "encoder": self.description["encoder"],
+        }
         self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in the stored parameters
-        self.segments = self.known_segments() or plan()
+        self.segments = self.known_segments() or self.plan()
 
     def uri(self, *parts: str) -> str:
         return storage.join(self.latents_uri, *parts)
@@ -115,7 +117,7 @@ class Job:
             return [Segment(e["index"], e["sources"], e["read"], e["limit"]) for e in manifest.segments]
         if storage.exists(self.uri(SEGMENTS, JOB)):
             earlier = storage.read_json(self.uri(SEGMENTS, JOB))
-            self.check_same(earlier["parameters"])
+            self.check_same(earlier.get("parameters", {}))
             return [Segment(**segment) for segment in earlier["segments"]]
         if files := self.written_files():
             raise ValueError(
@@ -144,13 +146,10 @@ class Job:
         return storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
 
     def committed(self) -> dict[int, dict]:
-        """Entries of the committed segments by index, in order."""
-        if self.finished:
-            entries = ingest.read_manifest(self.latents_uri).segments
-        else:
-            uris = storage.list_files(self.uri(SEGMENTS), ".json")
-            with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
-                entries = pool.map(storage.read_json, [uri for uri in uris if storage.name(uri) != JOB])
+        """Entries of an unfinished job's committed segments by index, in order."""
+        uris = [uri for uri in storage.list_files(self.uri(SEGMENTS), ".json") if storage.name(uri) != JOB]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
+            entries = pool.map(storage.read_json, uris)
         return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
 
     def pending(self) -> list[Segment]:

@@ -262,7 +262,7 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
         (
             {"resolutions": [60]},
             ValueError,
-            r"resolutions=\[60\]: the VAE halves a picture 3 times, and 60 is not a multiple of 8",
+            r"resolutions=\[60\]: the VAE halves a picture 3 times; use multiples of 8",
         ),
         (
             {"encoder_model": "/no/such/model"},

@@ -244,7 +244,7 @@ def test_shapes_that_the_unet_cannot_halve_are_refused(folder):
         "resolution=64 makes latents of 9 x 7, which unet_config='tiny' cannot halve 1 times: encode the data again "
         "with size_multiple=16."
     )
-    with pytest.raises(ValueError, match="^size_multiple=4: the VAE halves a picture 3 times; use a multiple of 8.$"):
+    with pytest.raises(ValueError, match="^size_multiple=4: the VAE halves a picture 3 times; use multiples of 8.$"):
         preprocess.describe(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
 
 
