@@ -29,6 +29,7 @@ from ..images import BadImage
 GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+TEXTS = ("txt", "json")
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
@@ -119,14 +120,14 @@ class WebDataset(Reader):
             return self.schema_of(itertools.islice(samples(tar), GROUP_ROWS))
 
     def row_groups(self, path: str) -> list[int]:
-        """Rows of each group."""
+        """Rows of each group, from the members' headers."""
         with open_tar(path) as tar:
-            return schema.row_groups(sum(1 for _ in samples(tar, pictures=False)))
+            return schema.row_groups(sum(1 for _ in samples(tar, wanted=())))
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
         with open_tar(path) as tar:
-            rows = list(samples(tar, pictures=False))
+            rows = list(samples(tar, wanted=TEXTS))
             bounds = np.array([*(row[START] for row in rows), tar.offset])
         table = self.table(rows, columns)
         yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
@@ -224,8 +225,11 @@ def open_tar(path):
         raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
-def samples(tar, pictures=True):
-    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys."""
+def samples(tar, wanted=(*PICTURES, *TEXTS)):
+    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys.
+
+    `wanted`: the extensions that are read; () for the headers alone.
+    """
     sample, extensions = {}, set()
     for member in tar:
         folder, slash, name = member.name.rpartition("/")
@@ -238,12 +242,12 @@ def samples(tar, pictures=True):
                 yield sample
             sample, extensions = {KEY: key, START: member.offset}, set()
         extensions.add(extension)
-        if extension in PICTURES and pictures:
-            sample["jpg"] = member_bytes(tar, member)
-        elif extension == "txt":
-            sample["txt"] = member_bytes(tar, member)
-        elif extension == "json":
-            sample = {**sample, **parse_json(member_bytes(tar, member)), **sample}  # its other members come first
+        if extension in wanted:
+            data = member_bytes(tar, member)
+            if extension == "json":
+                sample = {**sample, **parse_json(data), **sample}  # its other members go before the JSON's keys
+            else:
+                sample["jpg" if extension in PICTURES else extension] = data
     if sample:
         yield sample
 
