@@ -37,6 +37,7 @@ runtime/            support at run time
     tracking        a run in TensorBoard, Weights & Biases, MLflow; node utilization
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
+    ray_errors      what Ray's errors mean: was something lost?
 evaluation/         is the model getting better?
     prompts         prompts from a list, a file, COCO's captions
     scores          CLIP score, CMMD, FID, KID, and the CLIP and Inception models behind them

@@ -106,11 +106,6 @@ def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def center_square(image: Image.Image) -> Image.Image:
-    """The largest centre crop that is square."""
-    return center_crop(image)
-
-
 def resize(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
     """A picture resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
     size = width, width if height is None else height
@@ -131,8 +126,8 @@ def reached_shapes(size: tuple[int, int], config: Any) -> tuple[list[tuple[int, 
     if config.max_aspect_ratio is not None and max(size) > config.max_aspect_ratio * min(size):
         return [], f"longer than {config.max_aspect_ratio:g} times its shorter side"
     nearest = [nearest_shape(size, shapes) for shapes in config.shapes.values()]
-    found = [shape for shape in nearest if config.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
-    return found, "" if found else f"smaller than {config.resolutions[0]} pixels"
+    reached = [shape for shape in nearest if config.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
+    return reached, "" if reached else f"smaller than {config.resolutions[0]} pixels"
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -89,7 +88,6 @@ class Job(resumable_job.Job):
 
     def check_counts(self, entry: dict) -> None:
         """Masked rows count as filtered."""
-        entry["filtered"] = entry["read"] - entry["written"] - sum(entry["rejected"].values())
 
 
 def open_job(config: TrainingConfig, plan: Plan) -> Job:
@@ -104,12 +102,11 @@ def open_job(config: TrainingConfig, plan: Plan) -> Job:
         {name: value for name, value in manifest.job.items() if name not in leave_out},
         {name: getattr(manifest, name) for name in names},
         plan=lambda: segments,
-        listing={},  # `manifest.job` has its CRC
         id_type=pa.type_for_alias(manifest.id_type),
         max_failures=config.max_failures,
     )
     if not job.finished:
-        storage.write_json(job.uri(resumable_job.SEGMENTS, resumable_job.JOB), job.parameters)
+        job.save()
     return job
 
 
@@ -141,12 +138,8 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     uri = storage.join(arguments["latents_uri"], resumable_job.SEGMENTS, f"{segment.index:06d}.json")
     # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
     if first == segment.index and not storage.exists(uri):
-        report = json.loads(write(rows, **{**arguments, "segment": segment})["report"][0].as_py())
-        entry = resumable_job.new_entry(segment)
-        resumable_job.add_report(entry, report)
-        entry["filtered"] = entry["read"] - entry["written"] - sum(entry["rejected"].values())
-        entry |= {"seconds": entry["stages"]["encode"], "encoders": 1, "timeline": []}
-        storage.write_json(uri, entry)
+        report = write(rows, **{**arguments, "segment": segment})
+        storage.write_json(uri, resumable_job.segment_entry(segment, [report]))
     return rows
 
 

@@ -55,7 +55,6 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
         **found.parameters,
         **{name: getattr(config, name) for name in names},
         "validation_share": training.validation_share,
-        "listing_crc32": zlib.crc32(json.dumps(sorted(found.listing.items())).encode()),
         "online": config.to_dict(),
     }
     with lease.hold(uri, f"latents_uri={uri!r}"):
@@ -67,7 +66,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
         row_bytes, largest = sum(found.listing.values()) / rows, max(report["largest"] for report in reports)
         parameters["raw_row_bytes"] = round(row_bytes + pixel_bytes(config))
         parameters["raw_group_bytes"] = round(largest * row_bytes)
-        segments = [segment_of(key, reports, config)]
+        segments = [segment_of(key, reports)]
         manifest = Manifest.of(
             segments,
             **found.description,
@@ -97,26 +96,20 @@ def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
         )
 
 
-def segment_of(key: str, reports: list[dict], config: OnlineConfig) -> dict:
+def segment_of(key: str, reports: list[dict]) -> dict:
     """An index as the manifest's segment entry; files are named as in the index."""
     files = [
         {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
         for report in reports
         if report["row_groups"]
     ]
-    none, by_column = collections.Counter(), collections.Counter()
+    none = collections.Counter()
     buckets, rejected = (
         sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
     )
-    for bucket, rows in buckets.items():
-        by_column.update(dict.fromkeys(schema.bucket_columns(bucket), rows))
     entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
     entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
-    return (
-        entry
-        | {"written": buckets.total()}
-        | ({"rows_by_column": dict(by_column)} if inputs.size_columns(config) else {})
-    )
+    return entry | {"written": buckets.total()}
 
 
 def same_data(one: Manifest, other: Manifest) -> bool:
@@ -230,7 +223,7 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     rows = first_held_out(manifest, config, training)
     latents_uri = storage.join(training.latents_uri, validation.FOLDER)
     segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
-    entry = resumable_job.new_entry(segment)
+    tables = []
     if rows:
         # On a CPU, use all threads: nothing else runs in this process yet.
         options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
@@ -245,7 +238,8 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
             id_type=id_type,
             validation_share=1.0,
         )
-        resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
+        tables.append(report)
+    entry = resumable_job.segment_entry(segment, tables)
     names = ("encoder", "resolutions", "columns", "scaling_factor", "id_type", "empty_caption_embedding")
     description = {name: getattr(manifest, name) for name in names}
     write_manifest(latents_uri, Manifest.of([entry], **description, job={}), [entry])

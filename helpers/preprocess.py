@@ -15,6 +15,7 @@ import json
 import pathlib
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -23,9 +24,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
-from . import images, ingest, resumable_job, schema, storage
+from . import images, resumable_job, schema, storage
 from .config import PreprocessingConfig
 from .data_io import checks, inputs
+from .manifest import encode_embedding, read_files
 
 Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
 
@@ -46,14 +48,11 @@ def transform(
     row; None: the largest centre crop. `only`: the shape that is wanted of each row; None: all.
     """
     started = time.perf_counter()
+    raw = (rows[name].to_pylist() for name in (inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR))
+    crops, only = crops or itertools.repeat(images.center_crop), only or itertools.repeat(None)
     results = [
         transform_row(data, caption, row_id, config, error, crop, shape)
-        for data, caption, row_id, error, crop, shape in zip(
-            *(rows[name].to_pylist() for name in (inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR)),
-            crops or itertools.repeat(images.center_crop, len(rows)),
-            only or itertools.repeat(None, len(rows)),
-            strict=True,
-        )
+        for data, caption, row_id, error, crop, shape in zip(*raw, crops, only, strict=False)
     ]
     captions = [caption for _, caption, _ in results]
     caption_ids = images.tokenize(captions, images.load_tokenizer(config.encoder_model))
@@ -64,11 +63,9 @@ def transform(
         schema.SOURCE: rows[inputs.SOURCE],
         schema.CAPTION_IDS: schema.to_binary(caption_ids, dtype=np.int32),
     }
-    for width, height in itertools.chain.from_iterable(config.shapes.values()):
-        found = [by_shape.get((width, height)) for by_shape, _, _ in results]
-        columns[schema.pixels_column(schema.latents_column(width, height))] = pa.array(
-            [None if pixels is None else pixels.tobytes() for pixels in found], pa.large_binary()
-        )
+    for shape in itertools.chain.from_iterable(config.shapes.values()):
+        pixels = [by_shape[shape].tobytes() if shape in by_shape else None for by_shape, _, _ in results]
+        columns[schema.pixels_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
@@ -114,43 +111,46 @@ def write_latents(
     id_type: pa.DataType,
     validation_share: float = 0.0,
 ) -> pa.Table:
-    """Write encoded rows as one Parquet file of latents and one of rejects; returns one row with what was written.
+    """Write encoded rows as one Parquet file of latents and one of rejects.
 
-    The rows of a row group are of one bucket (`schema.Manifest`), of which those are held out whose ids hash below
+    The rows of a row group are of one bucket (`manifest.Manifest`), of which those are held out whose ids hash below
     `validation_share`. File names are new on every try, so a retried task never leaves a half-written file under a
-    committed name.
+    committed name. Returns one row: `rows`, how many these are, and `report`, for `resumable_job.segment_entry`.
     """
     started = time.perf_counter()
     name = f"{segment.index:06d}-{uuid.uuid4().hex[:12]}.parquet"
     masks = by_bucket(rows, columns, validation_share)
-    report = {"files": [], "rejects": [], "rejected": {}, "bytes": 0, "at": {}}
-    report["buckets"] = {bucket: int(np.count_nonzero(mask)) for bucket, mask in masks.items()}
-    report["written"] = sum(report["buckets"].values())
+    buckets = {bucket: int(np.count_nonzero(mask)) for bucket, mask in masks.items()}
+    files, rejects, size = [], [], 0
     if masks:
         layout = schema.latents_schema(id_type, columns)
         stored = rows.select(layout.names)
         tables = (stored.filter(pa.array(mask)).cast(layout) for mask in masks.values())  # one at a time in memory
-        report["bytes"] = write_parquet(tables, storage.join(latents_uri, "data", name))
-        row_groups = {bucket: schema.row_groups(count) for bucket, count in report["buckets"].items()}
-        file = {"name": name, "row_groups": list(itertools.chain.from_iterable(row_groups.values()))}
-        report["files"] = [file | {"buckets": {bucket: len(groups) for bucket, groups in row_groups.items()}}]
-        for bucket, count in report["buckets"].items():
-            for column in schema.bucket_columns(bucket):
-                report["at"][column] = report["at"].get(column, 0) + count
-    if report["written"] < len(rows):
+        size = write_parquet(tables, storage.join(latents_uri, "data", name))
+        groups = {bucket: schema.row_groups(count) for bucket, count in buckets.items()}
+        row_groups = list(itertools.chain.from_iterable(groups.values()))
+        group_counts = {bucket: len(sizes) for bucket, sizes in groups.items()}
+        files = [{"name": name, "row_groups": row_groups, "buckets": group_counts}]
+    bad = rows.filter(pc.not_equal(rows[schema.REASON], ""))
+    if len(bad):
         layout = schema.rejects_schema(id_type)
-        bad = rows.select(layout.names).filter(pc.not_equal(rows[schema.REASON], "")).cast(layout)
-        write_parquet([bad], storage.join(latents_uri, "rejects", name))
-        report["rejects"] = [name]
-        report["rejected"] = collections.Counter(bad[schema.REASON].to_pylist())
-    report["calls"] = rows["encoder_call"].drop_null().to_pylist()
-    report["stages"] = {
-        "transform": pc.sum(rows["transform_seconds"]).as_py() or 0.0,
-        "encode": sum(call["ended"] - call["started"] for call in report["calls"]),
-        "write": time.perf_counter() - started,
+        write_parquet([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
+        rejects = [name]
+    calls = rows["encoder_call"].drop_null().to_pylist()
+    report = {
+        "files": files,
+        "rejects": rejects,
+        "written": sum(buckets.values()),
+        "rejected": collections.Counter(bad[schema.REASON].to_pylist()),
+        "buckets": buckets,
+        "bytes": size,
+        "calls": calls,
+        "transform_seconds": pc.sum(rows["transform_seconds"]).as_py() or 0.0,
+        "encode_seconds": sum(call["ended"] - call["started"] for call in calls),
+        "write_seconds": time.perf_counter() - started,
     }
     inputs.release_memory()
-    return pa.table({"report": [json.dumps(report)]})
+    return pa.table({"report": [json.dumps(report)], "rows": [len(rows)]})
 
 
 def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, np.ndarray]:
@@ -159,12 +159,12 @@ def by_bucket(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share
     latents = sorted((spec for spec in columns if spec.resolution), key=lambda spec: spec.size[0] != spec.size[1])
     latents = [spec.name for spec in latents]
     lacks = [rows[name].is_null().to_numpy() for name in latents]
-    keys = np.column_stack([schema.held_out(rows[schema.ID].to_pylist(), validation_share), *lacks])
-    found = {}
+    keys = np.column_stack([schema.held_out_mask(rows[schema.ID].to_pylist(), validation_share), *lacks])
+    masks = {}
     for key in np.unique(keys[good_B], axis=0):
         name = schema.bucket_name([name for name, lacking in zip(latents, key[1:], strict=True) if not lacking], key[0])
-        found[name] = good_B & (keys == key).all(axis=1)
-    return found
+        masks[name] = good_B & (keys == key).all(axis=1)
+    return masks
 
 
 def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
@@ -188,19 +188,16 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
 
     Raises FileNotFoundError or ValueError with what to change.
     """
-    found = check(config)
+    checked = check(config)
     by_bucket = {name: getattr(config, name) for name in ("aspect_ratios", "size_multiple", "validation_share")}
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders
     return resumable_job.Job(
         config.latents_uri,
-        found.parameters | by_bucket,
-        found.description,
-        plan=functools.partial(resumable_job.plan_segments, found.paths, config, rows_per_segment),
-        listing=found.listing,
-        id_type=found.id_type,
-        dollars_per_hour=config.dollars_per_hour,
-        num_encoders=config.num_encoders,
+        checked.parameters | by_bucket,
+        checked.description,
+        plan=functools.partial(resumable_job.plan_segments, checked.paths, config, rows_per_segment),
+        id_type=checked.id_type,
         max_failures=config.max_failures,
     )
 
@@ -225,8 +222,8 @@ class CheckedInput:
 
     Args:
         paths: input files.
-        listing: {path below the input: bytes}, by which a rerun detects changed input.
-        parameters: those that decide what is written.
+        listing: {path below the input: bytes}.
+        parameters: those that decide what is written, and a checksum of the listing.
         description: the encoder's part of the manifest (`describe`).
         id_type: Arrow type of the stored ids.
     """
@@ -244,14 +241,12 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     Raises FileNotFoundError or ValueError with what to change.
     """
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    found = checks.check_input(paths[0], config)
-    return CheckedInput(
-        paths=paths,
-        listing=inputs.listing(paths, config.data_uri),
-        parameters={**{name: getattr(config, name) for name in DECIDING}, "input_uri": config.data_uri},
-        description=describe(config),
-        id_type=inputs.id_type(found.field(config.id_column).type),
-    )
+    input_schema = checks.check_input(paths[0], config)
+    listing = inputs.listing(paths, config.data_uri)
+    parameters = {name: getattr(config, name) for name in DECIDING} | {"input_uri": config.data_uri}
+    parameters["input_crc32"] = zlib.crc32(json.dumps(sorted(listing.items())).encode())
+    id_type = inputs.id_type(input_schema.field(config.id_column).type)
+    return CheckedInput(paths, listing, parameters, describe(config), id_type)
 
 
 def describe(config: PreprocessingConfig) -> dict:
@@ -267,7 +262,8 @@ def describe(config: PreprocessingConfig) -> dict:
 
     model = config.encoder_model
     try:
-        vae_config = AutoencoderKL.load_config(**images.model_source(model), subfolder="vae")
+        source = images.model_source(model)
+        vae_config, commit = AutoencoderKL.load_config(**source, subfolder="vae", return_commit_hash=True)
         tokenizer, text_encoder = images.load_tokenizer(model), encoder.load_text_encoder(model)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -275,45 +271,29 @@ def describe(config: PreprocessingConfig) -> dict:
             f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
         ) from None
     halvings = len(vae_config["block_out_channels"]) - 1
-    check_resolutions(config.resolutions, halvings)
-    sides = {side for shapes in config.shapes.values() for shape in shapes for side in shape}
-    if any(side % 2**halvings for side in sides):
-        raise ValueError(
-            f"size_multiple={config.size_multiple}: the VAE halves a picture {halvings} times; use a multiple of "
-            f"{2**halvings}."
-        )
+    for resolution, shapes in config.shapes.items():
+        if any(side % 2**halvings for shape in shapes for side in shape):
+            name = "resolutions" if resolution % 2**halvings else "size_multiple"
+            value = list(config.resolutions) if name == "resolutions" else config.size_multiple
+            raise ValueError(
+                f"{name}={value}: the VAE halves a picture {halvings} times; use multiples of {2**halvings}."
+            )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
     _, columns, precision = encoder.arguments(config)
     return {
-        "encoder": {"model": model, "revision": revision(model, vae_config), "precision": precision},
+        "encoder": {"model": model, "revision": commit or hash_files(model), "precision": precision},
         "columns": columns,
         "scaling_factor": vae_config["scaling_factor"],
-        "empty_caption_embedding": schema.encode_embedding(empty),
+        "empty_caption_embedding": encode_embedding(empty),
     }
 
 
-def check_resolutions(resolutions: Iterable[int], halvings: int = 3) -> None:
-    """Raises ValueError for a resolution that is not a multiple of 2**halvings."""
-    for resolution in resolutions:
-        if resolution % 2**halvings:
-            raise ValueError(
-                f"resolutions={list(resolutions)}: the VAE halves a picture {halvings} times, and {resolution} is not "
-                f"a multiple of {2**halvings}; use {max(1, round(resolution / 2**halvings)) * 2**halvings} instead."
-            )
-
-
-def revision(model: str, vae_config: dict) -> str:
-    """The hub's commit, or for a folder a hash of the files of the VAE, the text encoder and the tokenizer."""
-    source = images.model_source(model)
-    folder = pathlib.Path(source["pretrained_model_name_or_path"])
-    if not folder.is_dir():
-        from diffusers import AutoencoderKL
-
-        commit = vae_config.get("_commit_hash")
-        return commit or AutoencoderKL.load_config(**source, subfolder="vae", return_commit_hash=True)[1]
+def hash_files(model: str) -> str:
+    """A hash of the files of the VAE, the text encoder and the tokenizer in a model's folder."""
+    folder = pathlib.Path(images.model_source(model)["pretrained_model_name_or_path"])
     digest = hashlib.sha256()
-    for path in sorted(path for part in ("vae", "text_encoder", "tokenizer") for path in folder.glob(f"{part}/*")):
+    for path in sorted(path for name in ("vae", "text_encoder", "tokenizer") for path in folder.glob(f"{name}/*")):
         if path.is_file():
             with open(path, "rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
@@ -322,7 +302,8 @@ def revision(model: str, vae_config: dict) -> str:
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
-    name, row_groups = ingest.read_manifest(latents_uri).files[0]
-    filesystem, path = storage.open_filesystem(storage.join(latents_uri, "data", name))
+    files = read_files(latents_uri)
+    filesystem, path = storage.open_filesystem(storage.join(latents_uri, "data", files.names[0].as_py()))
     with pq.ParquetFile(path, filesystem=filesystem) as file:
-        return file.read_row_groups(range(min(len(row_groups), -(-num_rows // row_groups[0])))).slice(0, num_rows)
+        num_groups = min(file.num_row_groups, -(-num_rows // int(files.group_rows[0])))
+        return file.read_row_groups(range(num_groups)).slice(0, num_rows)

@@ -185,7 +185,7 @@ def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict])
     """Raises ValueError if a run's data has changed since it was started; both as `describe_data` returns them."""
     now = json.loads(json.dumps(now))  # `before` comes from a JSON file: tuples have become lists
     for uri, one, other in zip(config.proportions, before, now, strict=False):
-        for name in one["made_with"].keys() & other["made_with"].keys() - {"listing_crc32"}:
+        for name in one["made_with"].keys() & other["made_with"].keys() - {"input_crc32"}:
             if one["made_with"][name] != other["made_with"][name]:
                 raise ValueError(
                     f"run_name={config.run_name!r} was started on data of {uri} made with "

@@ -147,19 +147,13 @@ def sizes(uri: str | os.PathLike) -> dict[str, int]:
     return {below: item.size for below, item in found.items() if item.is_file}
 
 
-def read_text(uri: str | os.PathLike, until: str | None = None) -> str:
-    """The text of a file, or of its first mebibytes up to those that hold `until`.
-
-    Raises FileNotFoundError if it does not exist.
-    """
+def read_text(uri: str | os.PathLike) -> str:
+    """Raises FileNotFoundError if it does not exist."""
     filesystem, path = open_filesystem(uri)
     for attempt in range(1, max_attempts() + 1):
         try:
             with filesystem.open_input_stream(path) as stream:
-                data = stream.read(None if until is None else 2**20)
-                while until and until.encode() not in data and (more := stream.read(2**20)):
-                    data += more
-                return data.decode(errors="ignore" if until else "strict")  # a character may be cut in two
+                return stream.read().decode()
         except OSError as error:
             if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
                 raise
@@ -202,12 +196,11 @@ def write_json(uri: str | os.PathLike, value: Any) -> None:
 def delete(uri: str | os.PathLike) -> None:
     """Delete a file or a whole folder, if it exists."""
     filesystem, path = open_filesystem(uri)
-    kind = filesystem.get_file_info(path).type
-    if kind == fs.FileType.File:
+    if is_file(uri):
         filesystem.delete_file(path)
-    elif kind == fs.FileType.Directory:
+    elif exists(uri):
         filesystem.delete_dir_contents(path)
-        if filesystem.get_file_info(path).type == fs.FileType.Directory:  # on a store it may end with its last file
+        if exists(uri):  # on a store it may end with its last file
             filesystem.delete_dir(path)
 
 

@@ -9,58 +9,57 @@ from . import filters, inputs, readers
 
 def check_input(path: str, config) -> pa.Schema:
     """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
-    found = inputs.reader(config).schema(path)
-    columns = {name: getattr(config, name) for name in ("id_column", "caption_column", "image_column")}
-    check_columns(path, columns, found)
-    for column in filters.filter_columns(config.row_filter):
-        check_columns(path, {"row_filter": column}, found)
-    for parameter, column in zip(("width_column", "height_column"), inputs.size_columns(config), strict=False):
-        check_columns(path, {parameter: column}, found)
-        kind = found.field(column).type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-            raise ValueError(f"{parameter}={column!r} holds {kind}, not numbers of pixels: name the column that does.")
-    if inputs.PATH in [*inputs.used_columns(config), *inputs.size_columns(config)]:
+    columns = inputs.reader(config).schema(path)
+    for parameter in USABLE:
+        if name := getattr(config, parameter, None):  # width and height may not be given
+            check_column(parameter, name, path, columns)
+            is_usable, otherwise = USABLE[parameter]
+            if not is_usable(kind := columns.field(name).type):
+                raise ValueError(f"{parameter}={name!r} holds {kind}, {otherwise}: name the column that does.")
+    for name in filters.filter_columns(config.row_filter):
+        check_column("row_filter", name, path, columns)
+    filters.check_filter(config.row_filter, columns)
+    check_no_urls(columns, config)
+    return columns
+
+
+def check_column(parameter: str, name: str, path: str, columns: pa.Schema) -> None:
+    """Raises ValueError if a file lacks a column, or if its name is taken."""
+    if name not in columns.names:
+        raise ValueError(f"{parameter}={name!r} is not a column of {path}: it has {', '.join(columns.names)}.")
+    if name == inputs.PATH:
         raise ValueError(
             "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
         )
-    filters.check_filter(config.row_filter, found)
-    check_types(found, config)
-    check_no_urls(found, config)
-    return found
 
 
-def check_columns(path: str, columns: dict[str, str], found: pa.Schema) -> None:
-    """`columns`: parameter name -> column name. Raises ValueError naming the first that the schema `found` lacks."""
-    for parameter, column in columns.items():
-        if column not in found.names:
-            raise ValueError(f"{parameter}={column!r} is not a column of {path}: it has {', '.join(found.names)}.")
+def is_text_or_bytes(kind: pa.DataType) -> bool:
+    return inputs.is_text(kind) or inputs.is_bytes(kind)
 
 
-def check_types(found: pa.Schema, config) -> None:
-    """Raises ValueError for an id, caption or image column of an unusable type."""
-    image = found.field(config.image_column).type
-    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
-        image = image.field("bytes").type
-    if not (inputs.is_bytes(image) or inputs.is_text(image)):
-        raise ValueError(
-            f"image_column={config.image_column!r} holds {image}, neither the bytes of encoded pictures nor their "
-            "paths: name the column that does."
-        )
-    caption = found.field(config.caption_column).type
-    if not (inputs.is_text(caption) or inputs.is_bytes(caption)):
-        raise ValueError(
-            f"caption_column={config.caption_column!r} holds {caption}, not text: name the column that does."
-        )
-    ids = found.field(config.id_column).type
-    if pa.types.is_nested(ids):
-        raise ValueError(
-            f"id_column={config.id_column!r} holds {ids}, neither numbers nor text: name the column that does."
-        )
+def is_picture(kind: pa.DataType) -> bool:
+    """Bytes, a path, or a struct that holds bytes, as Hugging Face's data sets do."""
+    in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+    return is_text_or_bytes(kind.field("bytes").type if in_struct else kind)
 
 
-def check_no_urls(found: pa.Schema, config) -> None:
+def is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+# Parameter -> what the column that it names may hold, and what to say of any other.
+USABLE = {
+    "image_column": (is_picture, "neither the bytes of encoded pictures nor their paths"),
+    "caption_column": (is_text_or_bytes, "not text"),
+    "id_column": (lambda kind: not pa.types.is_nested(kind), "neither numbers nor text"),
+    "width_column": (is_number, "not numbers of pixels"),
+    "height_column": (is_number, "not numbers of pixels"),
+}
+
+
+def check_no_urls(columns: pa.Schema, config) -> None:
     """Raises ValueError if the first rows name their pictures by URL."""
-    if inputs.is_text(found.field(config.image_column).type):
+    if inputs.is_text(columns.field(config.image_column).type):
         names = inputs.texts(inputs.first_rows(config, num_rows=64)[config.image_column])
         if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(

@@ -39,33 +39,39 @@ def parse_filter(text: str) -> Expr | None:
         ) from None
 
 
-def check_filter(text: str, found: pa.Schema) -> None:
-    """Raises ValueError for a filter that compares a column of the schema `found` with a value of another type."""
-    if not text.strip():
-        return
+def check_filter(text: str, columns: pa.Schema) -> None:
+    """Raises ValueError for a filter that compares a column with a value of another type."""
     try:
-        found.empty_table().filter(parse_filter(text).to_pyarrow())
+        kept_rows(columns.empty_table(), text)
     except (pa.ArrowException, OverflowError, TypeError) as error:
-        types = ", ".join(f"{name} holds {found.field(name).type}" for name in filter_columns(text))
+        types = ", ".join(f"{name} holds {columns.field(name).type}" for name in filter_columns(text))
         raise ValueError(
             f"row_filter={text!r} compares values of different types ({types}): change it. ({error})"
         ) from None
 
 
+def kept_rows(rows: pa.Table, text: str) -> np.ndarray:
+    """(B,) bool: the rows that a filter keeps."""
+    kept_B, expression = np.ones(len(rows), dtype=bool), parse_filter(text)
+    if expression is not None:
+        numbered = rows.append_column("row number", pa.array(range(len(rows)), pa.int64()))
+        kept_B[:] = False
+        kept_B[numbered.filter(expression.to_pyarrow())["row number"].to_numpy()] = True
+    return kept_B
+
+
 def filter_columns(text: str) -> list[str]:
     """The columns that a filter names, in order."""
-    if not text.strip():
+    if parse_filter(text) is None:
         return []
-    parse_filter(text)
     names = [node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)]
     return list(dict.fromkeys(names))
 
 
 def clauses(text: str) -> list[str]:
     """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
-    if not text.strip():
+    if parse_filter(text) is None:
         return []
-    parse_filter(text)
     tree = ast.parse(text.strip(), mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]
@@ -73,15 +79,12 @@ def clauses(text: str) -> list[str]:
 
 def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
     """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
-    numbers = rows.append_column("row number", pa.array(range(len(rows))))
-    met = np.zeros((len(texts), len(rows)), dtype=bool)
-    for place, text in enumerate(texts):
-        met[place, numbers.filter(parse_filter(text).to_pyarrow())["row number"].to_numpy()] = True
-    failed = (~met).sum(axis=0)
-    counts = {"rows": len(rows), "dropped": int((failed > 0).sum())}
-    for place in range(len(texts)):
-        counts[f"dropped {place}"] = int((~met[place]).sum())
-        counts[f"alone {place}"] = int((~met[place] & (failed == 1)).sum())
+    failed_CB = ~np.array([kept_rows(rows, text) for text in texts])
+    num_failed_B = failed_CB.sum(axis=0)
+    counts = {"rows": len(rows), "dropped": np.count_nonzero(num_failed_B)}
+    for number, failed_B in enumerate(failed_CB):
+        counts[f"dropped {number}"] = np.count_nonzero(failed_B)
+        counts[f"alone {number}"] = np.count_nonzero(failed_B & (num_failed_B == 1))
     return pa.Table.from_pylist([counts])
 
 
@@ -126,11 +129,10 @@ def _compare(kind, left, right):
 def _operand(node, text):
     if isinstance(node, ast.Name):
         return col(node.id)
-    negative = (
-        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-    )
-    if negative and isinstance(node.operand.value, (int, float)):
-        return -node.operand.value
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
-        return node.value
-    raise ValueError(f"row_filter={text!r}: {ast.unparse(node)!r} is neither a column, a number nor a quoted text.")
+    try:
+        value = ast.literal_eval(node)  # a constant, or one with a sign; anything else it does not evaluate
+    except (ValueError, TypeError):
+        value = None
+    if not isinstance(value, (int, float, str)):
+        raise ValueError(f"row_filter={text!r}: {ast.unparse(node)!r} is neither a column, a number nor a quoted text.")
+    return value

@@ -71,16 +71,8 @@ def make(
 def files_of(paths: list[str], config) -> Iterator[tuple[str, int]]:
     """Yield (path, rows to take from it, -1 for all), up to `limit` rows in all."""
     if config.limit is None:
-        yield from ((path, -1) for path in paths)
-        return
-    left = config.limit
-    for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
-        group = paths[start : start + 256]
-        for path, num_rows in zip(group, inputs.count_rows(group, config), strict=True):
-            yield path, min(num_rows, left)
-            left -= min(num_rows, left)
-            if left == 0:
-                return
+        return ((path, -1) for path in paths)
+    return ((path, taken) for path, taken, _ in inputs.rows_to_read(paths, config))
 
 
 def name_of(path: str, config) -> str:
@@ -105,7 +97,7 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
             report["largest"] = max(report["largest"], len(table))
         table = table if rows < 0 else table[:left]
         left -= len(table)
-        kept = filter_mask(table, config)
+        kept = filters.kept_rows(table, config.row_filter)
         report["read"] += len(table)
         report["filtered"] += int(np.count_nonzero(~kept))
         table = table.filter(pa.array(kept))
@@ -131,15 +123,6 @@ def deciding_columns(config) -> list[str]:
     """The columns that are read to decide whether a row is used."""
     filtered = filters.filter_columns(config.row_filter)
     return list(dict.fromkeys([config.id_column, config.caption_column, *filtered, *inputs.size_columns(config)]))
-
-
-def filter_mask(rows: pa.Table, config) -> np.ndarray:
-    """(B,) bool: which rows `row_filter` keeps."""
-    expression = filters.parse_filter(config.row_filter)
-    if expression is None:
-        return np.ones(len(rows), dtype=bool)
-    numbered = rows.append_column("row number", pa.array(range(len(rows))))
-    return np.isin(np.arange(len(rows)), numbered.filter(expression.to_pyarrow())["row number"].to_numpy())
 
 
 def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import math
 import re
 from collections.abc import Iterator
 
@@ -35,20 +36,19 @@ def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
     Raises FileNotFoundError if there are none.
     """
     kind = readers.READERS[input_format]
-    advice = f"give a {kind.what}, a folder of them or a pattern such as '{input_uri}/*{kind.suffixes[0]}'."
-    if is_glob(input_uri):
-        pattern = glob_pattern(storage.resolve(input_uri))
-        paths = [path for path in storage.list_files(base_folder(input_uri), recursive=True) if pattern.fullmatch(path)]
-        if not paths:
-            raise FileNotFoundError(f"input_uri={input_uri!r} matches no file: {advice}")
-        return paths
-    if not storage.exists(input_uri):
-        raise FileNotFoundError(f"input_uri={input_uri!r} does not exist: {advice}")
     if storage.is_file(input_uri):
         return [storage.resolve(input_uri)]
-    paths = storage.list_files(input_uri, kind.suffixes, recursive=True)
+    if is_glob(input_uri):
+        pattern, problem = glob_pattern(storage.resolve(input_uri)), "matches no file"
+        paths = [path for path in storage.list_files(base_folder(input_uri), recursive=True) if pattern.fullmatch(path)]
+    else:
+        paths = storage.list_files(input_uri, kind.suffixes, recursive=True)
+        problem = f"holds no {kind.what}" if storage.exists(input_uri) else "does not exist"
     if not paths:
-        raise FileNotFoundError(f"input_uri={input_uri!r} holds no {kind.what}: {advice}")
+        raise FileNotFoundError(
+            f"input_uri={input_uri!r} {problem}: give a {kind.what}, a folder of them or a pattern such as "
+            f"'{input_uri}/*{kind.suffixes[0]}'."
+        )
     return paths
 
 
@@ -104,6 +104,19 @@ def count_rows_of(path: str, config) -> int:
     return sum(reader(config).row_groups(path))
 
 
+def rows_to_read(paths: list[str], config) -> Iterator[tuple[str, int, bool]]:
+    """(path, rows to read of it, whether these are fewer than it has) of the files, up to `limit` rows in all."""
+    left = math.inf if config.limit is None else config.limit
+    for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
+        group = paths[start : start + 256]
+        for path, num_rows in zip(group, count_rows(group, config), strict=True):
+            taken = min(num_rows, left)
+            yield path, taken, taken < num_rows
+            left -= taken
+            if left == 0:
+                return
+
+
 # ---- columns as the files have them
 
 
@@ -136,13 +149,13 @@ def column_types(config) -> dict[str, pa.DataType]:
 
 def first_rows(config, num_rows: int) -> pa.Table:
     """The first rows as stored in the files, with `path`, for a look at the data before any pipeline is built."""
-    tables, left, read = [], num_rows, reader(config)
-    for path in list_inputs(config.data_uri, config.input_format):
-        for table in read.stream(path, used_columns(config)):
-            tables.append(with_path(table[:left], path))
-            left -= len(tables[-1])
-            if left == 0:
-                return pa.concat_tables(tables, promote_options="permissive")
+    paths, read = list_inputs(config.data_uri, config.input_format), reader(config)
+    tables, left = [], num_rows
+    for table in (with_path(table, path) for path in paths for table in read.stream(path, used_columns(config))):
+        tables.append(table[:left])
+        left -= len(tables[-1])
+        if left == 0:
+            break
     if not tables:
         raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
     return pa.concat_tables(tables, promote_options="permissive")
@@ -230,9 +243,9 @@ def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, 
     base = base_folder(config.data_uri)
     beside_table = config.input_format == "imagefolder"
     folders = [path.rpartition("/")[0] if beside_table else base for path in table[PATH].to_pylist()]
-    found = readers.read_pictures(texts(column), folders, base)
-    images = [None if isinstance(picture, BadImage) else picture for picture in found]
-    errors = [str(picture) if isinstance(picture, BadImage) else None for picture in found]
+    pictures = readers.read_pictures(texts(column), folders, base)
+    images = [None if isinstance(picture, BadImage) else picture for picture in pictures]
+    errors = [str(picture) if isinstance(picture, BadImage) else None for picture in pictures]
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
 
 
@@ -252,14 +265,7 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
 
 def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
     """A column of text, or of bytes that are text; None for invalid UTF-8, which Parquet readers let through."""
-
-    def decode(value):
-        try:
-            return None if value is None else value.decode()
-        except UnicodeDecodeError:
-            return None
-
-    return [decode(value) for value in column.cast(pa.large_binary()).to_pylist()]
+    return [readers.as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import csv
 import functools
 import io
 import itertools
@@ -19,7 +20,6 @@ import tarfile
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,18 +29,36 @@ from ..images import BadImage
 GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+TEXTS = ("txt", "json")
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
-class Parquet:
+class Reader:
+    """What formats without types have in common; rows are dicts.
+
+    `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
+    """
+
+    what, suffixes = "", ()
+
+    def __init__(self, types: dict[str, pa.DataType] | None = None):
+        self.types = types or {}
+
+    def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
+        """The columns of some rows; unused ones are typed as text."""
+        names = dict.fromkeys(name for row in rows for name in row if name != START)
+        return pa.schema([(name, self.types.get(name, pa.string())) for name in names])
+
+    def table(self, rows: list[dict], columns: list[str]) -> pa.Table:
+        return pa.table({name: convert([row.get(name) for row in rows], self.types[name]) for name in columns})
+
+
+class Parquet(Reader):
     """Parquet files, with their own row groups and types."""
 
     what, suffixes = "Parquet file", (".parquet",)
-
-    def __init__(self, types: dict | None = None):
-        pass  # a Parquet file has its own types
 
     def open(self, path: str) -> pq.ParquetFile:
         """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
@@ -86,44 +104,30 @@ class Parquet:
                 yield pa.Table.from_batches([batch])
 
 
-class WebDataset:
+class WebDataset(Reader):
     """Tars as img2dataset writes them: consecutive members with the same name are a sample, with its `.jpg` (`.png`,
     `.webp`, ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
 
     Given its offset in the tar, a sample can be read alone. Finding the offsets takes a pass over all headers: fast on
     a disk, but an object store sends the whole tar.
-
-    `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
 
-    def __init__(self, types: dict[str, pa.DataType]):
-        self.types = types
-
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the first samples; unused ones are typed as text."""
-        names = {KEY: None}
+        """The columns of the first samples."""
         with open_tar(path) as tar:
-            for sample in itertools.islice(samples(tar), GROUP_ROWS):
-                names |= dict.fromkeys(sample)
-        return pa.schema(
-            [
-                (name, self.types.get(name, pa.binary() if name == "jpg" else pa.string()))
-                for name in names
-                if name != START
-            ]
-        )
+            return self.schema_of(itertools.islice(samples(tar), GROUP_ROWS))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group, from the members' headers."""
         with open_tar(path) as tar:
-            return schema.row_groups(sum(is_first for is_first, *_ in parts(tar)))
+            return schema.row_groups(sum(1 for _ in samples(tar, wanted=())))
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
         with open_tar(path) as tar:
-            rows = list(samples(tar, pictures=False))
+            rows = list(samples(tar, wanted=TEXTS))
             bounds = np.array([*(row[START] for row in rows), tar.offset])
         table = self.table(rows, columns)
         yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
@@ -151,12 +155,8 @@ class WebDataset:
             while group := list(itertools.islice(rows, GROUP_ROWS)):
                 yield self.table(group, columns)
 
-    def table(self, rows, columns):
-        """Samples as an Arrow table."""
-        return pa.table({name: convert([row.get(name) for row in rows], self.types[name]) for name in columns})
 
-
-class ImageFolder:
+class ImageFolder(Reader):
     """Pictures in folders, each with a `metadata.csv` or `metadata.jsonl` of `file_name` (relative to it) and caption.
 
     This is Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
@@ -166,36 +166,29 @@ class ImageFolder:
 
     what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
 
-    def __init__(self, types: dict[str, pa.DataType]):
-        self.types = types
-
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the table; unused ones are typed as text."""
-        return pa.schema([(name, self.types.get(name, pa.string())) for name in load_metadata(path)])
+        return self.schema_of(load_metadata(path))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group."""
-        return schema.row_groups(len(next(iter(load_metadata(path).values()), [])))
+        return schema.row_groups(len(load_metadata(path)))
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole table, or some groups of it, a group at a time."""
-        num_rows = sum(self.row_groups(path))
-        for start in range(0, num_rows, GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
-            yield self.table(path, range(start, min(start + GROUP_ROWS, num_rows)), columns)
+        rows = load_metadata(path)
+        for start in range(0, len(rows), GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
+            yield self.table(rows[start : start + GROUP_ROWS], columns)
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all rows, with `ROW`."""
-        rows = range(sum(self.row_groups(path)))
-        yield self.table(path, rows, columns).append_column(ROW, pa.array(rows, pa.int32()))
+        rows = load_metadata(path)
+        yield self.table(rows, columns).append_column(ROW, pa.array(range(len(rows)), pa.int32()))
 
     def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """A table for each of `pieces`, rows of an index; other pictures are not fetched."""
+        rows = load_metadata(path)
         for piece in pieces:
-            yield self.table(path, piece[ROW].to_pylist(), columns)
-
-    def table(self, path: str, rows: Iterable[int], columns: list[str]) -> pa.Table:
-        found = load_metadata(path)
-        return pa.table({name: convert([found[name][row] for row in rows], self.types[name]) for name in columns})
+            yield self.table([rows[row] for row in piece[ROW].to_pylist()], columns)
 
 
 READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
@@ -213,9 +206,9 @@ def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
     Does not use `take`, which would join a column's chunks, whose offsets have only 32 bits.
     """
     rows = piece[ROW].to_numpy()
-    first, mine = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
-    mine[rows - first] = True
-    return table.slice(first, len(mine)).filter(pa.array(mine))
+    first, is_listed = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
+    is_listed[rows - first] = True
+    return table.slice(first, len(is_listed)).filter(pa.array(is_listed))
 
 
 @contextlib.contextmanager
@@ -224,49 +217,38 @@ def open_tar(path):
     filesystem, inner = storage.open_filesystem(path)
     # Seeking from header to header is cheap on a disk; on an object store, each seek would be a request.
     local = storage.is_local(path)
+    opened = filesystem.open_input_file(inner) if local else filesystem.open_input_stream(inner, buffer_size=2**22)
     try:
-        with (
-            filesystem.open_input_file(inner)
-            if local
-            else filesystem.open_input_stream(inner, buffer_size=2**22) as file
-        ):
-            with tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
-                yield tar
+        with opened as file, tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
+            yield tar
     except tarfile.TarError as error:
         raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
-def parts(tar):
-    """(whether a sample begins here, member, the sample's key, extension) of a tar's files, in order."""
-    current, seen = None, set()
+def samples(tar, wanted=(*PICTURES, *TEXTS)):
+    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys.
+
+    `wanted`: the extensions that are read; () for the headers alone.
+    """
+    sample, extensions = {}, set()
     for member in tar:
         folder, slash, name = member.name.rpartition("/")
         stem, dot, extension = name.partition(".")
         if not member.isfile() or not stem or not dot:
             continue
         key, extension = folder + slash + stem, extension.lower()
-        is_first = key != current or extension in seen  # a repeated extension starts another sample
-        if is_first:
-            current, seen = key, set()
-        seen.add(extension)
-        yield is_first, member, key, extension
-
-
-def samples(tar, pictures=True):
-    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys."""
-    sample = None
-    for is_first, member, key, extension in parts(tar):
-        if is_first and sample is not None:
-            yield sample
-        if is_first:
-            sample = {KEY: key, START: member.offset}
-        if extension in PICTURES and pictures:
-            sample["jpg"] = member_bytes(tar, member)
-        elif extension == "txt":
-            sample["txt"] = member_bytes(tar, member)
-        elif extension == "json":
-            sample = {**parse_json(member_bytes(tar, member)), **sample}
-    if sample is not None:
+        if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
+            if sample:
+                yield sample
+            sample, extensions = {KEY: key, START: member.offset}, set()
+        extensions.add(extension)
+        if extension in wanted:
+            data = member_bytes(tar, member)
+            if extension == "json":
+                sample = {**sample, **parse_json(data), **sample}  # its other members go before the JSON's keys
+            else:
+                sample["jpg" if extension in PICTURES else extension] = data
+    if sample:
         yield sample
 
 
@@ -281,35 +263,29 @@ def _load_metadata(path, version):
     with filesystem.open_input_stream(inner) as stream:
         data = stream.read()
     if path.endswith(".jsonl"):
-        rows = [parse_json(line) for line in data.split(b"\n") if line.strip()]
-        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+        return [parse_json(line) for line in data.split(b"\n") if line.strip()]
+    text = io.StringIO(data.decode("utf-8-sig", errors="replace"), newline="")
     try:
-        frame = pd.read_csv(
-            io.BytesIO(data),
-            dtype=object,
-            keep_default_na=False,
-            encoding_errors="replace",
-            skip_blank_lines=True,
-        )
-        if not isinstance(frame.index, pd.RangeIndex):
-            raise ValueError("its rows have more fields than its first line has names")
-    except ValueError as error:  # pandas' own errors are of this kind
+        rows = list(csv.DictReader(text, restval="", strict=True))
+        if any(None in row for row in rows):
+            raise csv.Error("its rows have more fields than its first line has names")
+    except csv.Error as error:
         raise ValueError(f"{path} is not a readable table: correct it. ({error})") from None
-    return {name: [None if value != value else value for value in frame[name].tolist()] for name in frame.columns}
+    return rows
 
 
 def load_metadata(path):
-    """{column: values} of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
+    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
     return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
 def parse_json(text):
     """A JSON object as a dict; {} for anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def convert(values, kind):
@@ -365,10 +341,10 @@ def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
     if is_url(name):
         return BadImage("a URL, not downloaded")
     filesystem, root = storage.open_filesystem(base)
-    scheme, found, inner = name.rpartition("://")
-    if found and scheme != base.rpartition("://")[0]:
+    scheme, is_uri, inner = name.rpartition("://")
+    if is_uri and scheme != base.rpartition("://")[0]:
         return BadImage("image path outside of the input")
-    if not found:
+    if not is_uri:
         inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
     inner = posixpath.normpath(inner)
     if not inner.startswith(root.rstrip("/") + "/"):

@@ -27,7 +27,7 @@ from PIL import Image
 
 from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
 from ..config import TrainingConfig
-from ..runtime import fault_tolerance, results
+from ..runtime import ray_errors, results
 from ..train_step import losses_by_noise
 from ..unet import build_unet
 from . import scores
@@ -125,7 +125,7 @@ def validate(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = fault_tolerance.summarize_error(str(error))
+        reason = ray_errors.summarize_error(str(error))
     finally:
         storage.delete(lost)
     return results.note(config.run_uri, step, failed={"evaluation": reason})

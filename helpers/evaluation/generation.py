@@ -231,7 +231,7 @@ class RealFeatures:
         pictures = []
         for data in rows[inputs.IMAGE].to_pylist():
             with contextlib.suppress(images.BadImage):
-                square = images.center_square(images.decode(data))
+                square = images.center_crop(images.decode(data))
                 pictures.append(images.to_pixels(images.resize(square, self.resolution)))
         found = self.features(pictures)
         return pa.table({name: schema.to_binary(values, dtype=np.float32) for name, values in found.items()})

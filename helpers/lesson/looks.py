@@ -22,14 +22,19 @@ from . import captioned_shapes
 def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.DataFrame:
     """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
-    one = manifest.report["images_per_second_by_stage"]
-    rates = [(stage, rate * workers[stage], workers[stage]) for stage, rate in one.items()]
+    rows = manifest.total("read") - manifest.total("filtered")
+    seconds = {stage: manifest.total(f"{stage}_seconds") for stage in workers}
+    rates = [(stage, number * rows / seconds[stage], number) for stage, number in workers.items() if seconds[stage]]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 
 def encoder_timeline(manifest: schema.Manifest) -> pd.DataFrame:
-    """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second, encoders."""
-    return pd.DataFrame(manifest.report["timeline"], columns=["seconds", "busy", "images_per_second", "encoders"])
+    """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
+    points, before = [], 0.0
+    for segment in manifest.segments:
+        points += [(before + seconds, *values) for seconds, *values in segment["timeline"]]
+        before += segment["seconds"]
+    return pd.DataFrame(points, columns=["seconds", "busy", "images_per_second"])
 
 
 def dataset_stats(

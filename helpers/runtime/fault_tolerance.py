@@ -6,30 +6,20 @@ import contextlib
 import faulthandler
 import os
 import pathlib
-import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-import ray.exceptions
 import ray.train
 import ray.train.collective
 import torch
 
 from .. import distributed, storage
 from ..config import TrainingConfig
+from .ray_errors import summarize_error
 
-# What Ray raises when a node, an actor or a worker is lost, or an object or task because of that.
-LOST = (
-    ray.exceptions.RayActorError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.ObjectLostError,
-    ray.exceptions.TaskUnschedulableError,
-    ray.exceptions.ActorUnschedulableError,
-)
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # writing to it makes NCCL dump its flight recorder
 ENDED = "ended.json"  # in a run's folder: why its workers ended it
 
@@ -215,26 +205,3 @@ class RecordFailures(ray.train.UserCallback):
     def after_exception(self, run_context, worker_exceptions):
         errors = [f"worker {rank}: {summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())]
         write_failure(self.run_uri, "; ".join(errors))
-
-
-def was_lost(error: BaseException) -> bool:
-    """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
-
-    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, does not count: it would
-    fail again. If a Ray Data task raised the error, often only its text arrives.
-    """
-    wrapped = isinstance(error, (ray.exceptions.RayTaskError, ray.exceptions.UnserializableException))
-    text = str(error) if wrapped else ""
-    named = [getattr(ray.exceptions, name, object) for name in re.findall(r"ray\.exceptions\.(\w+)", text)]
-    in_init = getattr(error, "actor_init_failed", False) or "in its creation task" in text
-    return (isinstance(error, LOST) or any(issubclass(kind, LOST) for kind in named)) and not in_init
-
-
-def summarize_error(text: str) -> str:
-    """One sentence for an error: the last line of a traceback, else the line that says what happened to the worker."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
-    telling = [
-        line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))
-    ]
-    line = lines[-1] if "Traceback" in text else (telling or lines)[0]
-    return line.split(". ")[0][:200]

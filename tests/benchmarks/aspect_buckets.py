@@ -9,7 +9,6 @@ prompts, which the detector judges.
 """
 
 import argparse
-import json
 import tempfile
 
 import numpy as np
@@ -47,8 +46,7 @@ def encode(config, folder):
         id_type=pa.int64(),
         validation_share=config.validation_share,
     )
-    entry = resumable_job.new_entry(segment)
-    resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
+    entry = resumable_job.segment_entry(segment, [report])
     job = {"validation_share": config.validation_share}
     manifest = schema.Manifest(
         **description, resolutions=list(config.resolutions), id_type="int64", job=job, segments=[entry]

@@ -44,8 +44,8 @@ def bare(config, rows):
 def through_ray(config):
     """Images a second of the pipeline of Preprocessing.ipynb."""
     manifest = encode(config)
-    rows, seconds = manifest.total("read"), manifest.report["encoding_seconds"]
-    print(f"    the encoder is busy for {manifest.report['stage_seconds']['encode'] / seconds:.1%} of the time")
+    rows, seconds = manifest.total("read"), manifest.total("encoding_seconds")
+    print(f"    the encoder is busy for {manifest.total('encode_seconds') / seconds:.1%} of the time")
     return (rows - config.encoder_batch_size) / seconds
 
 

@@ -1,7 +1,6 @@
 """Latents that no picture was encoded for, of any shape, as a finished job leaves them; a trainer that only takes
 time."""
 
-import json
 import time
 
 import numpy as np
@@ -17,7 +16,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
     `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
     """
     random, specs = np.random.default_rng(0), [schema.ColumnSpec(column, shape) for column, shape in shapes.items()]
-    segment = resumable_job.new_entry(resumable_job.Segment(0, [], num_rows))
+    segment, reports = resumable_job.Segment(0, [], num_rows), []
     for start in range(0, num_rows, rows_per_file):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
@@ -33,12 +32,12 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
         report = preprocess.write_latents(
             rows,
             latents_uri=uri,
-            segment=resumable_job.Segment(0, [], count),
+            segment=segment,
             columns=specs,
             id_type=pa.int64(),
             validation_share=validation_share,
         )
-        resumable_job.add_report(segment, json.loads(report["report"][0].as_py()))
+        reports.append(report)
     manifest = schema.Manifest(
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
@@ -47,7 +46,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
         id_type="int64",
         empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
         job={"validation_share": 0.0},
-        segments=[segment],
+        segments=[resumable_job.segment_entry(segment, reports)],
     )
     storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
     return manifest

@@ -104,14 +104,10 @@ def main():
             f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, "
             f"memory {memory[-1, 0] / memory[0, 0]:.3f}, a process {each[-1] / each[0]:.3f}"
         )
-        report = manifest.report
-        busy = report["encoders_busy"]
+        shares = [share for segment in manifest.segments for _, share, _ in segment["timeline"]]
+        busy = statistics.median(shares) if shares else None
         if busy is not None:
-            mean = report["encoders_busy_mean"]
-            print(
-                f"the encoder computes for {busy:.1%} of its time (median over the job; "
-                f"mean {mean:.1%}, segments' ends included)"
-            )
+            print(f"the encoder computes for {busy:.1%} of its time (median over the job)")
         estimate(manifest, config, arguments.rows)
         record.write(
             "million_rows",
@@ -131,12 +127,13 @@ def estimate(manifest, config, rows, request_seconds=0.03, encoders=58):
     started = time.perf_counter()
     inputs.count_rows(paths, config)
     footer = (time.perf_counter() - started) / len(paths)
-    gaps = [segment["seconds"] - (segment["encoded"][1] - segment["encoded"][0]) for segment in manifest.segments]
+    gaps = [segment["seconds"] - segment["encoding_seconds"] for segment in manifest.segments]
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         storage.write_json(storage.join(folder, "entry.json"), manifest.segments[0])
         commit = time.perf_counter() - started
-    stages, files, size = manifest.report["stage_seconds"], len(manifest.files), len(json.dumps(manifest.to_dict()))
+    stages = {stage: manifest.total(f"{stage}_seconds") for stage in ("transform", "encode", "write")}
+    files, size = len(manifest.files), len(json.dumps(manifest.to_dict()))
     print(f"a file: {footer * 1e3:.1f} ms to count its rows (16 at a time, on this disk)")
     print("a row: " + ", ".join(f"{seconds / rows * 1e3:.2f} ms {stage}" for stage, seconds in stages.items()))
     print(

@@ -246,7 +246,7 @@ def test_a_pool_of_encoders_that_grows_writes_the_same_rows(encoded, tmp_path):
         table_of(*one).sort_by("id") for one in ((config.latents_uri, manifest), (finished.latents_uri, expected))
     )
     assert rows["id"] == others["id"] and manifest.buckets == expected.buckets
-    assert 1 <= manifest.report["encoders"] <= 2
+    assert 1 <= manifest.segments[0]["encoders"] <= 2
 
 
 class FooterlessFiles(pa.fs.FSSpecHandler):

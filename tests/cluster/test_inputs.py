@@ -85,9 +85,9 @@ def test_a_missing_column_is_named_with_those_that_there_are(tmp_path):
     path = write(tmp_path / "a.parquet", url=["u"], text=["t"])
     found = readers.Parquet().schema(path)
     with pytest.raises(ValueError) as error:
-        checks.check_columns(path, {"caption_column": "text", "image_column": "jpg"}, found)
+        checks.check_column("image_column", "jpg", path, found)
     assert str(error.value) == f"image_column='jpg' is not a column of {path}: it has url, text."
-    checks.check_columns(path, {"caption_column": "text"}, found)
+    checks.check_column("caption_column", "text", path, found)
 
 
 def test_rows_are_counted_and_looked_at_without_ray(tmp_path):

@@ -110,7 +110,7 @@ def test_a_run_that_keeps_latents_encodes_each_row_once(raw, tmp_path):
 
 DIE = {
     "in the first epoch": "steps_done(config) >= 3",
-    "while what was left over is encoded": "storage.exists(storage.join(config.run_uri, 'latents/segments/plan.json'))",
+    "while what was left over is encoded": "storage.exists(storage.join(config.run_uri, 'latents/lease.json'))",
     "in the second epoch": "steps_done(config) >= 8",
 }
 

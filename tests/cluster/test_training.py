@@ -381,7 +381,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
     with pytest.raises(
         ValueError, match="resolution=32: none of the pictures of .* is as large: choose a smaller one, or encode"
     ):
-        run_setup.open_run(latents_with(segments=[{**segment, "at": {"image_latents_32": 0}}]))
+        run_setup.open_run(latents_with(segments=[{**segment, "buckets": {"64": segment["written"]}}]))
 
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):

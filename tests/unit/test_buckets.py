@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 
 import numpy as np
 import pandas as pd
@@ -66,8 +65,7 @@ def write(folder, rows, columns, validation_share):
         id_type=pa.int64(),
         validation_share=validation_share,
     )
-    entry = resumable_job.new_entry(segment)
-    resumable_job.add_report(entry, json.loads(report["report"][0].as_py()))
+    entry = resumable_job.segment_entry(segment, [report])
     manifest = Manifest.of(
         [entry],
         encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"},
@@ -256,7 +254,7 @@ def test_shapes_that_the_unet_cannot_halve_are_refused(folder):
         "resolution=64 makes latents of 9 x 7, which unet_config='tiny' cannot halve 1 times: encode the data again "
         "with size_multiple=16."
     )
-    with pytest.raises(ValueError, match="^size_multiple=4: the VAE halves a picture 3 times; use a multiple of 8.$"):
+    with pytest.raises(ValueError, match="^size_multiple=4: the VAE halves a picture 3 times; use multiples of 8.$"):
         preprocess.describe(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from helpers import checkpoint, distributed, storage, train
 from helpers.config import TrainingConfig
-from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from helpers.runtime import fault_tolerance, metrics_log, monitoring, ray_errors
 from tests.processes import run_script
 
 
@@ -156,7 +156,7 @@ def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     ],
 )
 def test_an_error_is_summarized_in_a_sentence(text, short):
-    assert fault_tolerance.summarize_error(text) == short
+    assert ray_errors.summarize_error(text) == short
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):

@@ -7,7 +7,7 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pytest
 
-from helpers import encoder, images, preprocess, resumable_job, storage
+from helpers import encoder, images, preprocess, resumable_job
 from helpers.config import OnlineConfig, PreprocessingConfig
 from tests.faults import ROOT
 
@@ -60,12 +60,10 @@ def test_the_commit_stands_in_the_manifest(hub):
 def test_another_revision_is_refused_on_resume(hub, tmp_path):
     def job(revision):
         made = preprocess.describe(config(hub, revision))
-        return resumable_job.Job(
-            str(tmp_path / "latents"), {}, made, plan=lambda: [None], listing={}, id_type=pa.int64()
-        )
+        segments = [resumable_job.Segment(0, ["a"], 1)]
+        return resumable_job.Job(str(tmp_path / "latents"), {}, made, plan=lambda: segments, id_type=pa.int64())
 
-    first = job("v1")
-    storage.write_json(first.uri(resumable_job.SEGMENTS, resumable_job.JOB), first.parameters)
+    job("v1").save()
     job("v1")
     with pytest.raises(ValueError, match=rf"other parameters \(encoder=.*{COMMITS['v1']}.* not .*{COMMITS['main']}"):
         job(None)

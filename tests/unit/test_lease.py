@@ -166,7 +166,6 @@ def test_a_job_that_another_driver_does_is_left_alone(folder):
         {"resolutions": [32]},
         description,
         plan=lambda: [resumable_job.Segment(0, ["a"], 1)],
-        listing={},
         id_type=None,
     )
     holder_here(folder)

@@ -36,7 +36,6 @@ def job_of(folder, parameters=None, **changes):
         {"resolutions": [32], **(parameters or {})},
         {"encoder": {}, "columns": [], "scaling_factor": 1.0, "empty_caption_embedding": ""},
         plan=lambda: [resumable_job.Segment(0, ["a"], ROWS), resumable_job.Segment(1, ["b"], ROWS)],
-        listing={},
         id_type=pa.int64(),
         **changes,
     )
@@ -54,8 +53,8 @@ class Reports:
         if self.error:
             raise self.error
         report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
-        report |= {"at": {}, "buckets": {}, "rejected": {}, "calls": [], "stages": {}}
-        yield pa.table({"report": [json.dumps(report)]})
+        report |= {"buckets": {}, "rejected": {}, "calls": []}
+        yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
 
 
 def failing(job, errors):
@@ -98,7 +97,31 @@ def test_an_error_that_would_come_again_ends_the_job(tmp_path, error):
 
 
 def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
-    """Its rows do not lie by bucket."""
-    job_of(tmp_path).run(failing(job_of(tmp_path), [])[0])
-    with pytest.raises(ValueError, match=r"made with other parameters \(aspect_ratios=None, not \[1.0\]\)"):
-        job_of(tmp_path, {"aspect_ratios": (1.0,)})
+    job = job_of(tmp_path)
+    storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})
+    with pytest.raises(ValueError, match=r"made with other parameters \(schema_version=None, not 4\): give another"):
+        job_of(tmp_path)
+
+
+def test_rows_that_nothing_accounts_for_are_not_committed(tmp_path):
+    job = job_of(tmp_path)
+    pipeline, _ = failing(job, [])
+    job.segments[1] = resumable_job.Segment(1, ["b"], ROWS + 1)
+    with pytest.raises(RuntimeError, match="Segment 1: 11 rows read, 10 written and 0 rejected; the rest is unacc"):
+        job.run(pipeline)
+    assert list(job.committed()) == [0] and len(job.written_files()) == 1
+
+
+def calls_of(spans):
+    return [{"encoder": name, "started": start, "ended": end, "rows": rows} for name, start, end, rows in spans]
+
+
+def test_the_timeline_says_when_encoders_computed():
+    one = calls_of([("a", 100.0, 101.0, 10), ("a", 101.5, 103.0, 30), ("a", 103.0, 104.0, 5)])
+    assert resumable_job.timeline(one) == [[0, 1, 10], [1, 0.5, 10], [2, 1, 20], [3, 1, 5]]
+    two = calls_of([("a", 0.0, 4.0, 8), ("b", 2.0, 4.0, 4)])  # the second one joins later
+    assert resumable_job.timeline(two) == [[0, 0.5, 2], [1, 0.5, 2], [2, 1, 4], [3, 1, 4]]
+    assert resumable_job.timeline(calls_of([("a", 1.0, 1.5, 9)])) == []  # too short
+    long = resumable_job.timeline(calls_of([("a", second, second + 0.9, 9) for second in range(1000)]))
+    assert len(long) == resumable_job.TIMELINE
+    assert all(0.85 < share < 0.95 and 8.5 < rate < 9.5 for _, share, rate in long)

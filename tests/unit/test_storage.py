@@ -1,9 +1,7 @@
-import json
 import pathlib
 import threading
 
 import pytest
-from pyarrow import fs
 
 from helpers import storage
 
@@ -97,16 +95,6 @@ def test_a_reader_never_sees_a_partial_file(tmp_path):
     assert seen and seen <= set(texts)
 
 
-def test_concurrent_writers_do_not_mix(tmp_path):
-    texts = [str(number) * 100_000 for number in range(4)]
-    writers = [threading.Thread(target=storage.write_text, args=(tmp_path / "a.txt", text)) for text in texts]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert names(tmp_path) == ["a.txt"] and storage.read_text(tmp_path / "a.txt") in texts
-
-
 def test_listing_is_sorted_and_goes_as_deep_as_asked(tmp_path):
     for name in ("b.json", "a.json", "c.txt", "sub/d.json"):
         storage.write_text(tmp_path / name, "x")
@@ -145,29 +133,3 @@ def test_a_folder_is_copied_with_all_files(tmp_path):
     storage.copy_folder(tmp_path / "from", tmp_path / "new" / "to")
     assert names(tmp_path / "new" / "to") == ["a.txt", "deep/b.txt"] == names(tmp_path / "from")
     assert storage.read_text(tmp_path / "new" / "to" / "deep" / "b.txt") == "deep/b.txt"
-
-
-def test_json_is_readable_by_people_and_by_others(tmp_path):
-    storage.write_json(tmp_path / "a.json", {"b": [1, None]})
-    text = (tmp_path / "a.json").read_text()
-    assert json.loads(text) == {"b": [1, None]} and "\n" in text
-
-
-def test_an_object_is_written_under_its_own_name(monkeypatch, tmp_path):
-    """A store has no rename: the object appears when its stream is closed."""
-    store = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    (tmp_path / "bucket").mkdir()
-    opened = []
-    original = storage.open_filesystem
-
-    def open_filesystem(uri):
-        if not str(uri).startswith("s3://"):
-            return original(uri)
-        opened.append(uri)
-        return store, str(uri).removeprefix("s3://")
-
-    monkeypatch.setattr(storage, "open_filesystem", open_filesystem)
-    storage.write_text("s3://bucket/a.txt", "hello")
-    assert not storage.is_local("s3://bucket") and opened
-    assert names(tmp_path) == ["bucket/a.txt"] and storage.read_text("s3://bucket/a.txt") == "hello"
-    assert storage.list_files("s3://bucket") == ["s3://bucket/a.txt"]

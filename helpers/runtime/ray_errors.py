@@ -1,0 +1,38 @@
+"""What Ray's errors mean: whether something was lost, and one sentence for people. Needs no PyTorch."""
+
+import re
+
+import ray.exceptions
+
+# What Ray raises when a node, an actor or a worker is lost, or an object or task because of that.
+LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.TaskUnschedulableError,
+    ray.exceptions.ActorUnschedulableError,
+)
+
+
+def was_lost(error: BaseException) -> bool:
+    """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
+
+    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, does not count: it would
+    fail again. If a Ray Data task raised the error, often only its text arrives.
+    """
+    wrapped = isinstance(error, (ray.exceptions.RayTaskError, ray.exceptions.UnserializableException))
+    text = str(error) if wrapped else ""
+    named = [getattr(ray.exceptions, name, object) for name in re.findall(r"ray\.exceptions\.(\w+)", text)]
+    in_init = getattr(error, "actor_init_failed", False) or "in its creation task" in text
+    return (isinstance(error, LOST) or any(issubclass(kind, LOST) for kind in named)) and not in_init
+
+
+def summarize_error(text: str) -> str:
+    """One sentence for an error: the last line of a traceback, else the line that says what happened to the worker."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
+    telling = [
+        line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))
+    ]
+    line = lines[-1] if "Traceback" in text else (telling or lines)[0]
+    return line.split(". ")[0][:200]
