@@ -189,12 +189,11 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
     Raises FileNotFoundError or ValueError with what to change.
     """
     found = check(config)
-    by_bucket = {name: getattr(config, name) for name in ("aspect_ratios", "size_multiple", "validation_share")}
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders
     return resumable_job.Job(
         config.latents_uri,
-        found.parameters | by_bucket,
+        found.parameters,
         found.description,
         plan=functools.partial(resumable_job.plan_segments, found.paths, config, rows_per_segment),
         listing=found.listing,
@@ -205,20 +204,6 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
     )
 
 
-# The parameters that decide what is written: a rerun must have the same.
-DECIDING = (
-    "id_column",
-    "caption_column",
-    "image_column",
-    "row_filter",
-    "limit",
-    "resolutions",
-    "input_format",
-    "upscale",
-)
-DECIDING += ("max_aspect_ratio", "max_pixels", "latents", "text_precision")
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckedInput:
     """What a job is made of.
@@ -226,7 +211,7 @@ class CheckedInput:
     Args:
         paths: input files.
         listing: {path below the input: bytes}, by which a rerun detects changed input.
-        parameters: those that decide what is written.
+        parameters: those that decide what is written: a rerun must have the same.
         description: the encoder's part of the manifest (`describe`).
         id_type: Arrow type of the stored ids.
     """
@@ -248,7 +233,7 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     return CheckedInput(
         paths=paths,
         listing=inputs.listing(paths, config.data_uri),
-        parameters={**{name: getattr(config, name) for name in DECIDING}, "input_uri": config.data_uri},
+        parameters={**config.deciding("rows", "stored"), "input_uri": config.data_uri},
         description=describe(config),
         id_type=inputs.id_type(found.field(config.id_column).type),
     )
