@@ -50,10 +50,8 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
             f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
         )
     uri, found = training.latents_uri, preprocess.check(config)
-    names = ("aspect_ratios", "size_multiple", "width_column", "height_column", "random_crop", "horizontal_flip")
     parameters = {
         **found.parameters,
-        **{name: getattr(config, name) for name in names},
         "validation_share": training.validation_share,
         "online": config.to_dict(),
     }

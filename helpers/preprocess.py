@@ -189,31 +189,16 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
     Raises FileNotFoundError or ValueError with what to change.
     """
     checked = check(config)
-    by_bucket = {name: getattr(config, name) for name in ("aspect_ratios", "size_multiple", "validation_share")}
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders
     return resumable_job.Job(
         config.latents_uri,
-        checked.parameters | by_bucket,
+        checked.parameters,
         checked.description,
         plan=functools.partial(resumable_job.plan_segments, checked.paths, config, rows_per_segment),
         id_type=checked.id_type,
         max_failures=config.max_failures,
     )
-
-
-# The parameters that decide what is written: a rerun must have the same.
-DECIDING = (
-    "id_column",
-    "caption_column",
-    "image_column",
-    "row_filter",
-    "limit",
-    "resolutions",
-    "input_format",
-    "upscale",
-)
-DECIDING += ("max_aspect_ratio", "max_pixels", "latents", "text_precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +228,7 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     input_schema = checks.check_input(paths[0], config)
     listing = inputs.listing(paths, config.data_uri)
-    parameters = {name: getattr(config, name) for name in DECIDING} | {"input_uri": config.data_uri}
+    parameters = config.deciding("rows", "stored") | {"input_uri": config.data_uri}
     parameters["input_crc32"] = zlib.crc32(json.dumps(sorted(listing.items())).encode())
     id_type = inputs.id_type(input_schema.field(config.id_column).type)
     return CheckedInput(paths, listing, parameters, describe(config), id_type)

@@ -24,6 +24,26 @@ def run_folder(config: TrainingConfig) -> dict[str, Any]:
     return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
 
 
+def resume_units(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A notebook's parameters; if they leave `units_per_step` open and resume a run, with that run's.
+
+    So a run is resumed on any number of workers. A new run has as many units as the most workers (`TrainingConfig`).
+    """
+    if parameters["units_per_step"] is not None:
+        return parameters
+    earlier = read_earlier(TrainingConfig(storage=parameters["storage"], run_name=parameters["run_name"]))
+    if earlier is None:
+        return parameters
+    return {**parameters, "units_per_step": earlier["parameters"]["units_per_step"]}
+
+
+def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
+    """`config.json` of the run of this name, if it has taken a step."""
+    uri = storage.join(config.run_uri, "config.json")
+    begun = storage.exists(uri) and metrics_log.metrics_files(config.run_uri)
+    return storage.read_json(uri) if begun else None
+
+
 def open_run(config: TrainingConfig) -> Manifest:
     """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
 
@@ -78,7 +98,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
 
-    An earlier run of the same name must have had the same parameters (except `config.MAY_CHANGE`) and the same data.
+    An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
     """
     check_mixture(manifests)
     for uri, manifest in manifests.items():
@@ -153,12 +173,9 @@ def check_init_from(config: TrainingConfig) -> None:
 
 def check_resume(config: TrainingConfig, manifests: dict[str, Manifest]) -> None:
     """Raises ValueError if a run of this name has trained with other parameters, or on other data."""
-    uri = storage.join(config.run_uri, "config.json")
-    if not storage.exists(uri) or not metrics_log.metrics_files(config.run_uri):
-        return
-    earlier = storage.read_json(uri)
-    config.check_resume(earlier["parameters"])
-    check_same_data(config, earlier["data"], describe_data(manifests, config))
+    if earlier := read_earlier(config):
+        config.check_resume(earlier["parameters"])
+        check_same_data(config, earlier["data"], describe_data(manifests, config))
 
 
 def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:

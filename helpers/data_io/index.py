@@ -29,8 +29,6 @@ from .. import images, schema, storage
 from . import filters, inputs, readers
 from .readers import GROUP, rows_of
 
-DECIDING = ("input_format", "row_filter", "limit", "id_column", "caption_column", "width_column", "height_column")
-DECIDING += ("resolutions", "aspect_ratios", "size_multiple", "upscale", "max_aspect_ratio", "max_pixels")
 REPORT = "index.json"  # written last: an index that has it is complete
 REJECTS = "rejects"  # suffix of the folder that lists unusable rows with their reasons
 MOST_TASKS = 2_000
@@ -46,8 +44,8 @@ def make(
     (by reason) "rejected", the rows of its "largest" Parquet row group and of each of its "row_groups" in the index,
     and for each of its "buckets", in order, the number of these row groups and of "rows".
     """
-    made_of = {name: getattr(config, name) for name in DECIDING}
-    made_of |= {"validation_share": validation_share, "listing": sorted(listing.items()), "version": 1}
+    made_of = {**config.deciding("rows"), "validation_share": validation_share}
+    made_of |= {"listing": sorted(listing.items()), "version": 1}
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)
     if storage.exists(storage.join(uri, REPORT)):

@@ -165,7 +165,7 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
     with pytest.raises(
         ValueError, match=r"holds data that was made with other parameters \(resolutions=\[32, 64\], not \[64\]\)"
     ):
-        encode(PreprocessingConfig(storage=config.storage, resolutions=[64]))
+        encode(dataclasses.replace(config, resolutions=[64]))
 
 
 def test_small_and_long_pictures_are_used_only_if_asked():

@@ -1,13 +1,14 @@
-"""The profiles that papermill reads (`-f`), the full run's table and command, and the check of papermill's names."""
+"""The notebooks' parameters cells, the profiles that papermill reads (`-f`), the full run's table and command."""
 
+import ast
+import dataclasses
 import json
 import pathlib
 import shlex
+import types
 
-import papermill.cli
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from helpers import storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
@@ -16,19 +17,42 @@ from helpers.runtime import monitoring
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = [path.stem for path in sorted(full_run.PROFILES.glob("*.yaml"))]
+CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
+PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "laptop", "one-gpu"]
 
 
 def notebook_parameters(notebook):
-    """{parameter: its default} of a notebook's parameters cell."""
+    """{parameter: (its default, the comment beside it)} of a notebook's parameters cell."""
     cells = json.loads((ROOT / notebook).read_text())["cells"]
     (source,) = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
-    values = {}
-    exec(source, values)
-    return {name: value for name, value in values.items() if name != "__builtins__"}
+    lines, found = source.splitlines(), {}
+    for statement in ast.parse(source).body:
+        comment = lines[statement.lineno - 1][statement.end_col_offset :].removeprefix("  # ")
+        found[statement.targets[0].id] = ast.literal_eval(statement.value), comment
+    return found
 
 
-DEFAULTS = {notebook: notebook_parameters(notebook) for notebook in (PREPROCESSING, TRAINING, ONLINE)}
+PARAMETERS = {notebook: notebook_parameters(notebook) for notebook in CONFIGS}
+DEFAULTS = {notebook: {name: one[0] for name, one in found.items()} for notebook, found in PARAMETERS.items()}
+
+
+@pytest.mark.parametrize("notebook", CONFIGS)
+def test_the_comment_beside_a_parameter_is_its_text(notebook):
+    """Training and preprocessing have all parameters of their config."""
+    texts = {field.name: field.metadata["text"] for config in CONFIGS[notebook] for field in dataclasses.fields(config)}
+    comments = {name: comment for name, (_, comment) in PARAMETERS[notebook].items()}
+    assert comments.pop("sections") and comments.pop("ray_address") == PARAMETERS[TRAINING]["ray_address"][1]
+    assert comments.items() <= texts.items()
+    assert notebook == ONLINE or comments == texts
+
+
+def test_preprocessing_has_the_same_defaults_in_code():
+    assert PreprocessingConfig.from_parameters(DEFAULTS[PREPROCESSING]) == PreprocessingConfig(limit=6000)
+    online = OnlineConfig.from_parameters({**DEFAULTS[ONLINE], "resolutions": [64]})
+    assert online == OnlineConfig(limit=6000, resolutions=[64])
+
+
+# ---- profiles
 
 
 def applied(name, notebook):
@@ -36,36 +60,14 @@ def applied(name, notebook):
     return {**DEFAULTS[notebook], **full_run.read_profile(name)}
 
 
-def test_the_profiles_are_those_that_the_documents_name():
-    assert NAMES == ["8xa100", "full-sd2-256", "full-sd2-512", "laptop", "one-gpu"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_key_of_a_profile_is_a_notebooks_parameter(name):
-    known = set().union(*DEFAULTS.values())
-    assert set(full_run.read_profile(name)) <= known
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROFILES)
 def test_a_profile_passes_the_checks_of_all_notebooks(name):
+    assert set(full_run.read_profile(name)) <= set().union(*DEFAULTS.values())
     assert PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
     training = TrainingConfig.from_parameters(applied(name, TRAINING))
     assert training.resolution in full_run.read_profile(name)["resolutions"]
-    online = applied(name, ONLINE)
-    both = TrainingConfig.from_parameters(online)
-    assert both.unit_rows * both.units_per_step == both.global_batch_size
-    assert OnlineConfig.from_parameters({**online, "resolutions": [training.resolution]})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_papermill_reads_a_profile_as_it_is_meant(name, monkeypatch):
-    """Its own loader, and -p after -f."""
-    calls = []
-    monkeypatch.setattr(papermill.cli, "execute_notebook", lambda **call: calls.append(call))
-    words = ["in.ipynb", "out.ipynb", "-p", "seed", "7", "-f", str(full_run.PROFILES / f"{name}.yaml")]
-    result = CliRunner().invoke(papermill.cli.papermill, words)
-    assert result.exit_code == 0, result.output
-    assert calls[0]["parameters"] == {**full_run.read_profile(name), "seed": 7}
+    online = {**applied(name, ONLINE), "resolutions": [training.resolution]}
+    assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
 
 
 def test_the_laptops_profile_is_the_notebooks_defaults():
@@ -75,35 +77,27 @@ def test_the_laptops_profile_is_the_notebooks_defaults():
 
 
 def test_an_unknown_profile_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="profile='cloud' is unknown: choose one of '8xa100', 'full-sd2-256'"):
+    with pytest.raises(ValueError) as error:
         full_run.read_profile("cloud")
+    assert str(error.value) == f"profile='cloud' is unknown: choose one of {str(PROFILES)[1:-1]}."
 
 
 # ---- names that papermill was given
 
 
-@pytest.mark.parametrize("config", [PreprocessingConfig, OnlineConfig, TrainingConfig])
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("num_enocders = 3", "num_enocders is not a parameter of any notebook: did you mean num_encoders?"),
-        ("zzz = None", "zzz is not a parameter of any notebook: check its spelling."),
-    ],
+    ("name", "hint"), [("num_enocders", "did you mean num_encoders?"), ("zzz", "check its spelling.")]
 )
-def test_an_unknown_parameter_is_refused_by_the_first_cell(config, line, said):
-    cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{line}\n"]
+def test_an_unknown_parameter_is_refused_by_the_first_cell(name, hint):
+    cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{name} = 3\n"]
     with pytest.raises(ValueError) as error:
-        config.from_parameters({"In": cells})
-    assert str(error.value) == said
+        PreprocessingConfig.from_parameters({"In": cells})
+    assert str(error.value) == f"{name} is not a parameter of any notebook: {hint}"
 
 
 def test_parameters_of_other_notebooks_and_own_variables_pass():
-    cells = [
-        "",
-        "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n",
-        "mine = 3",
-        "%magic",
-    ]
+    papermills = "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n"
+    cells = ["", papermills, "mine = 3", "%magic"]
     assert TrainingConfig.from_parameters({"In": cells, "run_name": "a"}).run_name == "a"
 
 
@@ -145,12 +139,8 @@ def test_both_phases_are_encoded_alike_and_trained_as_one_run():
 def test_the_comparison_shows_only_what_differs_in_groups():
     mine = {"resolution": 64, "global_batch_size": 64, "seed": 7, "precision": "bf16", "limit": 6000}
     table = full_run.compare(mine, also=["num_encoders"])
-    assert table.index.tolist() == [
-        ("data", "limit"),
-        ("data", "resolution"),
-        ("machines", "num_encoders"),
-        ("training", "global_batch_size"),
-    ]
+    names = ["limit", "resolution", "num_encoders", "global_batch_size"]
+    assert table.index.get_level_values("parameter").tolist() == names
     assert table.loc[("data", "resolution")].tolist()[:3] == [64, 256, 512]
     assert table.loc[("machines", "num_encoders")].tolist()[:3] == ["-", 58, 52]
     assert full_run.compare({"seed": 7}).empty
@@ -178,19 +168,15 @@ def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
 # ---- the executed notebook
 
 
-class Shell:
-    def __init__(self, **variables):
-        self.user_ns = variables
-
-
 def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
     written, at_exit = tmp_path / "executed.ipynb", []
+    set_by_papermill = {"PAPERMILL_OUTPUT_PATH": str(written)}
     written.write_text("the notebook so far")
     monkeypatch.setattr(monitoring.atexit, "register", at_exit.append)
-    monkeypatch.setattr(monitoring, "get_ipython", lambda: Shell())
+    monkeypatch.setattr(monitoring, "get_ipython", lambda: None)
     monitoring.keep_executed_notebook(str(tmp_path / "run"))
     assert not at_exit
-    monkeypatch.setattr(monitoring, "get_ipython", lambda: Shell(PAPERMILL_OUTPUT_PATH=str(written)))
+    monkeypatch.setattr(monitoring, "get_ipython", lambda: types.SimpleNamespace(user_ns=set_by_papermill))
     monitoring.keep_executed_notebook(str(tmp_path / "run"))
     written.write_text("the whole notebook")
     at_exit[0]()
