@@ -56,6 +56,7 @@ import ray.data
 
 from . import schema, storage
 from .config import TrainingConfig
+from .runtime import session
 
 UNIT, KEEP = "unit", "keep"
 VALIDATION = "validation"  # folder of an online run's held-out rows, encoded once before the run
@@ -691,38 +692,12 @@ def build_dataset(
     )
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
-        numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
+        numbers.context.custom_execution_callback_classes = [session.SchedulerThrottle]
         for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
             ray.remote(Plan.chunk_of).remote(plan_ref, 0)
     if num_tasks > LISTED_TASKS:  # one task generates the chunk numbers, a few tasks ahead
         numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
-
-
-class SchedulerThrottle:
-    """Pauses Ray Data's scheduling loop while it is backpressured: it would busy-wait on tasks whose output must wait.
-
-    On a machine that also trains, that would take a core from the trainer. Steps that return at once, because they
-    wait for no task, double the pause up to 50 ms; others halve it. Implements Ray Data's execution callbacks.
-    """
-
-    def __init__(self):
-        self.pause, self.resumed = 0.0, 0.0
-
-    def before_execution_starts(self, executor):
-        pass
-
-    def on_execution_step(self, executor):
-        busy_waiting = time.perf_counter() - self.resumed < 0.01
-        self.pause = min(0.05, 2 * self.pause + 0.001) if busy_waiting else self.pause / 2
-        time.sleep(self.pause)
-        self.resumed = time.perf_counter()
-
-    def after_execution_succeeds(self, executor):
-        pass
-
-    def after_execution_fails(self, executor, error):
-        pass
 
 
 def read_chunks(

@@ -25,7 +25,7 @@ import ray.train.collective
 import torch
 from PIL import Image
 
-from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
+from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, train
 from ..config import TrainingConfig
 from ..runtime import fault_tolerance, results
 from ..train_step import losses_by_noise
@@ -79,7 +79,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = images.load_tokenizer(evaluate.read_encoder_manifest(config).encoder["model"])
+    tokenizer = images.load_tokenizer(sampling.read_encoder_manifest(config).encoder["model"])
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -196,7 +196,7 @@ def evaluate_unet(
     The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
     recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
     """
-    started, manifest = time.perf_counter(), evaluate.read_encoder_manifest(config)
+    started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
     rows = train.validation_rows(config)
     result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
     if distributed.rank() == 0:
@@ -245,11 +245,11 @@ def draw(
     device, num_mine = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
     first = distributed.rank() * num_mine
     mine = [prompts[min(first + place, len(prompts) - 1)] for place in range(num_mine)]
-    pipeline = evaluate.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
+    pipeline = sampling.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
     pipeline.vae.to(device)
     pipeline.text_encoder.to(device)
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    return evaluate.generate(pipeline, mine, resolution=config.largest_resolution, seed=first, **options)
+    return sampling.generate(pipeline, mine, resolution=config.largest_resolution, seed=first, **options)
 
 
 def score(
@@ -330,5 +330,5 @@ def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingCo
     with tempfile.TemporaryDirectory() as folder:
         grid.save(f"{folder}/grid.png")
         storage.copy_folder(folder, uri)
-    evaluate.save_pictures(shown, uri)
+    sampling.save_pictures(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))

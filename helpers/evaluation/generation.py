@@ -27,7 +27,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from ray.data import ActorPoolStrategy
 
-from .. import encoder, evaluate, images, schema, storage
+from .. import encoder, images, sampling, schema, storage
 from ..config import PreprocessingConfig
 from ..data_io import inputs
 from ..resumable_job import Segment
@@ -45,9 +45,9 @@ class Settings:
     """What determines the pictures and their features; a rerun into the same folder must have the same settings.
 
     Args:
-        pipeline: a folder or URI in diffusers layout (`evaluate.export_checkpoint`), or a hub id.
+        pipeline: a folder or URI in diffusers layout (`sampling.export_checkpoint`), or a hub id.
         resolution: side of a picture in pixels.
-        guidance_scale, steps, seed: as in `evaluate.generate`.
+        guidance_scale, steps, seed: as in `sampling.generate`.
         precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
         clip: see `scores.CLIP`.
         inception: file of `scores.Inception`'s weights, the same path on every node; "": no features for FID and KID.
@@ -146,7 +146,7 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             storage.copy_folder(pipeline, folder)
             pipeline = folder
         options = {"dtype": dtype, "safety_checker": None, "use_safetensors": True}
-        loaded = evaluate.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
+        loaded = sampling.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 
@@ -193,7 +193,7 @@ class PartGenerator:
         }
 
     def make(self, file: str, first: int, prompts: list[str], guidance_scale: float) -> int:
-        pictures = evaluate.generate(
+        pictures = sampling.generate(
             self.pipeline,
             prompts,
             resolution=self.settings.resolution,

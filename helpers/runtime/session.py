@@ -10,17 +10,19 @@ import pathlib
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 
 import ray
+import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 from ..config import TrainingConfig
-from . import fault_tolerance
 
 STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
+NCCL_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # writing to it makes NCCL dump its flight recorder
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
@@ -82,8 +84,34 @@ def worker_variables() -> dict[str, str]:
     """
     store = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
     recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # plus the rank; unique to this job on the machine
-    files = dict.fromkeys([fault_tolerance.PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
+    files = dict.fromkeys([NCCL_PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
     return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+
+
+class SchedulerThrottle:
+    """Pauses Ray Data's scheduling loop while it is backpressured: it would busy-wait on tasks whose output must wait.
+
+    On a machine that also trains, that would take a core from the trainer. Steps that return at once, because they
+    wait for no task, double the pause up to 50 ms; others halve it. Implements Ray Data's execution callbacks.
+    """
+
+    def __init__(self):
+        self.pause, self.resumed = 0.0, 0.0
+
+    def before_execution_starts(self, executor):
+        pass
+
+    def on_execution_step(self, executor):
+        busy_waiting = time.perf_counter() - self.resumed < 0.01
+        self.pause = min(0.05, 2 * self.pause + 0.001) if busy_waiting else self.pause / 2
+        time.sleep(self.pause)
+        self.resumed = time.perf_counter()
+
+    def after_execution_succeeds(self, executor):
+        pass
+
+    def after_execution_fails(self, executor, error):
+        pass
 
 
 @contextlib.contextmanager
@@ -106,24 +134,19 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         return
     token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
     storage.write_text(token, "")
+    exists = ray.remote(num_cpus=0)(storage.exists)
     try:
-        seen = ray.remote(num_cpus=0)(storage.exists)
-        found = {
-            node["NodeManagerAddress"]: seen.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(token)
-            for node in nodes
-        }
-        for address, result in found.items():
-            try:
-                sees = ray.get(result)
-            except ray.exceptions.TaskUnschedulableError:
-                continue  # the node left after it was listed
-            if not sees:
-                raise ValueError(
-                    f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
-                    "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
-                )
+        seen = {}
+        for node in nodes:
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
+        for address, answer in seen.items():
+            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
+                if not ray.get(answer):
+                    raise ValueError(
+                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
+                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
+                    )
     finally:
         storage.delete(token)
 
@@ -138,9 +161,9 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
         return
     kinds = gpu_kinds()
     if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
-        found = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
+        counts = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
         raise ValueError(
-            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({found}): trainers on two "
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counts}): trainers on two "
             f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
         )
     has, fewest = sum(kinds.values()), config.fewest_workers + encoder_gpus
@@ -168,10 +191,10 @@ def gpu_kinds() -> dict[str, float]:
     return kinds
 
 
-def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
+def run_on_device(function: Callable, use_gpu: bool, *arguments):
     """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
 
-    In this process, the memory would stay in use, although the trainers need it.
+    In this process, the GPU's memory would stay in use, although the trainers need it.
     """
     if not use_gpu:
         return function(*arguments)

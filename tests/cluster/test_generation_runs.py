@@ -11,7 +11,7 @@ import ray
 from PIL import Image
 from ray import cloudpickle
 
-from helpers import evaluate, unet
+from helpers import sampling, unet
 from helpers.config import PreprocessingConfig
 from helpers.evaluation import generation, scores
 from helpers.lesson import captioned_shapes
@@ -27,7 +27,7 @@ TWO = generation.Placement(num_generators=2)
 @pytest.fixture(scope="module")
 def settings(cluster, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    evaluate.export_pipeline(evaluate.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
+    sampling.export_pipeline(sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
     return generation.Settings(folder, resolution=32, steps=2, rows_per_part=2)
 
 
@@ -94,7 +94,7 @@ def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     assert np.max(real["image_embedding"] @ small.T, axis=1).min() > 0.9
     for row in table.itertuples():
         made = clip.images(
-            evaluate.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)
+            sampling.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)
         )
         assert row.clip_score == pytest.approx(scores.clip_score(made, clip.texts(PROMPTS)), abs=0.2)
         assert row.cmmd == pytest.approx(scores.cmmd(made, real["image_embedding"]), rel=0.02)

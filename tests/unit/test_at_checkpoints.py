@@ -10,7 +10,7 @@ import ray.train
 import ray.train.collective
 from PIL import Image
 
-from helpers import distributed, evaluate, storage
+from helpers import distributed, sampling, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
@@ -104,7 +104,7 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
 
 
 def test_pictures_that_cannot_be_drawn_leave_the_losses(build_run, monkeypatch):
-    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: 1 / 0)
     found = evaluate_unet(build_run())
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert "unfinished" not in found
@@ -124,7 +124,7 @@ def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
 
 
 def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatch):
-    config, manifest = build_run(), evaluate.read_encoder_manifest(build_run())
+    config, manifest = build_run(), sampling.read_encoder_manifest(build_run())
     unet = build_unet("tiny").eval()
     alone, parts = at_checkpoints.draw(unet, config, manifest, PROMPTS), []
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
@@ -150,7 +150,7 @@ def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
 def test_a_sampler_of_another_name_draws_otherwise(sampler):
     unet = build_unet("tiny")
     drawn = [
-        evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
+        sampling.generate(sampling.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
             0
         ]
         for name in ("ddim", sampler)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import evaluate, storage, unet
+from helpers import sampling, storage, unet
 from helpers.evaluation import figures, generation, scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,9 +17,9 @@ PROMPTS = [f"a {size} {color} circle" for size in ("small", "large") for color i
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """An untrained pipeline, as `evaluate.export_pipeline` leaves it."""
+    """An untrained pipeline, as `sampling.export_pipeline` leaves it."""
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    return evaluate.export_pipeline(evaluate.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
+    return sampling.export_pipeline(sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_folder_of_other_pictures_is_refused(tmp_path, settings, pipeline):
 def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
     storage.copy_folder(pipeline, tmp_path)
     assert generation.fingerprint(str(tmp_path)) == generation.fingerprint(pipeline)
-    evaluate.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd").unet.save_pretrained(tmp_path / "unet")
+    sampling.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd").unet.save_pretrained(tmp_path / "unet")
     assert generation.fingerprint(str(tmp_path)) != generation.fingerprint(pipeline)
     assert generation.fingerprint("hub/id@revision") is None
 
@@ -71,7 +71,7 @@ def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
 def test_pictures_do_not_depend_on_parts_or_batches(tmp_path, settings, pipeline):
     """Picture i is that of prompt i and seed + i; its embeddings are those of the stored picture and its prompt."""
     loaded = generation.load_pipeline(pipeline)
-    straight = evaluate.generate(loaded, PROMPTS, resolution=32, seed=7, steps=2)
+    straight = sampling.generate(loaded, PROMPTS, resolution=32, seed=7, steps=2)
     job = generation.Job(PROMPTS, tmp_path, settings)
     actor = generation.PartGenerator(settings, generation.Placement(batch_size=3))
     for number in job.pending():

@@ -593,25 +593,6 @@ def test_small_units_travel_together(build_manifest):
     assert plan.block_steps == 8 and plan.chunk_units % 16 == 0
 
 
-def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
-    now, throttle = 0.0, ingest.SchedulerThrottle()
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-
-    def pauses(seconds_of_a_step):
-        for _ in range(20):
-            sleep(seconds_of_a_step)
-            before = now
-            throttle.on_execution_step(None)
-            yield now - before
-
-    monkeypatch.setattr(ingest, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    assert list(pauses(0.001))[-1] == pytest.approx(0.05)
-    assert list(pauses(0.1))[-1] < 0.001
-
-
 def test_blocks_are_joined_where_ray_data_would_split_them():
     """Ray Data splits what a stage makes at 1.5 times its target."""
 

@@ -121,8 +121,8 @@ def test_train_needs_no_plots_notebooks_or_lessons():
     assert not [name for name in needed if name.startswith(f"{NAME}.lesson")]
 
 
-def test_evaluate_needs_no_sample_data():
-    assert f"{NAME}.lesson.captioned_shapes" not in closure(f"{NAME}.evaluate")
+def test_sampling_needs_no_sample_data():
+    assert f"{NAME}.lesson.captioned_shapes" not in closure(f"{NAME}.sampling")
 
 
 def test_the_core_is_small():
