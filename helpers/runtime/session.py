@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
 import uuid
@@ -22,7 +21,6 @@ from .. import storage
 from ..config import TrainingConfig
 
 STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
-NCCL_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # writing to it makes NCCL dump its flight recorder
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
@@ -76,16 +74,24 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
 
 
 def worker_variables() -> dict[str, str]:
-    """Environment of the workers.
+    """Environment of the workers: this process's object store variables, so that others reach the same store.
 
-    This process's object store variables, so that workers on other machines reach the same store (a file that
-    `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node); and settings for NCCL to record its last collectives,
-    for `fault_tolerance.dump_flight_recorder`.
+    A file that `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node.
     """
-    store = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
-    recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # plus the rank; unique to this job on the machine
-    files = dict.fromkeys([NCCL_PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
-    return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    return {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
+
+
+@contextlib.contextmanager
+def stderr_closed() -> Iterator[None]:
+    """Drop what native code writes to standard error while the block runs; exceptions are not affected."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class SchedulerThrottle:
@@ -112,19 +118,6 @@ class SchedulerThrottle:
 
     def after_execution_fails(self, executor, error):
         pass
-
-
-@contextlib.contextmanager
-def stderr_closed() -> Iterator[None]:
-    """Drop what native code writes to standard error while the block runs; exceptions are not affected."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def check_shared(uri: str, parameter: str = "storage") -> None:

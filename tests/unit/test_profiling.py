@@ -309,11 +309,11 @@ def test_speed_counts_unmasked_rows_only(build_manifest):
     meter = profiling.Meter(TrainingConfig(), build_manifest(), "cpu")
     with meter.watch():
         pass
-    found = meter.line((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    found = meter.step_record((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
     assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
     assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
     assert found["mfu"] is None  # a CPU's peak is not known
     assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
     meter.peak = 1e9
     flops = profiling.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert meter.line((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    assert meter.step_record((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
