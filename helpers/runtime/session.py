@@ -184,14 +184,14 @@ def gpu_kinds() -> dict[str, float]:
     return kinds
 
 
-def run_on_device(function: Callable, use_gpu: bool, *arguments):
+def run_on_device(function: Callable, use_gpu: bool, *arguments, **options):
     """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
 
     In this process, the GPU's memory would stay in use, although the trainers need it.
     """
     if not use_gpu:
-        return function(*arguments)
-    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments))
+        return function(*arguments, **options)
+    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments, **options))
 
 
 def free_disk(storage_uri: str) -> int:

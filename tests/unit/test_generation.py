@@ -75,38 +75,40 @@ def test_pictures_do_not_depend_on_parts_or_batches(tmp_path, settings, pipeline
     job = generation.Job(PROMPTS, tmp_path, settings)
     actor = generation.PartGenerator(settings, generation.Placement(batch_size=3))
     for number in job.pending():
-        rows = {name: [value] for name, value in job.part(number).items()}
-        assert actor(rows) == {"pictures": [len(job.part(number)["prompts"])]}
+        assert actor(job.part(number)) == {"pictures": len(job.part(number)["prompts"])}
     table = pq.read_table(tmp_path / "parts")
     assert table["index"].to_pylist() == list(range(6)) and table["prompt"].to_pylist() == PROMPTS
     stored = [np.asarray(Image.open(io.BytesIO(data))) for data in table["picture"].to_pylist()]
     for picture, expected in zip(stored, straight, strict=True):
         assert np.abs(picture.astype(int) - expected).max() <= 1  # sums in another order
-    found, clip = generation.features_of(table), scores.CLIP()
-    assert found["image_embedding"] == pytest.approx(clip.images(stored), abs=1e-5)
-    assert found["text_embedding"] == pytest.approx(clip.texts(PROMPTS), abs=1e-5)
+    clip = scores.CLIP()
+    assert generation.embeddings(table, "image_embedding") == pytest.approx(clip.images(stored), abs=1e-5)
+    assert generation.embeddings(table, "text_embedding") == pytest.approx(clip.texts(PROMPTS), abs=1e-5)
 
 
-def test_scores_are_read_without_the_pictures(tmp_path, monkeypatch):
-    """From the feature columns of all parts; FID and KID where both sides have Inception's."""
+def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
+    """Without the pictures, which only FID and KID read."""
     random, n = np.random.default_rng(0), 40
-    made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in generation.FEATURES}
-    real = {name: random.normal(size=(n, 3)) for name in ("image_embedding", "inception")}
-    storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25})
+    made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in ("image_embedding", "text_embedding")}
+    real = random.normal(size=(n, 3))
+    storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25, "resolution": 8})
+    picture = generation.encode(np.full((8, 8, 3), 7, np.uint8), "PNG")
     for number, rows in enumerate((slice(0, 25), slice(25, n))):
         columns = {name: generation.schema.to_binary(v[rows], dtype=np.float32) for name, v in made.items()}
-        columns["picture"] = ["no picture"] * len(columns["inception"])
+        columns["picture"] = [picture] * len(columns["text_embedding"])
         (tmp_path / "parts").mkdir(exist_ok=True)
         pq.write_table(generation.pa.table(columns), tmp_path / "parts" / generation.part_name(number))
-    found = generation.score(str(tmp_path), real)
-    assert found == {
-        "pictures": n,
-        "clip_score": scores.clip_score(made["image_embedding"], made["text_embedding"]),
-        "cmmd": scores.cmmd(made["image_embedding"], real["image_embedding"]),
-        "fid": scores.frechet_distance(made["inception"], real["inception"]),
-        "kid": scores.kernel_distance(made["inception"], real["inception"]),
-    }
-    assert generation.score(str(tmp_path)).keys() == {"pictures", "clip_score"}
+    clip_score = scores.clip_score(made["image_embedding"], made["text_embedding"])
+    cmmd = scores.cmmd(made["image_embedding"], real)
+    assert generation.score(str(tmp_path), real) == {"pictures": n, "clip_score": clip_score, "cmmd": cmmd}
+
+    def fid_and_kid(generated, folder, samples_resize_and_crop):
+        assert len(generated) == n and generated[n - 1].shape == (3, 8, 8) and generated[0].unique().tolist() == [7]
+        assert (folder, samples_resize_and_crop) == ("real", 8)
+        return {"fid": 2.0, "kid": 0.1}
+
+    monkeypatch.setattr(scores, "fid_and_kid", fid_and_kid)
+    assert generation.score(str(tmp_path), real_folder="real").items() >= {"fid": 2.0, "kid": 0.1}.items()
     (tmp_path / "parts" / generation.part_name(0)).unlink()
     with pytest.raises(ValueError, match="has 1 of 2 parts: run `generate` again"):
         generation.score(str(tmp_path))
