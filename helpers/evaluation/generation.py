@@ -52,7 +52,6 @@ class Settings:
         precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
         clip: see `scores.CLIP`.
         rows_per_part: prompts that are committed together; a killed actor's part is repeated.
-        picture_format: "PNG" (lossless) or "JPEG" (quality 95; a fifth of the size for photographs).
     """
 
     pipeline: str
@@ -63,7 +62,6 @@ class Settings:
     precision: str = "fp32"
     clip: str = scores.TINY_CLIP
     rows_per_part: int = 128
-    picture_format: str = "PNG"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ class PartGenerator:
         columns = {
             INDEX: pa.array(range(first, first + len(prompts)), pa.int64()),
             PROMPT: pa.array(prompts, pa.string()),
-            PICTURE: pa.array([encode(picture, self.settings.picture_format) for picture in pictures], pa.binary()),
+            PICTURE: pa.array([encode_png(picture) for picture in pictures], pa.binary()),
             IMAGE_EMBEDDING: schema.to_binary(self.clip.images(pictures), dtype=np.float32),
             TEXT_EMBEDDING: schema.to_binary(self.clip.texts(prompts), dtype=np.float32),
         }
@@ -197,9 +195,9 @@ class PartGenerator:
         return len(prompts)
 
 
-def encode(picture: np.ndarray, picture_format: str) -> bytes:
+def encode_png(picture: np.ndarray) -> bytes:
     data = io.BytesIO()
-    Image.fromarray(picture).save(data, picture_format, **({"quality": 95} if picture_format == "JPEG" else {}))
+    Image.fromarray(picture).save(data, "PNG")
     return data.getvalue()
 
 
@@ -227,22 +225,16 @@ def generate(
     settings: Settings,
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
-    generator: type = PartGenerator,
 ) -> int:
     """Make the pictures that are missing at `uri`; returns how many were made.
 
     Ray Data restarts an actor that dies and repeats its part. `progress(pictures, of_pictures)` is called as parts are
-    written. `generator`: the actor's class. Raises ValueError as `Job` does.
+    written. Raises ValueError as `Job` does.
     """
-    return run([Job(prompts, uri, settings)], placement, progress, generator)
+    return run([Job(prompts, uri, settings)], placement, progress)
 
 
-def run(
-    jobs: list[Job],
-    placement: Placement | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    generator: type = PartGenerator,
-) -> int:
+def run(jobs: list[Job], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None) -> int:
     """`generate` for several jobs on the same actors: jobs may differ in their prompts, folder and guidance scale."""
     placement = placement or Placement()
     parts = [job.part(number) for job in jobs for number in job.pending()]
@@ -254,7 +246,7 @@ def run(
     if not parts:
         return 0
     written = ray.data.from_items(parts, override_num_blocks=len(parts)).map(
-        generator, fn_constructor_args=(jobs[0].settings, placement), **actor_pool(placement, most=len(parts))
+        PartGenerator, fn_constructor_args=(jobs[0].settings, placement), **actor_pool(placement)
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
     with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
@@ -265,10 +257,10 @@ def run(
     return made
 
 
-def actor_pool(placement: Placement, most: int | None = None) -> dict:
-    """Options of Ray Data's `map` for actors, `most` at most."""
+def actor_pool(placement: Placement) -> dict:
+    """Options of Ray Data's `map` for actors."""
     return {
-        "compute": ActorPoolStrategy(size=min(placement.num_generators, most or placement.num_generators)),
+        "compute": ActorPoolStrategy(size=placement.num_generators),
         "num_cpus": 1,
         "num_gpus": placement.gpus_per_generator or None,
         "accelerator_type": placement.accelerator_type,

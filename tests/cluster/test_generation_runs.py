@@ -1,6 +1,5 @@
 """Pictures of many prompts on Ray, with processes that are killed."""
 
-import functools
 import pathlib
 import signal
 import sys
@@ -84,7 +83,7 @@ def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     captioned_shapes.write_parquet(str(tmp_path / "raw"), 60, spoilt_share=0.05)
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), limit=50)
     real = generation.real_embeddings(config, 32, placement=TWO)
-    monkeypatch.setattr(generation, "run", functools.partial(generation.run, generator=dying(str(tmp_path / "killed"))))
+    monkeypatch.setattr(generation, "PartGenerator", dying(str(tmp_path / "killed")))
     table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], TWO, real=real)
     assert (tmp_path / "killed").exists()
     clip, loaded = scores.CLIP(), generation.load_pipeline(settings.pipeline)

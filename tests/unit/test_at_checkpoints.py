@@ -178,15 +178,6 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     assert len(results.scores(config.run_uri)) == 0
 
 
-def test_an_evaluation_whose_process_is_lost_again_is_given_up(build_run):
-    config = build_run()
-    saved = checkpoint_at(config, 20)
-    storage.write_json(f"{config.run_uri}/evaluation/000000020/lost.json", 3)
-    found = at_checkpoints.validate(saved, config.to_dict())
-    assert found == {"step": 20, "failed": {"evaluation": "its process was lost 3 times"}}
-    assert storage.list_files(f"{config.run_uri}/evaluation/000000020") == []
-
-
 @pytest.mark.parametrize(
     ("best_by", "values", "best"),
     [

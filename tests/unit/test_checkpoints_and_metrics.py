@@ -1,10 +1,8 @@
 """What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
 
 import json
-import os
 import pathlib
 import signal
-import threading
 import zlib
 
 import pandas as pd
@@ -167,21 +165,6 @@ def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
         assert fault_tolerance.check_device(device) == "multiplies matrices wrongly"
     monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
     assert fault_tolerance.check_device(device) == "got wrong sums from the other workers"
-
-
-def test_a_hung_worker_leaves_nccls_last_collectives(tmp_path, monkeypatch):
-    """A thread stands for NCCL's, which waits at the pipe and writes the file."""
-    monkeypatch.setenv(fault_tolerance.PIPE, f"{tmp_path}/nccl-")
-    config = TrainingConfig(storage=str(tmp_path), run_name="run")
-    fault_tolerance.hang_callback(config)(5.0)  # no NCCL: no pipe
-    pipe, dump = tmp_path / "nccl-0.pipe", tmp_path / "nccl-0"
-    os.mkfifo(pipe)
-    nccl = threading.Thread(target=lambda: pipe.read_bytes() and dump.write_bytes(b"the last collectives"))
-    nccl.start()
-    fault_tolerance.hang_callback(config)(7.0)
-    nccl.join()
-    assert pathlib.Path(config.run_uri, "failures", "nccl-00000.pickle").read_bytes() == b"the last collectives"
-    assert len(fault_tolerance.read_failures(config.run_uri)) == 2
 
 
 WATCHED = """

@@ -76,9 +76,9 @@ def test_a_prompt_over_the_checkpoints_is_a_strip_and_an_animation(build_run, tm
     assert [ax.get_title() for ax in fig.axes] == ["step 20", "step 60"]
     assert np.asarray(fig.axes[1].images[0].get_array())[0, 0].tolist() == [120, 120, 120]
     path = str(tmp_path / "strip.gif")
-    assert figures.animation(uri, PROMPTS[1], path, size=32) == path
+    assert figures.animation(uri, PROMPTS[1], path) == path
     with Image.open(path) as gif:
-        assert gif.n_frames == 2 and gif.size == (32, 32) and gif.info["loop"] == 0
+        assert gif.n_frames == 2 and gif.size == (16, 16) and gif.info["loop"] == 0
 
 
 @pytest.mark.parametrize("draw", [figures.run_over_time, lambda uri: figures.compare_runs({"one": uri})])

@@ -92,7 +92,7 @@ def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
     made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in ("image_embedding", "text_embedding")}
     real = random.normal(size=(n, 3))
     storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25, "resolution": 8})
-    picture = generation.encode(np.full((8, 8, 3), 7, np.uint8), "PNG")
+    picture = generation.encode_png(np.full((8, 8, 3), 7, np.uint8))
     for number, rows in enumerate((slice(0, 25), slice(25, n))):
         columns = {name: generation.schema.to_binary(v[rows], dtype=np.float32) for name, v in made.items()}
         columns["picture"] = [picture] * len(columns["text_embedding"])
@@ -122,7 +122,7 @@ def test_the_guidance_curve_labels_each_point_with_its_scale():
     ax = figure.axes[0]
     assert ax.get_ylabel() == "CMMD" and [text.get_text() for text in ax.texts] == ["1", "2", "7.5"]
     assert "7.5: 27.0, 0.4" in figure.alt_text
-    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP.assign(fid=[30, 20, 25])}, distance="cmmd")
+    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP})
     assert [text.get_text() for text in both.axes[0].get_legend().get_texts()] == ["early", "late"]
-    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep the features of real pictures"):
+    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep real pictures to compare with"):
         figures.guidance_curve(SWEEP.drop(columns="cmmd"))
