@@ -1,12 +1,10 @@
 """Figures of evaluation, drawn from plain arrays and frames; see `drawing` for what they return."""
 
 import functools
-import io
 import itertools
 
 import matplotlib.ticker
 import numpy as np
-from PIL import Image
 
 from .. import storage
 from ..runtime import metrics_log, results
@@ -105,15 +103,6 @@ def strip(run_uri, prompt, *, num_steps=8):
         ax.set_title(f"step {step:,}", fontsize=SMALL)
     fig.suptitle(wrap(prompt, fig.get_figwidth(), 2), fontsize=SMALL + 1, parse_math=False)
     return fig.described(f"Pictures of {prompt!r} at steps {', '.join(f'{step:,}' for step in steps)}.")
-
-
-def animation(run_uri, prompt, path, *, seconds=0.6):
-    """Write one prompt's pictures over the checkpoints as an animated GIF; returns `path`, a file or URI."""
-    first, *others = (Image.fromarray(picture) for _, picture in sorted(pictures_of(run_uri, prompt).items()))
-    gif = io.BytesIO()
-    first.save(gif, format="GIF", save_all=True, append_images=others, duration=1000 * seconds, loop=0)
-    storage.write_bytes(path, gif.getvalue())
-    return path
 
 
 # ---- parts of the figures of runs

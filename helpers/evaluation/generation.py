@@ -28,9 +28,6 @@ from PIL import Image
 from ray.data import ActorPoolStrategy
 
 from .. import encoder, images, sampling, schema, storage
-from ..config import PreprocessingConfig
-from ..data_io import inputs
-from ..resumable_job import Segment
 from ..runtime import session
 from . import scores
 
@@ -72,7 +69,6 @@ class Placement:
     gpus_per_generator: float = 0
     accelerator_type: str | None = None
     batch_size: int = 32  # pictures per pass of the pipeline
-    num_threads: int = 1  # of PyTorch, on a CPU
 
 
 class Job:
@@ -150,20 +146,12 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
 # ---- actors
 
 
-def use_device(num_threads: int) -> str:
-    """The GPU that Ray gave this actor, or the CPU with `num_threads` threads."""
-    if torch.cuda.is_available():
-        return "cuda"
-    torch.set_num_threads(num_threads)
-    return "cpu"
-
-
 class PartGenerator:
     """A Ray Data actor: parts (`Job.part`) -> their files; returns how many pictures each has."""
 
     def __init__(self, settings: Settings, placement: Placement):
         self.settings, self.batch_size = settings, placement.batch_size
-        device = use_device(placement.num_threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = encoder.PRECISIONS[settings.precision] if device == "cuda" else torch.float32
         self.pipeline = load_pipeline(settings.pipeline, dtype).to(device)
         self.clip = scores.CLIP(settings.clip, device)
@@ -201,21 +189,6 @@ def encode_png(picture: np.ndarray) -> bytes:
     return data.getvalue()
 
 
-class RealEmbeddings:
-    """A Ray Data actor: raw rows -> CLIP embeddings of their pictures' centre squares, without broken pictures."""
-
-    def __init__(self, clip: str, resolution: int, num_threads: int):
-        self.clip, self.resolution = scores.CLIP(clip, use_device(num_threads)), resolution
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        pictures = []
-        for data in rows[inputs.IMAGE].to_pylist():
-            with contextlib.suppress(images.BadImage):
-                square = images.center_square(images.decode(data))
-                pictures.append(images.to_pixels(images.resize(square, self.resolution)))
-        return pa.table({IMAGE_EMBEDDING: schema.to_binary(self.clip.images(pictures), dtype=np.float32)})
-
-
 # ---- what a notebook calls
 
 
@@ -246,7 +219,12 @@ def run(jobs: list[Job], placement: Placement | None = None, progress: Callable[
     if not parts:
         return 0
     written = ray.data.from_items(parts, override_num_blocks=len(parts)).map(
-        PartGenerator, fn_constructor_args=(jobs[0].settings, placement), **actor_pool(placement)
+        PartGenerator,
+        fn_constructor_args=(jobs[0].settings, placement),
+        compute=ActorPoolStrategy(size=placement.num_generators),
+        num_cpus=1,
+        num_gpus=placement.gpus_per_generator or None,
+        accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
     with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
@@ -255,39 +233,6 @@ def run(jobs: list[Job], placement: Placement | None = None, progress: Callable[
             if progress:
                 progress(already + made, total)
     return made
-
-
-def actor_pool(placement: Placement) -> dict:
-    """Options of Ray Data's `map` for actors."""
-    return {
-        "compute": ActorPoolStrategy(size=placement.num_generators),
-        "num_cpus": 1,
-        "num_gpus": placement.gpus_per_generator or None,
-        "accelerator_type": placement.accelerator_type,
-    }
-
-
-def real_embeddings(
-    config: PreprocessingConfig, resolution: int, *, clip: str = scores.TINY_CLIP, placement: Placement | None = None
-) -> np.ndarray:
-    """(N, D) embeddings of real pictures to compare generated ones with: `config.limit` rows of `config`'s raw data.
-
-    The pictures are resized to the side of the generated ones, as reports on Stable Diffusion do. Raises ValueError if
-    there is no picture.
-    """
-    placement = placement or Placement()
-    paths = inputs.list_inputs(config.data_uri, config.input_format)
-    embedded = inputs.read_rows(Segment(0, paths, 0, config.limit), config).map_batches(
-        RealEmbeddings,
-        fn_constructor_args=(clip, resolution, placement.num_threads),
-        batch_size=scores.BATCH_SIZE,
-        batch_format="pyarrow",
-        **actor_pool(placement),
-    )
-    tables = [table for table in embedded.iter_batches(batch_size=None, batch_format="pyarrow") if len(table)]
-    if not tables:
-        raise ValueError(f"{config.data_uri!r} holds no picture that can be decoded: give other data.")
-    return embeddings(pa.concat_tables(tables), IMAGE_EMBEDDING)
 
 
 def embeddings(table: pa.Table, column: str) -> np.ndarray:
@@ -331,7 +276,7 @@ def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = No
     """Scores of a folder's pictures: their number ("pictures"), "clip_score", and distances to real pictures.
 
     Args:
-        real: embeddings of real pictures (`real_embeddings`), for "cmmd". No generated picture is read for it.
+        real: (N, D) embeddings of real pictures by the same CLIP (`scores.CLIP.images`), for "cmmd".
         real_folder: of real pictures as files on disk, for "fid" and "kid"; their centre squares are resized.
 
     Raises ValueError and ImportError as `scores` does.

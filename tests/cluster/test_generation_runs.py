@@ -7,11 +7,9 @@ import sys
 import numpy as np
 import pytest
 import ray
-from PIL import Image
 from ray import cloudpickle
 
 from helpers import sampling, unet
-from helpers.config import PreprocessingConfig
 from helpers.evaluation import generation, scores
 from helpers.lesson import captioned_shapes
 from tests.faults import die, once, variants
@@ -80,17 +78,11 @@ class Dying(generation.PartGenerator):
 @variants
 def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     """The same scores as those computed in this process from pictures that are made one after the other."""
-    captioned_shapes.write_parquet(str(tmp_path / "raw"), 60, spoilt_share=0.05)
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), limit=50)
-    real = generation.real_embeddings(config, 32, placement=TWO)
+    clip, loaded = scores.CLIP(), generation.load_pipeline(settings.pipeline)
+    real = clip.images([np.asarray(captioned_shapes.sample(number)[0]) for number in range(50)])
     monkeypatch.setattr(generation, "PartGenerator", dying(str(tmp_path / "killed")))
     table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], TWO, real=real)
     assert (tmp_path / "killed").exists()
-    clip, loaded = scores.CLIP(), generation.load_pipeline(settings.pipeline)
-    pictures = [captioned_shapes.sample(number)[0] for number in range(50)]
-    assert 40 < len(real) < 50  # spoilt ones are left out
-    small = clip.images([np.asarray(picture.resize((32, 32), Image.Resampling.LANCZOS)) for picture in pictures])
-    assert np.max(real @ small.T, axis=1).min() > 0.9
     for row in table.itertuples():
         made = clip.images(
             sampling.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)

@@ -138,23 +138,14 @@ def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     assert fault_tolerance.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
 
 
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [
-        (
-            "Traceback (most recent call last):\n  File x\nRuntimeError: the step that fails",
-            "RuntimeError: the step that fails",
-        ),
-        ("The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n", "The actor died unexpectedly"),
-        (
-            "A worker health check failed.\nThe actor is dead because its process has died. More",
-            "The actor is dead because its process has died",
-        ),
-        ("", "no message"),
-    ],
-)
-def test_an_error_is_summarized_in_a_sentence(text, short):
-    assert fault_tolerance.summarize_error(text) == short
+def test_an_error_is_summarized_in_a_sentence():
+    sentences = {
+        "Traceback (most recent call last):\n  File x\nRuntimeError: too large": "RuntimeError: too large",
+        "The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n": "The actor died unexpectedly",
+        "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
+        "": "no message",
+    }
+    assert {text: fault_tolerance.summarize_error(text) for text in sentences} == sentences
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
@@ -223,12 +214,6 @@ def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
     found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
     assert found == [0.1, None, None, 0.5]
     assert metrics_log.read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
-
-
-def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):
-    write(run_uri, [1])
-    (line,) = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 1
 
 
 def test_throughput_is_by_the_clock_not_the_mean_over_steps():
