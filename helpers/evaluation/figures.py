@@ -271,27 +271,26 @@ def preferences(report, *, title=""):
     return fig.described(f"{title + '. ' if title else ''}{'; '.join(said)}; of those who prefer {first} or {second}.")
 
 
-def nearest_neighbours(pictures, neighbours, found, held_out, *, columns=8, near=0.01):
+def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, near=0.01):
     """Generated pictures above their nearest training pictures, with the distances.
 
-    `pictures` and `neighbours`: one for each row of `found` (columns query, distance, nearer: `memorisation.search`
-    with k=1); those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest
+    `pictures` and `neighbours`: one for each row of `nearest` (columns query, distance, nearer: `memorisation.search`); those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest
     training rows. Pictures nearer than all but a share `near` of these are framed in red: they may be copies.
     """
-    if not len(found):
-        raise ValueError("found has no rows: search for at least one picture.")
-    order = np.argsort(found["distance"].to_numpy(), kind="stable")[:columns]
+    if not len(nearest):
+        raise ValueError("nearest has no rows: search for at least one picture.")
+    order = np.argsort(nearest["distance"].to_numpy(), kind="stable")[:columns]
     height = 2 * WIDTH / columns * aspect([pictures[number] for number in order]) + 0.6
     fig = DescribedFigure(height + 2.8)
     top, bottom = fig.subfigures(2, 1, height_ratios=[height, 2.8])
     grid = top.subplots(2, columns, squeeze=False)
     for ax in grid[:, len(order) :].flat:
         ax.set_axis_off()
-    suspects = (found["nearer"] <= near).to_numpy()
+    suspects = (nearest["nearer"] <= near).to_numpy()
     for (above, below), number in zip(grid.T, order, strict=False):
         show(above, pictures[number])
         show(below, neighbours[number])
-        below.set_xlabel(f"{found['distance'].iloc[number]:.2f}", fontsize=SMALL)
+        below.set_xlabel(f"{nearest['distance'].iloc[number]:.2f}", fontsize=SMALL)
         if suspects[number]:
             for ax in (above, below):
                 ax.spines[:].set(visible=True, color=RED, linewidth=3)
@@ -299,12 +298,12 @@ def nearest_neighbours(pictures, neighbours, found, held_out, *, columns=8, near
     grid[1, 0].set_ylabel("nearest in\ntraining data", fontsize=SMALL)
     ax = axes(bottom)
     ax.hist(held_out, 30, color=SKY, label=f"{len(held_out)} held-out rows")
-    ax.plot(found["distance"], np.zeros(len(found)), "|", color=BLUE, ms=18, mew=1.5, clip_on=False)
+    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=18, mew=1.5, clip_on=False)
     ax.set(xlabel="distance to the nearest training row (generated pictures: marks on the axis)", ylabel="rows", xlim=0)
     ax.legend(frameon=False)
     baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
     return fig.described(
-        f"Nearest training rows of {len(found)} generated pictures: median distance {found['distance'].median():.2f}"
+        f"Nearest training rows of {len(nearest)} generated pictures: median distance {nearest['distance'].median():.2f}"
         f"{baseline}. {suspects.sum()} are nearer than all but {near:.0%} of the held-out rows."
     )
 

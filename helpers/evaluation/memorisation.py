@@ -183,7 +183,7 @@ def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFra
     return places.iloc[nearest].reset_index(drop=True).assign(query=queries, distance=distances)
 
 
-def keep_nearest(found: list[pd.DataFrame]) -> pd.DataFrame:
+def keep_nearest(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """The nearest row of each query of several frames; ties go to the first row."""
-    ordered = pd.concat(found).sort_values(["query", "distance", *PLACE])
+    ordered = pd.concat(frames).sort_values(["query", "distance", *PLACE])
     return ordered.drop_duplicates("query").reset_index(drop=True)

@@ -95,8 +95,8 @@ def fid_and_kid(generated: str | Dataset, real: str | Dataset, **options) -> dic
             "torch-fidelity, or take CLIP score and CMMD, which need nothing more."
         ) from None
     options = {"cuda": torch.cuda.is_available(), "cache": False, "verbose": False, **options}
-    found = torch_fidelity.calculate_metrics(input1=generated, input2=real, fid=True, kid=True, **options)
-    return {"fid": found["frechet_inception_distance"], "kid": found["kernel_inception_distance_mean"]}
+    metrics = torch_fidelity.calculate_metrics(input1=generated, input2=real, fid=True, kid=True, **options)
+    return {"fid": metrics["frechet_inception_distance"], "kid": metrics["kernel_inception_distance_mean"]}
 
 
 # ---- features

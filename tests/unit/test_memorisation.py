@@ -48,5 +48,5 @@ def test_the_figure_marks_what_is_nearer_than_held_out_rows():
     shown = [text.get_text() for ax in figure.subfigs[0].axes for text in [ax.xaxis.label]]
     assert [text for text in shown if text] == ["0.01", "0.50", "0.60"]  # the nearest first
     figures.nearest_neighbours(pictures, pictures, found.assign(nearer=np.nan), np.zeros(0)).canvas.draw()
-    with pytest.raises(ValueError, match="^found has no rows"):
+    with pytest.raises(ValueError, match="^nearest has no rows"):
         figures.nearest_neighbours([], [], found[:0], np.zeros(0))
