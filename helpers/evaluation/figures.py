@@ -274,8 +274,9 @@ def preferences(report, *, title=""):
 def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, near=0.01):
     """Generated pictures above their nearest training pictures, with the distances.
 
-    `pictures` and `neighbours`: one for each row of `nearest` (columns query, distance, nearer: `memorisation.search`); those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest
-    training rows. Pictures nearer than all but a share `near` of these are framed in red: they may be copies.
+    `pictures` and `neighbours`: one for each row of `nearest` (columns query, distance, nearer: `memorisation.search`);
+    those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest training rows.
+    Pictures nearer than all but a share `near` of these are framed in red: they may be copies.
     """
     if not len(nearest):
         raise ValueError("nearest has no rows: search for at least one picture.")
@@ -302,9 +303,10 @@ def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, ne
     ax.set(xlabel="distance to the nearest training row (generated pictures: marks on the axis)", ylabel="rows", xlim=0)
     ax.legend(frameon=False)
     baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
+    median = nearest["distance"].median()
     return fig.described(
-        f"Nearest training rows of {len(nearest)} generated pictures: median distance {nearest['distance'].median():.2f}"
-        f"{baseline}. {suspects.sum()} are nearer than all but {near:.0%} of the held-out rows."
+        f"Nearest training rows of {len(nearest)} generated pictures: median distance {median:.2f}{baseline}. "
+        f"{suspects.sum()} are nearer than all but {near:.0%} of the held-out rows."
     )
 
 

@@ -92,14 +92,11 @@ class Job:
                     "another folder, or delete that one."
                 )
 
-    @property
-    def num_parts(self) -> int:
-        return -(-len(self.prompts) // self.settings.rows_per_part)
-
     def pending(self) -> list[int]:
         """Numbers of the parts still to be made."""
         done = {storage.name(path) for path in storage.list_files(storage.join(self.uri, PARTS), ".parquet")}
-        return [number for number in range(self.num_parts) if part_name(number) not in done]
+        num_parts = -(-len(self.prompts) // self.settings.rows_per_part)
+        return [number for number in range(num_parts) if part_name(number) not in done]
 
     def part(self, number: int) -> dict:
         """A part as a row of Ray Data: its file, the index of its first prompt, its prompts, the guidance scale."""

@@ -91,11 +91,12 @@ class Progress:
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
         self.first = self.first or (now, done)
-        parts = [f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"]
+        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"
         if self.first[1] < done < total:
             seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
-            parts.append(f"{format_seconds(seconds_left)} left")
-        line = ", ".join([*parts, text] if text else parts)
+            line += f", {format_seconds(seconds_left)} left"
+        if text:
+            line += f", {text}"
         self.show(line, done, total)
         due = self.last is None or now - self.last[0] >= self.seconds_between_lines or done >= total
         if due and (self.last is None or self.last[1] != done):
