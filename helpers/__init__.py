@@ -21,7 +21,7 @@ Core
   * train           the training function of a Ray Train worker
     run_setup       checks before a run starts
     kept_latents    online runs that encode in the first epoch and keep the latents for later ones
-  * evaluate        pictures from prompts, validation, the exported diffusers pipeline
+  * sampling        pictures from prompts, the exported diffusers pipeline
 data_io/            raw data
     readers         Parquet, WebDataset tars, image folders
     inputs          the files and rows of a job; every format gives the same four columns
@@ -34,14 +34,14 @@ runtime/            support at run time
     monitoring      progress of a run in a notebook and in a terminal
     metrics_log     `metrics.jsonl`, throughput
     results         evaluation results of a run's checkpoints
-    tracking        a run in TensorBoard, Weights & Biases, MLflow; node utilization
+    tracking        a run in TensorBoard, Weights & Biases, MLflow
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
     ray_errors      what Ray's errors mean: was something lost?
 evaluation/         is the model getting better?
     prompts         prompts from a list, a file, COCO's captions
-    scores          CLIP score, CMMD, FID, KID, and the CLIP and Inception models behind them
-    generation      pictures of many prompts through Ray Data, resumable; the sweep over guidance scales
+    scores          CLIP score and CMMD, and the CLIP model behind them
+    generation      pictures of many prompts through Ray Data, resumable; their scores, also by guidance scale
     at_checkpoints  losses, pictures and scores of each checkpoint, during training
     trials          settings compared seed by seed: paired differences with intervals
     side_by_side    a blind comparison of two models by a reader

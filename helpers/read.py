@@ -31,7 +31,7 @@ from . import schema, storage
 from .config import TrainingConfig
 from .manifest import RowRange, read_manifests
 from .plan import EpochOrder, Plan, Source
-from .runtime import session
+from .runtime.throttle import SchedulerThrottle
 
 UNIT, KEEP = "unit", "keep"
 # Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
@@ -72,7 +72,7 @@ def build_dataset(
     read_planned = functools.partial(read_chunks, plan=shared, read=read, **steps)
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
-        numbers.context.custom_execution_callback_classes = [session.SchedulerThrottle]
+        numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
         for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
             ray.remote(_shared_plan).remote(shared)
     if num_tasks > LISTED_TASKS:  # one task generates the chunk numbers, a few tasks ahead

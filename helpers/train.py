@@ -80,7 +80,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
                 break
             step += 1
             num_kept, seconds = metrics.pop("num_kept"), time.perf_counter() - started
-            speed = meter.line(shape, seconds, data_seconds, checkpoint_seconds, num_kept)
+            speed = meter.step_record(shape, seconds, data_seconds, checkpoint_seconds, num_kept)
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import ray.train.collective
 import torch
 from PIL import Image
 
-from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
+from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, train
 from ..config import TrainingConfig
 from ..runtime import ray_errors, results
 from ..train_step import losses_by_noise
@@ -34,7 +33,6 @@ from . import scores
 from .prompts import read_prompts
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
-MOST_LOST = 3  # times that an evaluation's waiting process may be lost
 GRID = 16  # pictures kept per checkpoint, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
 Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
@@ -79,7 +77,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = images.load_tokenizer(evaluate.read_encoder_manifest(config).encoder["model"])
+    tokenizer = images.load_tokenizer(sampling.read_encoder_manifest(config).encoder["model"])
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -108,12 +106,6 @@ def validate(
         return results.note(
             config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
         )
-    lost = storage.join(config.run_uri, "evaluation", f"{step:09d}", "lost.json")  # stays if this process is killed
-    times = storage.read_json(lost) if storage.exists(lost) else 0
-    if times >= MOST_LOST:
-        storage.delete(lost)
-        return results.note(config.run_uri, step, failed={"evaluation": f"its process was lost {times} times"})
-    storage.write_json(lost, times + 1)
     gpu = int(config.use_gpu)  # its memory is freed when the task's process ends, after one call
     task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})(call)
     working = task.remote(work or evaluate_checkpoint, saved, config.to_dict(), prompts, agreement)
@@ -126,8 +118,6 @@ def validate(
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
         reason = ray_errors.summarize_error(str(error))
-    finally:
-        storage.delete(lost)
     return results.note(config.run_uri, step, failed={"evaluation": reason})
 
 
@@ -181,8 +171,8 @@ class OnWorkers:
             train.validation_rows(config)  # caches them for the other ranks
         ray.train.collective.barrier()
         result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
-        found = (result, results.is_best(config, result)) if distributed.rank() == 0 else None
-        return ray.train.collective.broadcast_from_rank_zero(found)
+        is_best = distributed.rank() == 0 and results.is_best(config, result)
+        return ray.train.collective.broadcast_from_rank_zero((result, is_best))
 
 
 # ---- what is evaluated
@@ -196,7 +186,7 @@ def evaluate_unet(
     The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
     recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
     """
-    started, manifest = time.perf_counter(), evaluate.read_encoder_manifest(config)
+    started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
     rows = train.validation_rows(config)
     result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
     if distributed.rank() == 0:
@@ -207,23 +197,27 @@ def evaluate_unet(
         drawn = draw(unet, config, manifest, prompts) if prompts else []
     except Exception as error:  # no failure here may end the run
         drawn = error
-    parts = distributed.gather_objects(drawn)
-    if parts is None:
+    drawn_by_rank = distributed.gather_objects(drawn)
+    if drawn_by_rank is None:
         return {}
-    errors = [f"{type(part).__name__}: {part}" for part in parts if isinstance(part, Exception)]
-    failed = {"drawing": errors[0]} if errors else {}
+    errors = [drawn for drawn in drawn_by_rank if isinstance(drawn, Exception)]
+    failed = {"drawing": describe(errors[0])} if errors else {}
     if prompts and not failed:
-        pictures = [picture for part in parts for picture in part][: len(prompts)]
+        pictures = [picture for drawn in drawn_by_rank for picture in drawn][: len(prompts)]
         save_grid(pictures, prompts, config, step)
         result["prompts"] = len(prompts)
-        for what, found in score(pictures, prompts, config, manifest, rows, agreement):
-            if isinstance(found, Exception):
-                failed[what] = f"{type(found).__name__}: {found}"
+        for name, values in score(pictures, prompts, config, manifest, rows, agreement):
+            if isinstance(values, Exception):
+                failed[name] = describe(values)
             else:
-                result |= found
+                result |= values
     result["seconds"] = round(time.perf_counter() - started, 3)
     results.write(config.run_uri, result)
     return results.note(config.run_uri, step, failed=failed) if failed else result
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def held_out_losses(
@@ -242,14 +236,14 @@ def draw(
     unet: torch.nn.Module, config: TrainingConfig, manifest: schema.Manifest, prompts: list[str]
 ) -> list[np.ndarray]:
     """This rank's part of the pictures. All ranks draw equally many, because they gather sharded weights together."""
-    device, num_mine = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
-    first = distributed.rank() * num_mine
-    mine = [prompts[min(first + place, len(prompts) - 1)] for place in range(num_mine)]
-    pipeline = evaluate.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
+    device, count = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
+    first = distributed.rank() * count
+    share = [prompts[min(number, len(prompts) - 1)] for number in range(first, first + count)]
+    pipeline = sampling.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
     pipeline.vae.to(device)
     pipeline.text_encoder.to(device)
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    return evaluate.generate(pipeline, mine, resolution=config.largest_resolution, seed=first, **options)
+    return sampling.generate(pipeline, share, resolution=config.largest_resolution, seed=first, **options)
 
 
 def score(
@@ -262,16 +256,6 @@ def score(
 ) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     """Yield `(name, values)` for each score that is asked for, or its exception in place of the values."""
 
-    def clip_score():
-        return {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
-
-    def cmmd():
-        return {"cmmd": scores.cmmd(embedded(), embed_held_out(clip(), config, manifest, rows))}
-
-    def right():
-        shares = agreement(pictures, prompts)
-        return {"agreement": shares["all"], "agreement_by_attribute": shares}
-
     @functools.cache
     def clip():
         return scores.CLIP(config.clip_model, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -280,15 +264,22 @@ def score(
     def embedded():
         return clip().images(pictures)
 
-    asked = [right] if agreement else []
+    def rate():
+        shares = agreement(pictures, prompts)
+        return {"agreement": shares["all"], "agreement_by_attribute": shares}
+
+    measures = {"agreement": rate} if agreement else {}
     # tiny-clip was only trained on the drawn pictures.
     if config.clip_model and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd"):
-        asked += [clip_score] + ([cmmd] if rows is not None else [])
-    for one in asked:
+        measures["clip_score"] = lambda: {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
+        if rows is not None:
+            real = functools.partial(embed_held_out, config=config, manifest=manifest, rows=rows)
+            measures["cmmd"] = lambda: {"cmmd": scores.cmmd(embedded(), real(clip()))}
+    for name, measure in measures.items():
         try:
-            yield one.__name__, one()
+            yield name, measure()
         except Exception as error:  # reported by the caller; must not end the run
-            yield one.__name__, error
+            yield name, error
 
 
 def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
@@ -322,13 +313,11 @@ def decode_rows(
 def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:
     """Write the first pictures to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
     uri, shown = storage.join(config.run_uri, "evaluation", f"{step:09d}"), pictures[:GRID]
-    height, width = shown[0].shape[:2]
-    columns = min(4, len(shown))
-    grid = Image.new("RGB", (columns * width, -(-len(shown) // columns) * height))
-    for place, picture in enumerate(shown):
-        grid.paste(Image.fromarray(picture), (place % columns * width, place // columns * height))
-    with tempfile.TemporaryDirectory() as folder:
-        grid.save(f"{folder}/grid.png")
-        storage.copy_folder(folder, uri)
-    evaluate.save_pictures(shown, uri)
+    blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
+    padded = [*shown, *blank]
+    rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
+    grid = io.BytesIO()
+    Image.fromarray(np.concatenate(rows)).save(grid, "PNG")
+    storage.write_bytes(storage.join(uri, "grid.png"), grid.getvalue())
+    sampling.save_pictures(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Pictures of many prompts, 30,000 for example, and the features that scores need: made by Ray Data, resumable.
+"""Pictures of many prompts, 30,000 for example, and their CLIP embeddings: made by Ray Data, resumable.
 
 The prompts are split into parts of consecutive prompts. One of many actors makes a part's pictures, embeds them, and
 writes both atomically as one Parquet file: a part is done when its file exists. A rerun makes the missing parts.
@@ -27,32 +27,28 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from ray.data import ActorPoolStrategy
 
-from .. import encoder, evaluate, images, schema, storage
-from ..config import PreprocessingConfig
-from ..data_io import inputs
-from ..resumable_job import Segment
+from .. import encoder, images, sampling, schema, storage
 from ..runtime import session
 from . import scores
 
 PARTS, JOB = "parts", "job.json"
-INDEX, PROMPT, PICTURE = "index", "prompt", "picture"  # columns of a part, and the three of features:
-IMAGE_EMBEDDING, TEXT_EMBEDDING, INCEPTION = FEATURES = ("image_embedding", "text_embedding", "inception")
+# Columns of a part.
+INDEX, PROMPT, PICTURE = "index", "prompt", "picture"
+IMAGE_EMBEDDING, TEXT_EMBEDDING = "image_embedding", "text_embedding"
 FINGERPRINT_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What determines the pictures and their features; a rerun into the same folder must have the same settings.
+    """What determines the pictures and their embeddings; a rerun into the same folder must have the same settings.
 
     Args:
-        pipeline: a folder or URI in diffusers layout (`evaluate.export_checkpoint`), or a hub id.
+        pipeline: a folder or URI in diffusers layout (`sampling.export_checkpoint`), or a hub id.
         resolution: side of a picture in pixels.
-        guidance_scale, steps, seed: as in `evaluate.generate`.
+        guidance_scale, steps, seed: as in `sampling.generate`.
         precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
         clip: see `scores.CLIP`.
-        inception: file of `scores.Inception`'s weights, the same path on every node; "": no features for FID and KID.
         rows_per_part: prompts that are committed together; a killed actor's part is repeated.
-        picture_format: "PNG" (lossless) or "JPEG" (quality 95; a fifth of the size for photographs).
     """
 
     pipeline: str
@@ -62,9 +58,7 @@ class Settings:
     seed: int = 0
     precision: str = "fp32"
     clip: str = scores.TINY_CLIP
-    inception: str = ""
     rows_per_part: int = 128
-    picture_format: str = "PNG"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +69,6 @@ class Placement:
     gpus_per_generator: float = 0
     accelerator_type: str | None = None
     batch_size: int = 32  # pictures per pass of the pipeline
-    num_threads: int = 1  # of PyTorch, on a CPU
 
 
 class Job:
@@ -90,24 +83,20 @@ class Job:
         self.prompts, self.uri, self.settings = prompts, storage.resolve(uri), settings
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
         self.values = {**dataclasses.asdict(settings), **values, "weights": fingerprint(settings.pipeline)}
-        found = storage.join(self.uri, JOB)
-        if storage.exists(found):
-            before = storage.read_json(found)
-            for name, value in self.values.items():
-                if before.get(name) != value:
-                    raise ValueError(
-                        f"{uri!r} holds pictures that were made with {name}={before.get(name)!r}, not {value!r}: give "
-                        "another folder, or delete that one."
-                    )
-
-    @property
-    def num_parts(self) -> int:
-        return -(-len(self.prompts) // self.settings.rows_per_part)
+        job_uri = storage.join(self.uri, JOB)
+        before = storage.read_json(job_uri) if storage.exists(job_uri) else self.values
+        for name, value in self.values.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{uri!r} holds pictures that were made with {name}={before.get(name)!r}, not {value!r}: give "
+                    "another folder, or delete that one."
+                )
 
     def pending(self) -> list[int]:
         """Numbers of the parts still to be made."""
         done = {storage.name(path) for path in storage.list_files(storage.join(self.uri, PARTS), ".parquet")}
-        return [number for number in range(self.num_parts) if part_name(number) not in done]
+        num_parts = -(-len(self.prompts) // self.settings.rows_per_part)
+        return [number for number in range(num_parts) if part_name(number) not in done]
 
     def part(self, number: int) -> dict:
         """A part as a row of Ray Data: its file, the index of its first prompt, its prompts, the guidance scale."""
@@ -126,7 +115,7 @@ def part_name(number: int) -> str:
 
 def fingerprint(pipeline: str) -> int | None:
     """A CRC of the last bytes of a folder's weight files, which differ between checkpoints; None for a hub id."""
-    files = [path for path in storage.list_files(pipeline, ".safetensors", recursive=True)]
+    files = storage.list_files(pipeline, ".safetensors", recursive=True)
     if not files:
         return None
     crc32 = 0
@@ -146,7 +135,7 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             storage.copy_folder(pipeline, folder)
             pipeline = folder
         options = {"dtype": dtype, "safety_checker": None, "use_safetensors": True}
-        loaded = evaluate.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
+        loaded = sampling.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 
@@ -154,46 +143,22 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
 # ---- actors
 
 
-class Features:
-    """Pictures -> {column: (N, D) float32}: CLIP's embeddings, and Inception's features if its weights are given."""
-
-    def __init__(self, clip: str, inception: str, device: str):
-        self.clip = scores.CLIP(clip, device)
-        self.inception = scores.Inception(inception, device) if inception else None
-
-    def __call__(self, pictures: list[np.ndarray]) -> dict[str, np.ndarray]:
-        found = {IMAGE_EMBEDDING: self.clip.images(pictures)}
-        return found | ({INCEPTION: self.inception.images(pictures)} if self.inception else {})
-
-
-def use_device(num_threads: int) -> str:
-    """The GPU that Ray gave this actor, or the CPU with `num_threads` threads."""
-    if torch.cuda.is_available():
-        return "cuda"
-    torch.set_num_threads(num_threads)
-    return "cpu"
-
-
 class PartGenerator:
     """A Ray Data actor: parts (`Job.part`) -> their files; returns how many pictures each has."""
 
     def __init__(self, settings: Settings, placement: Placement):
         self.settings, self.batch_size = settings, placement.batch_size
-        device = use_device(placement.num_threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = encoder.PRECISIONS[settings.precision] if device == "cuda" else torch.float32
         self.pipeline = load_pipeline(settings.pipeline, dtype).to(device)
-        self.features = Features(settings.clip, settings.inception, device)
+        self.clip = scores.CLIP(settings.clip, device)
 
-    def __call__(self, parts: dict[str, np.ndarray]) -> dict[str, list[int]]:
-        rows = zip(*(parts[name] for name in ("file", "first", "prompts", "guidance_scale")), strict=True)
-        return {
-            "pictures": [
-                self.make(str(file), int(first), [str(p) for p in said], float(g)) for file, first, said, g in rows
-            ]
-        }
+    def __call__(self, part: dict) -> dict:
+        prompts = [str(prompt) for prompt in part["prompts"]]
+        return {"pictures": self.make(part["file"], int(part["first"]), prompts, float(part["guidance_scale"]))}
 
     def make(self, file: str, first: int, prompts: list[str], guidance_scale: float) -> int:
-        pictures = evaluate.generate(
+        pictures = sampling.generate(
             self.pipeline,
             prompts,
             resolution=self.settings.resolution,
@@ -202,12 +167,12 @@ class PartGenerator:
             guidance_scale=guidance_scale,
             batch_size=self.batch_size,
         )
-        features = {**self.features(pictures), TEXT_EMBEDDING: self.features.clip.texts(prompts)}
         columns = {
             INDEX: pa.array(range(first, first + len(prompts)), pa.int64()),
             PROMPT: pa.array(prompts, pa.string()),
-            PICTURE: pa.array([encode(picture, self.settings.picture_format) for picture in pictures], pa.binary()),
-            **{name: schema.to_binary(values, dtype=np.float32) for name, values in features.items()},
+            PICTURE: pa.array([encode_png(picture) for picture in pictures], pa.binary()),
+            IMAGE_EMBEDDING: schema.to_binary(self.clip.images(pictures), dtype=np.float32),
+            TEXT_EMBEDDING: schema.to_binary(self.clip.texts(prompts), dtype=np.float32),
         }
         data = io.BytesIO()
         pq.write_table(pa.table(columns), data, compression="none")
@@ -215,26 +180,10 @@ class PartGenerator:
         return len(prompts)
 
 
-def encode(picture: np.ndarray, picture_format: str) -> bytes:
+def encode_png(picture: np.ndarray) -> bytes:
     data = io.BytesIO()
-    Image.fromarray(picture).save(data, picture_format, **({"quality": 95} if picture_format == "JPEG" else {}))
+    Image.fromarray(picture).save(data, "PNG")
     return data.getvalue()
-
-
-class RealFeatures:
-    """A Ray Data actor: raw rows -> the features of their pictures' centre squares; broken pictures are left out."""
-
-    def __init__(self, clip: str, inception: str, resolution: int, num_threads: int):
-        self.features, self.resolution = Features(clip, inception, use_device(num_threads)), resolution
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        pictures = []
-        for data in rows[inputs.IMAGE].to_pylist():
-            with contextlib.suppress(images.BadImage):
-                square = images.center_crop(images.decode(data))
-                pictures.append(images.to_pixels(images.resize(square, self.resolution)))
-        found = self.features(pictures)
-        return pa.table({name: schema.to_binary(values, dtype=np.float32) for name, values in found.items()})
 
 
 # ---- what a notebook calls
@@ -246,22 +195,16 @@ def generate(
     settings: Settings,
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
-    generator: type = PartGenerator,
 ) -> int:
     """Make the pictures that are missing at `uri`; returns how many were made.
 
     Ray Data restarts an actor that dies and repeats its part. `progress(pictures, of_pictures)` is called as parts are
-    written. `generator`: the actor's class. Raises ValueError as `Job` does.
+    written. Raises ValueError as `Job` does.
     """
-    return run([Job(prompts, uri, settings)], placement, progress, generator)
+    return run([Job(prompts, uri, settings)], placement, progress)
 
 
-def run(
-    jobs: list[Job],
-    placement: Placement | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    generator: type = PartGenerator,
-) -> int:
+def run(jobs: list[Job], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None) -> int:
     """`generate` for several jobs on the same actors: jobs may differ in their prompts, folder and guidance scale."""
     placement = placement or Placement()
     parts = [job.part(number) for job in jobs for number in job.pending()]
@@ -272,10 +215,13 @@ def run(
         storage.write_json(storage.join(job.uri, JOB), job.values)
     if not parts:
         return 0
-    pool = {"compute": ActorPoolStrategy(size=min(placement.num_generators, len(parts))), "num_cpus": 1}
-    pool |= {"num_gpus": placement.gpus_per_generator or None, "accelerator_type": placement.accelerator_type}
-    written = ray.data.from_items(parts, override_num_blocks=len(parts)).map_batches(
-        generator, fn_constructor_args=(jobs[0].settings, placement), batch_size=1, **pool
+    written = ray.data.from_items(parts, override_num_blocks=len(parts)).map(
+        PartGenerator,
+        fn_constructor_args=(jobs[0].settings, placement),
+        compute=ActorPoolStrategy(size=placement.num_generators),
+        num_cpus=1,
+        num_gpus=placement.gpus_per_generator or None,
+        accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
     with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
@@ -286,48 +232,13 @@ def run(
     return made
 
 
-def real_features(
-    config: PreprocessingConfig,
-    resolution: int,
-    *,
-    clip: str = scores.TINY_CLIP,
-    inception: str = "",
-    placement: Placement | None = None,
-) -> dict[str, np.ndarray]:
-    """Features of real pictures to compare generated ones with: `config.limit` rows of `config`'s raw data.
-
-    {"image_embedding": (N, D), "inception": (N, 2048) if weights are given}. The pictures are resized to the side of
-    the generated ones, as reports on Stable Diffusion do. Raises ValueError if there is no picture.
-    """
-    placement = placement or Placement()
-    paths = inputs.list_inputs(config.data_uri, config.input_format)
-    pool = {"compute": ActorPoolStrategy(size=placement.num_generators), "num_cpus": 1}
-    pool |= {"num_gpus": placement.gpus_per_generator or None, "accelerator_type": placement.accelerator_type}
-    embedded = inputs.read_rows(Segment(0, paths, 0, config.limit), config).map_batches(
-        RealFeatures,
-        fn_constructor_args=(clip, inception, resolution, placement.num_threads),
-        batch_size=scores.BATCH_SIZE,
-        batch_format="pyarrow",
-        **pool,
-    )
-    tables = [table for table in embedded.iter_batches(batch_size=None, batch_format="pyarrow") if len(table)]
-    if not tables:
-        raise ValueError(f"{config.data_uri!r} holds no picture that can be decoded: give other data.")
-    return features_of(pa.concat_tables(tables))
+def embeddings(table: pa.Table, column: str) -> np.ndarray:
+    """(N, D) float32."""
+    return schema.from_binary(table[column], (-1,), np.float32)[0]
 
 
-def features_of(table: pa.Table) -> dict[str, np.ndarray]:
-    """{column: (N, D) float32} of the feature columns of a table."""
-    return {
-        name: schema.from_binary(table[name], (-1,), np.float32)[0] for name in FEATURES if name in table.schema.names
-    }
-
-
-def read_features(uri: str) -> dict[str, np.ndarray]:
-    """The features of all generated pictures of a folder, in the order of the prompts; no picture is read.
-
-    Raises ValueError if parts are missing.
-    """
+def read_columns(uri: str, columns: list[str]) -> pa.Table:
+    """Columns of all parts of a folder, in the order of the prompts. Raises ValueError if parts are missing."""
     values = storage.read_json(storage.join(uri, JOB))
     files = storage.list_files(storage.join(uri, PARTS), ".parquet")
     expected = -(-values["prompts"] // values["rows_per_part"])
@@ -338,27 +249,44 @@ def read_features(uri: str) -> dict[str, np.ndarray]:
 
     def read(path):
         filesystem, name = storage.open_filesystem(path)
-        with pq.ParquetFile(name, filesystem=filesystem) as file:
-            return file.read(columns=[column for column in FEATURES if column in file.schema_arrow.names])
+        return pq.read_table(name, filesystem=filesystem, columns=columns)
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
-        return features_of(pa.concat_tables(pool.map(read, files)))
+        return pa.concat_tables(pool.map(read, files))
 
 
-def score(uri: str, real: dict[str, np.ndarray] | None = None) -> dict[str, float]:
-    """Scores of a folder's pictures: their number, CLIP score and, given `real` (`real_features`), distances to it.
+class Pictures(torch.utils.data.Dataset):
+    """The pictures of a folder as (3, H, W) uint8 tensors, decoded one by one; for `scores.fid_and_kid`."""
 
-    The distances are "cmmd" and, with Inception's features on both sides, "fid" and "kid". Raises ValueError as the
-    scores do, for example for fewer pictures than FID needs.
+    def __init__(self, uri: str):
+        self.encoded = read_columns(uri, [PICTURE])[PICTURE]
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        picture = images.to_pixels(images.decode(self.encoded[number].as_py()))
+        return torch.from_numpy(picture).permute(2, 0, 1)
+
+
+def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = None) -> dict[str, float]:
+    """Scores of a folder's pictures: their number ("pictures"), "clip_score", and distances to real pictures.
+
+    Args:
+        real: (N, D) embeddings of real pictures by the same CLIP (`scores.CLIP.images`), for "cmmd".
+        real_folder: of real pictures as files on disk, for "fid" and "kid"; their centre squares are resized.
+
+    Raises ValueError and ImportError as `scores` does.
     """
-    found = read_features(uri)
-    pictures = found[IMAGE_EMBEDDING]
-    values = {"pictures": len(pictures), "clip_score": scores.clip_score(pictures, found[TEXT_EMBEDDING])}
+    table = read_columns(uri, [IMAGE_EMBEDDING, TEXT_EMBEDDING])
+    pictures = embeddings(table, IMAGE_EMBEDDING)
+    values = {"pictures": len(pictures)}
+    values["clip_score"] = scores.clip_score(pictures, embeddings(table, TEXT_EMBEDDING))
     if real is not None:
-        values["cmmd"] = scores.cmmd(pictures, real[IMAGE_EMBEDDING])
-        if INCEPTION in found and INCEPTION in real:
-            values["fid"] = scores.frechet_distance(found[INCEPTION], real[INCEPTION])
-            values["kid"] = scores.kernel_distance(found[INCEPTION], real[INCEPTION])
+        values["cmmd"] = scores.cmmd(pictures, real)
+    if real_folder:
+        side = storage.read_json(storage.join(uri, JOB))["resolution"]
+        values |= scores.fid_and_kid(Pictures(uri), real_folder, samples_resize_and_crop=side)
     return values
 
 
@@ -367,16 +295,16 @@ def guidance_sweep(
     uri: str,
     settings: Settings,
     scales: list[float],
-    real: dict[str, np.ndarray] | None = None,
     placement: Placement | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **real,
 ) -> pd.DataFrame:
     """The same prompts and noise at several guidance scales: one row each, with `guidance_scale` and what `score`
     returns.
 
-    Pictures go to `guidance-{scale}` under `uri`; a rerun makes the missing ones.
+    Pictures go to `guidance-{scale}` under `uri`; a rerun makes the missing ones. `real`: as for `score`.
     """
-    places = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
-    jobs = [Job(prompts, at, dataclasses.replace(settings, guidance_scale=scale)) for scale, at in places.items()]
-    run(jobs, placement, progress)
-    return pd.DataFrame([{"guidance_scale": scale, **score(at, real)} for scale, at in places.items()])
+    folders = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
+    settings_of = {scale: dataclasses.replace(settings, guidance_scale=scale) for scale in folders}
+    run([Job(prompts, folder, settings_of[scale]) for scale, folder in folders.items()], placement, progress)
+    return pd.DataFrame([{"guidance_scale": scale, **score(folder, **real)} for scale, folder in folders.items()])

@@ -26,26 +26,20 @@ from ..train_step import TrainStep, Unit
 
 NUM_ROWS = 256  # held-out rows that errors are measured on
 
-# Fields of `TrainingConfig` that differ, or a function that trains: it gets the trial's config and returns its U-Net.
-Setting = Mapping[str, object] | Callable[[TrainingConfig], torch.nn.Module]
-
 
 def run(
     config: TrainingConfig,
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, Mapping[str, object]],
     seeds: Sequence[int],
     measure: Callable[[torch.nn.Module, TrainingConfig], Mapping[str, float]] | None = None,
-    device: torch.device | str | None = None,
 ) -> pd.DataFrame:
     """Train each setting with each seed; returns a frame with columns setting, seed, metric, value.
 
     Args:
         config: what the settings have in common.
-        settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}; or a function that gets the
-            config with the trial's seed and returns a trained U-Net, for what is not a field, or to train through Ray.
+        settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}.
         seeds: replace the config's.
         measure: `(unet, its config) -> {metric: value}`; None: `held_out_errors`, on rows that no setting trains on.
-        device: for trials trained in this process; None: its GPU if it has one.
 
     Raises ValueError for fewer than two settings or seeds, or a name that is not a field of `TrainingConfig`.
     """
@@ -55,31 +49,27 @@ def run(
         raise ValueError(
             f"seeds={list(seeds)} must be at least two different seeds: one cannot show how much results vary."
         )
-    configs = {
-        name: config if callable(setting) else dataclasses.replace(config, **setting)
-        for name, setting in settings.items()
-    }
+    configs = {name: dataclasses.replace(config, **changes) for name, changes in settings.items()}
     if measure is None:
         rows = ingest.validation_rows(config, NUM_ROWS)
         if rows is None:
             raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
         manifest = ingest.read_manifest(next(iter(config.proportions)))
         measure = functools.partial(held_out_errors, manifest=manifest, rows=rows)
-    found = []
+    records = []
     for seed in seeds:  # seed by seed, so that results are paired even after an interruption
-        for name, setting in settings.items():
-            one, started = dataclasses.replace(configs[name], seed=seed), time.perf_counter()
-            unet = setting(one) if callable(setting) else train(one, device)
-            values = measure(unet, one)
-            found += [(name, seed, metric, float(value)) for metric, value in values.items()]
+        for name, setting in configs.items():
+            trial, started = dataclasses.replace(setting, seed=seed), time.perf_counter()
+            values = measure(train(trial), trial)
+            records += [(name, seed, metric, float(value)) for metric, value in values.items()]
             (metric, value), *_ = values.items()
             print(f"{name}, seed {seed}: {metric} {value:.4f}, {time.perf_counter() - started:.0f} s", flush=True)
-    return pd.DataFrame(found, columns=["setting", "seed", "metric", "value"])
+    return pd.DataFrame(records, columns=["setting", "seed", "metric", "value"])
 
 
-def train(config: TrainingConfig, device: torch.device | str | None = None) -> torch.nn.Module:
-    """Train in this process, without Ray, on the run's batches; returns the U-Net with averaged weights."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def train(config: TrainingConfig) -> torch.nn.Module:
+    """Train in this process, without Ray, on the run's batches, on a GPU if it has one; returns the averaged U-Net."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = TrainStep(config, ingest.read_manifest(next(iter(config.proportions))), device)
     for step, units in enumerate(batches(config)):
         trained.step(step, units)
@@ -127,16 +117,16 @@ def held_out_errors(
     schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
     sums, count = np.zeros(len(timesteps)), 0
     for spec in manifest.latents_at(config.largest_resolution):
-        mine = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
-        for start in range(0, mine.num_rows, 64):
-            unit = Unit.from_arrow(mine[start : start + 64].combine_chunks(), manifest, spec, start)
+        valid = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
+        for start in range(0, valid.num_rows, 64):
+            unit = Unit.from_arrow(valid[start : start + 64].combine_chunks(), manifest, spec, start)
             moments, text, _ = unit.to(device)
             for number, timestep in enumerate(timesteps):
                 draws = diffusion.draw(0, number, unit.positions_U, moments.shape[2:], device=device)
                 draws.timesteps_B[:] = timestep
                 latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
                 sums[number] += diffusion.row_losses(unet, schedule, latents, text.float(), draws).sum().item()
-        count += mine.num_rows
+        count += valid.num_rows
     alphas = schedule.alphas_cumprod[list(timesteps)].double().cpu().numpy()
     of_v = sums / count if config.prediction_type == "v_prediction" else sums / count / alphas
     of_x0 = (1 - alphas) * of_v
@@ -155,7 +145,7 @@ def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
     seeds. A difference whose interval excludes 0 is rarely chance; among many metrics, some will be. Raises ValueError
     if a setting lacks a seed that another one has, or for fewer than two seeds.
     """
-    names, found = list(dict.fromkeys(results["setting"])), []
+    names, rows = list(dict.fromkeys(results["setting"])), []
     for metric in dict.fromkeys(results["metric"]):
         values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")
         lacking = values.reindex(columns=names).isna().stack()
@@ -166,9 +156,8 @@ def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
             differences = (values[name] - values[names[0]]).tolist()
             low, high = t_interval(differences, confidence)
             means = values[names[0]].mean(), values[name].mean(), statistics.mean(differences)
-            found.append((name, metric, *means, low, high, len(differences)))
-    columns = ["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"]
-    return pd.DataFrame(found, columns=columns)
+            rows.append((name, metric, *means, low, high, len(differences)))
+    return pd.DataFrame(rows, columns=["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"])
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

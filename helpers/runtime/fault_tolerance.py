@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import pathlib
 import signal
 import socket
 import threading
@@ -20,7 +19,6 @@ from .. import distributed, storage
 from ..config import TrainingConfig
 from .ray_errors import summarize_error
 
-PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # writing to it makes NCCL dump its flight recorder
 ENDED = "ended.json"  # in a run's folder: why its workers ended it
 
 
@@ -68,30 +66,14 @@ class Watchdog:
 
 
 def hang_callback(config: TrainingConfig) -> Callable[[float], None]:
-    """For `Watchdog(on_hang=...)`: records the failure in the run's folder, and NCCL's last collectives."""
+    """For `Watchdog(on_hang=...)`: records the failure in the run's folder."""
     rank = distributed.rank()
 
     def record(seconds: float) -> None:
         error = f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
         write_failure(config.run_uri, error)
-        dump_flight_recorder(config.run_uri, rank)
 
     return record
-
-
-def dump_flight_recorder(run_uri: str, rank: int) -> None:
-    """Copy NCCL's flight recorder to `failures/nccl-{rank}.pickle`, if `session.connect` enabled it.
-
-    torch's `torchfrtrace` compares the files of all ranks and shows which collective each is waiting in.
-    """
-    pipe, dump = (pathlib.Path(f"{os.environ.get(PIPE, '')}{rank}{suffix}") for suffix in (".pipe", ""))
-    if pipe.is_fifo():
-        dump.unlink(missing_ok=True)
-        pipe.write_text("dump")
-        while not (dump.exists() and dump.stat().st_size):
-            time.sleep(0.1)
-        time.sleep(1)  # until NCCL's thread has written all of it
-        storage.write_bytes(storage.join(run_uri, "failures", f"nccl-{rank:05d}.pickle"), dump.read_bytes())
 
 
 def limit_health_checks(seconds: float) -> None:
@@ -132,8 +114,8 @@ def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
     """Whether any worker's `check_device` found a problem; if so, ends the run, naming it. Call it on all ranks."""
     problem = check_device(device)
     where = f"{device} of {socket.gethostname()} (worker {distributed.rank()})"
-    found = distributed.gather_objects(problem and f"{where} {problem}")
-    sick = [text for text in found or [] if text]
+    problems = distributed.gather_objects(problem and f"{where} {problem}")
+    sick = [text for text in problems or [] if text]
     if sick:
         error = f"{'; '.join(sick)}: start the same command again without this machine."
         write_failure(config.run_uri, error)

@@ -1,15 +1,9 @@
 """Allow only one driver at a time on a job's latents or a run: `lease.json` in the folder, with a heartbeat."""
 
-from __future__ import annotations
-
-import atexit
 import contextlib
-import datetime
 import json
 import os
-import pathlib
 import signal
-import socket
 import threading
 import time
 import uuid
@@ -18,29 +12,18 @@ import psutil
 
 from .. import storage
 
-BEAT_SECONDS, STALE_SECONDS = 10, 60
-SETTLE_SECONDS = 2  # longer than a driver takes from reading the lease to writing it
-_held: dict[str, Lease] = {}  # this process's leases, by folder
+# SETTLE_SECONDS is longer than a driver takes from reading the lease to writing it.
+BEAT_SECONDS, STALE_SECONDS, SETTLE_SECONDS = 10, 60, 2
 
 
-def hold(uri: str, parameter: str) -> Lease:
-    """The lease on a folder; this process keeps it until `release`, the end of a `with` block, or its exit.
-
-    A process that holds the lease gets the same one again, so that a cell can be run twice. `parameter`: what to call
-    the folder in errors, such as "run_name='laptop'". Raises RuntimeError if another driver holds it.
-    """
-    lease = _held.get(uri)
-    if lease is None or not lease.is_held():
-        lease = _held[uri] = Lease(uri, parameter)
-    return lease
-
-
-class Lease:
+class Lease(contextlib.AbstractContextManager):
     """Writes `lease.json` into a folder and renews it every `BEAT_SECONDS` in a thread, until `release`.
 
-    An existing lease is taken over at once if its process ran here and is dead, else as soon as its last heartbeat is
-    `STALE_SECONDS` old by the storage's own clock; until then this waits, unless it sees a heartbeat. A process that
-    finds its lease taken over, because it was suspended for so long, is interrupted (KeyboardInterrupt).
+    An existing lease is taken over at once if its process ran on this host and is gone, or if it has this driver's
+    PRETRAIN_JOB_ID: a launcher that may restart a failed driver on another host sets this environment variable to the
+    job's id, and starts a job's next driver only after the last one has ended. Any other lease is taken over after
+    `STALE_SECONDS` without a heartbeat. A process that finds its own lease taken over, because it was suspended for so
+    long, is interrupted (KeyboardInterrupt).
 
     A new file on a disk is created exclusively. In all other cases the file is written, and read back after
     `SETTLE_SECONDS`: the last of several writers holds the lease. This does not cover a driver that is suspended for
@@ -51,55 +34,36 @@ class Lease:
     """
 
     def __init__(self, uri: str, parameter: str):
-        self.uri, self.parameter = storage.join(uri, "lease.json"), parameter
-        pid = os.getpid()
-        self.content = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "place": place(), "pid": pid}
-        self.content |= {"created": psutil.Process(pid).create_time(), "since": time.time(), "beats": 0}
-        self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew, daemon=True)
-        holder = self.read()
-        if holder is not None:
-            self.wait_until_stale(holder)
-        if not (holder is None and self.create()):
-            self.write()
+        self.uri, self.parameter, self.stop = storage.join(uri, "lease.json"), parameter, threading.Event()
+        process, host, now = psutil.Process(), os.uname().nodename, time.strftime("%Y-%m-%d %H:%M:%S%z")
+        container = os.readlink("/proc/self/ns/pid") if psutil.LINUX else ""
+        self.content = {"token": uuid.uuid4().hex, "job": os.environ.get("PRETRAIN_JOB_ID")}
+        self.content["holder"] = f"process {process.pid} on {host}, since {now}"
+        self.content["place"] = f"{host} {uuid.getnode()} {container}"  # where the process id is valid
+        self.content["process"] = [process.pid, process.create_time()]
+        previous = self.read()
+        if previous and not self.is_gone(previous):
+            raise self.refusal()
+        if storage.is_local(self.uri) and not previous:
+            path = storage.open_filesystem(self.uri)[1]
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with contextlib.suppress(FileExistsError), open(path, "x") as file:
+                json.dump(self.content, file)
+        else:
+            storage.write_json(self.uri, self.content)
             time.sleep(SETTLE_SECONDS)
-            if not self.is_held():
-                raise self.refusal()
+        self.check()
+        self.thread = threading.Thread(target=self.renew, daemon=True)
         self.thread.start()
-        atexit.register(self.release)
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.release()
-
-    def read(self) -> dict | None:
-        """The file's content; None if there is no file, {} if it is incomplete."""
-        try:
+    def read(self) -> dict:
+        """The file's content; {} if there is none."""
+        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is being created
             return storage.read_json(self.uri)
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}
-
-    def write(self) -> None:
-        storage.write_json(self.uri, self.content)
-
-    def create(self) -> bool:
-        """Write the file unless it exists; False where that is not possible in one step (object stores)."""
-        if not storage.is_local(self.uri):
-            return False
-        path = pathlib.Path(storage.open_filesystem(self.uri)[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with path.open("x") as file:
-                file.write(json.dumps(self.content))
-        except FileExistsError:
-            raise self.refusal() from None
-        return True
+        return {}
 
     def is_held(self) -> bool:
-        return (self.read() or {}).get("token") == self.content["token"]
+        return self.read().get("token") == self.content["token"]
 
     def check(self) -> None:
         """Raises RuntimeError if another driver has taken the lease over: call it before files are deleted."""
@@ -107,82 +71,58 @@ class Lease:
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
-        holder = self.read() or {"pid": "?", "host": "an unknown host", "since": time.time()}
-        since = datetime.datetime.fromtimestamp(holder["since"]).astimezone().isoformat(" ", "seconds")
-        return RuntimeError(
-            f"{self.parameter} is in use by process {holder['pid']} on {holder['host']}, since {since}: wait until "
-            "that has ended, or stop it."
-        )
+        holder = self.read().get("holder", "an unknown process")
+        return RuntimeError(f"{self.parameter} is in use by {holder}: wait until that has ended, or stop it.")
 
-    def wait_until_stale(self, holder: dict) -> None:
-        """Return when the holder counts as gone; raises RuntimeError if it is alive."""
-        is_here = holder.get("place") == self.content["place"]
-        if is_here and (holder["pid"] == os.getpid() or not is_alive(holder)):
-            return
-        left = STALE_SECONDS - self.seconds_since_beat()
-        if is_here and left > 0:
-            raise self.refusal()
-        if left > 0:
-            print(f"{self.refusal()} Waiting up to {left:.0f} s for a heartbeat.")
-        until = time.monotonic() + left
-        while time.monotonic() < until:
-            time.sleep(min(1, BEAT_SECONDS / 10))
-            now = self.read()
-            if now is None:
-                return
-            if now != holder:
-                raise self.refusal()
-
-    def seconds_since_beat(self) -> float:
-        """By the storage's clock, which timestamps both files: drivers' clocks may differ."""
-        probe = f"{self.uri}.{self.content['token']}"
-        storage.write_text(probe, "now")
-        now, beat = (storage.version(uri)[1] for uri in (probe, self.uri))
-        storage.delete(probe)
-        return (now - (beat or now)) / 1e9
+    def is_gone(self, previous: dict) -> bool:
+        """Whether the process that wrote a lease has ended; where that cannot be known, waits for a heartbeat."""
+        if previous.get("place") == self.content["place"]:
+            return not is_alive(*previous["process"])
+        if self.content["job"] and previous.get("job") == self.content["job"]:
+            return True
+        print(f"{self.refusal()} Waiting {STALE_SECONDS} s for a heartbeat.")
+        time.sleep(STALE_SECONDS)
+        return self.read() in (previous, {})
 
     def renew(self) -> None:
         """Runs in the thread: rewrite the file periodically, while it is this lease's."""
         while not self.stop.wait(BEAT_SECONDS):
-            try:
-                if not self.is_held():
-                    return self.give_up()
-                self.content["beats"] += 1
-                self.write()
-            except OSError:
-                continue  # the storage cannot be reached
+            with contextlib.suppress(OSError):  # the storage cannot be reached
+                if self.is_held():
+                    storage.write_json(self.uri, {**self.content, "beat": time.time()})
+                elif self.read():  # another driver's; a deleted file is left to `check`
+                    print(f"{self.refusal()} It took over because this process sent no heartbeat.")
+                    return os.kill(os.getpid(), signal.SIGINT)
 
-    def give_up(self) -> None:
-        """Interrupt this process if another one holds the lease; a deleted file is left to `check`."""
-        holder = self.read()
-        if holder and (holder["place"], holder["pid"]) != (self.content["place"], self.content["pid"]):
-            print(f"{self.refusal()} It took over because this process sent no heartbeat for {STALE_SECONDS} s.")
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def release(self) -> None:
+    def release(self, *_) -> None:
         """Delete the file, if it is still this lease's; if the storage cannot be reached, the lease expires."""
-        atexit.unregister(self.release)
         self.stop.set()
         self.thread.join()
         with contextlib.suppress(OSError):
             if self.is_held():
                 storage.delete(self.uri)
 
-
-def place() -> str:
-    """Where a process id is valid: a host, since its last boot, and a container on it."""
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not on Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"
+    __exit__ = release
 
 
-def is_alive(holder: dict) -> bool:
-    """Whether a process of this place is running; its id may have been reused."""
-    try:
-        process = psutil.Process(holder["pid"])
-        same = abs(process.create_time() - holder["created"]) < 10  # it shifts when the host's clock is set
+_held: dict[str, Lease] = {}  # this process's leases, by folder
+
+
+def hold(uri: str, parameter: str) -> Lease:
+    """The lease on a folder; this process keeps it until `release`, the end of a `with` block, or its own end.
+
+    A process that holds the lease gets the same one again, so that a cell can be run twice. `parameter`: what to call
+    the folder in errors, such as "run_name='laptop'". Raises RuntimeError if another driver holds it.
+    """
+    if uri not in _held or not _held[uri].is_held():
+        _held[uri] = Lease(uri, parameter)
+    return _held[uri]
+
+
+def is_alive(pid: int, created: float) -> bool:
+    """Whether a process of this host is running; its id may have been reused."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - created) < 10  # it shifts when the host's clock is set
         return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False

@@ -32,52 +32,38 @@ class MetricsLog:
         self.run_uri = run_uri
         earlier = read_metrics(run_uri, all_attempts=True)
         self.attempt = 1 if earlier.empty else int(earlier["attempt"].max()) + 1
-        self.samples_seen = None
-        self.seen = dict(zip(earlier["step"], earlier["samples_seen"], strict=True))
-        self.lines = []
+        self.samples_seen = {0: 0, **dict(zip(earlier["step"], earlier["samples_seen"], strict=True))}  # by step
+        self.unwritten = []  # lines, until the next checkpoint
         self.file = None
         if storage.is_local(run_uri):
             path = storage.join(run_uri, "metrics.jsonl")
-            truncated = (
-                os.path.exists(path) and os.path.getsize(path) > 0 and not storage.read_text(path).endswith("\n")
-            )
+            text = storage.read_text(path) if os.path.exists(path) else ""
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the worker lives)
-            if truncated:  # a worker was killed while it wrote
+            if text and not text.endswith("\n"):  # a worker was killed while it wrote
                 self.file.write("\n")
 
     def write(self, step: int, metrics: dict, ids: Iterable, num_kept: int, **speed) -> None:
         """Write one line; `ids`: of the whole global batch; `num_kept`: how many of its rows are not masked."""
-        if self.samples_seen is None:
-            self.samples_seen = int(self.seen.get(step - 1, 0))
-            self.seen = None
-        self.samples_seen += num_kept
-        line = {
-            "step": step,
-            "attempt": self.attempt,
-            **metrics,
-            **speed,
-            "samples_seen": self.samples_seen,
-            "samples_crc32": samples_crc32(ids),
-        }
+        self.samples_seen = {step: int(self.samples_seen.get(step - 1, 0)) + num_kept}
+        record = {"step": step, "attempt": self.attempt, **metrics, **speed}
+        record |= {"samples_seen": self.samples_seen[step], "samples_crc32": samples_crc32(ids)}
         # JSON has no NaN and no infinity, which the loss of a skipped step may be.
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in line.items()
+            for name, value in record.items()
         }
-        line = json.dumps(finite)
         if self.file:
-            self.file.write(line + "\n")
+            self.file.write(json.dumps(finite) + "\n")
         else:
-            self.lines.append(line)
+            self.unwritten.append(json.dumps(finite) + "\n")
 
     def flush(self) -> None:
         """Write the lines since the last checkpoint to the object store."""
-        if self.lines:
-            last = json.loads(self.lines[-1])["step"]
-            storage.write_text(
-                storage.join(self.run_uri, f"metrics-{self.attempt:04d}-{last:09d}.jsonl"), "\n".join(self.lines) + "\n"
-            )
-            self.lines = []
+        if self.unwritten:
+            last = json.loads(self.unwritten[-1])["step"]
+            name = f"metrics-{self.attempt:04d}-{last:09d}.jsonl"
+            storage.write_text(storage.join(self.run_uri, name), "".join(self.unwritten))
+            self.unwritten = []
 
 
 class MetricsReader:
@@ -89,7 +75,7 @@ class MetricsReader:
         self.seen = set()  # objects that were read
 
     def read(self) -> list[dict]:
-        """Lines since the last call, in the order in which they were written; incomplete ones come in a later call."""
+        """Records of steps since the last call, in the order of their lines; incomplete lines come in a later call."""
         text = ""
         for uri in metrics_files(self.run_uri):
             if storage.is_local(uri):
@@ -102,9 +88,8 @@ class MetricsReader:
             elif uri not in self.seen:
                 self.seen.add(uri)
                 text += storage.read_text(uri)
-        return [
-            json.loads(line) for line in text.splitlines() if line.endswith("}")
-        ]  # a killed worker's may be incomplete
+        # A killed worker's last line may be incomplete.
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def metrics_files(run_uri: str) -> list[str]:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import html
-import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pandas as pd
-import ray
 from IPython import get_ipython
 from IPython.display import display
 
 from .. import storage
 from ..config import TrainingConfig
-from . import fault_tolerance, lease, metrics_log, tracking
+from . import fault_tolerance, lease, metrics_log, results, tracking
 
 
 @contextlib.contextmanager
@@ -47,26 +46,19 @@ def poll_in_background(action: Callable[[], object], every: float) -> Iterator[N
 
     An exception in `action` is raised when the block ends.
     """
-    stop, errors = threading.Event(), []
+    stop = threading.Event()
 
     def poll():
-        while not stop.wait(every):
-            try:
-                if action():
-                    return
-            except Exception as error:  # raised below, in the caller's thread
-                errors.append(error)
-                return
+        while not stop.wait(every) and not action():
+            pass
 
-    thread = threading.Thread(target=poll, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if errors:
-        raise errors[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(poll)
+        try:
+            yield
+        finally:
+            stop.set()
+    polling.result()
 
 
 def keep_executed_notebook(folder_uri: str) -> None:
@@ -99,11 +91,12 @@ class Progress:
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
         self.first = self.first or (now, done)
-        parts = [f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"]
+        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"
         if self.first[1] < done < total:
             seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
-            parts.append(f"{format_seconds(seconds_left)} left")
-        line = ", ".join([*parts, text] if text else parts)
+            line += f", {format_seconds(seconds_left)} left"
+        if text:
+            line += f", {text}"
         self.show(line, done, total)
         due = self.last is None or now - self.last[0] >= self.seconds_between_lines or done >= total
         if due and (self.last is None or self.last[1] != done):
@@ -160,53 +153,48 @@ def format_seconds(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def monitor_run(config: TrainingConfig, every: float = 1.0, track: Sequence[tracking.Track] = ()) -> Iterator[None]:
+def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
     Images/s are `metrics_log.throughput` over the last 2,000 steps; the loss is the mean of the last 50. The run's
-    metrics and pictures go to `config.trackers` and to the functions `track(step, values)`, with the nodes' utilization
-    every ten seconds. An interrupt ends the run and raises KeyboardInterrupt. The run's lease is held until the block
-    ends. Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
+    metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
+    lease is held until the block ends. Raises RuntimeError if the workers ended the run themselves, as after a loss
+    that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
-    reader, lines = metrics_log.MetricsReader(config.run_uri), {}
+    evaluations, metrics = tracking.EvaluationReader(config.run_uri), metrics_log.MetricsReader(config.run_uri)
+    metrics.read()  # steps of an earlier driver
+    records = {}  # by step: one that is repeated after a failure counts once, as the newest
     num_shown = len(fault_tolerance.read_failures(config.run_uri))
-    tracks = bool(config.trackers or track)
-    tracked, nodes, asked_nodes = tracking.RunReader(config), tracking.ClusterUse(), 0.0
 
     def show():
-        nonlocal num_shown, asked_nodes
+        nonlocal num_shown
         failures = fault_tolerance.read_failures(config.run_uri)
         for failure in failures[num_shown:]:
             progress.message(f"lost: {failure}")
         num_shown = len(failures)
-        new = reader.read()
-        for step, values in tracked.values(new):
-            track_all(step, values)
-        while tracked.said:
-            progress.message(tracked.said.pop(0))
-        if tracks and lines and ray.is_initialized() and time.monotonic() - asked_nodes > 10:
-            asked_nodes = time.monotonic()
-            try:
-                track_all(next(reversed(lines)), nodes.values())
-            except Exception as error:  # tracking must not end the run
-                asked_nodes = math.inf
-                progress.message(f"The use of the nodes is no longer tracked: {type(error).__name__}: {error}")
-        for line in new:
-            lines.pop(line["step"], None)  # a step that is repeated after a failure counts once, as the newest
-            lines[line["step"]] = line
-        for step in list(lines)[:-2000]:
-            del lines[step]
+        for result in evaluations.read():
+            for sentence in results.sentences(result):
+                progress.message(sentence)
+            if values := tracking.evaluation_values(config.run_uri, result):
+                track(result["step"], values)
+        new = metrics.read()
+        for record in new:
+            values = results.numbers(record)
+            track(values.pop("step"), values)
+            records.pop(record["step"], None)
+            records[record["step"]] = record
+        for step in list(records)[:-2000]:
+            del records[step]
         if new:
-            recent = list(lines.values())
-            losses = [line["loss"] for line in recent[-50:] if line["loss"] is not None]
-            images_per_second, _ = metrics_log.throughput(pd.DataFrame(recent))
-            text = f"loss {sum(losses) / max(1, len(losses)):.3f}, {images_per_second:,.0f} images/s"
-            progress(recent[-1]["step"], config.max_steps, text)
+            recent = pd.DataFrame(records.values())
+            images_per_second, _ = metrics_log.throughput(recent)
+            text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
+            progress(new[-1]["step"], config.max_steps, text)
 
     with contextlib.ExitStack() as stack:
-        track_all = stack.enter_context(tracking.start(config, track))
-        stack.callback(show)  # the last lines
+        track = stack.enter_context(tracking.start(config))
+        stack.callback(show)  # the last steps
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
             fault_tolerance.raise_end(config.run_uri),

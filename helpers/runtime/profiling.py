@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import resource
 import sys
@@ -117,25 +118,19 @@ def time_by_category(events: Iterable[Event]) -> pd.DataFrame:
 
 def exposed_communication(events: list[Event]) -> float:
     """Share of a profiled step's time in collectives that do not overlap with compute."""
-    communication = _union((start, end) for name, start, end in events if op_category(name) == "communication")
-    compute = _union((start, end) for name, start, end in events if op_category(name) != "communication")
-    step = max((end for _, _, end in events), default=0) - min((start for _, start, _ in events), default=0)
-    either = _union([*communication, *compute])
-    return (_length(either) - _length(compute)) / step if step else 0.0
+    everything = [(start, end) for _, start, end in events]
+    compute = [(start, end) for name, start, end in events if op_category(name) != "communication"]
+    step = max((end for _, end in everything), default=0) - min((start for start, _ in everything), default=0)
+    return (covered(everything) - covered(compute)) / step if step else 0.0
 
 
-def _union(intervals):
-    joined = []
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time that at least one of the intervals covers."""
+    total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _length(intervals):
-    return sum(end - start for start, end in intervals)
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def hardware(device: torch.device | str) -> str:
@@ -164,7 +159,7 @@ def peak_memory(device: torch.device | str) -> int:
 
 
 class Meter:
-    """Measures a worker's steps; `line` returns the speed columns of `metrics.jsonl`.
+    """Measures a worker's steps; `step_record` returns the speed columns of `metrics.jsonl`.
 
     - `resolution`, `width` and `height` of the step's images.
     - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
@@ -202,7 +197,7 @@ class Meter:
         """FLOPs of training on one row of latents (C, H, W)."""
         return training_flops(self.config.unet_config, shape, self.manifest.embeddings.shape)
 
-    def line(
+    def step_record(
         self, shape: tuple[int, ...], seconds: float, data_seconds: float, checkpoint_seconds: float, num_rows: int
     ) -> dict[str, float | None]:
         """The columns of one step; `shape`: of its latents (C, H, W); `num_rows`: unmasked rows of its global batch."""

@@ -77,6 +77,6 @@ def read_picture(uri: str) -> np.ndarray:
 
 def is_best(config: TrainingConfig, result: dict[str, Any]) -> bool:
     """Whether no other step of the run is better by `config.best_by`. False if the result does not have it."""
-    mine, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
-    others = [one.get(config.best_by) for one in read(config.run_uri) if one["step"] != result["step"]]
-    return mine is not None and all(sign * mine <= sign * other for other in others if other is not None)
+    value, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
+    others = [other.get(config.best_by) for other in read(config.run_uri) if other["step"] != result["step"]]
+    return value is not None and all(sign * value <= sign * other for other in others if other is not None)

@@ -8,18 +8,17 @@ import logging
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 
 import ray
+import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 from ..config import TrainingConfig
-from . import fault_tolerance
 
 STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
 
@@ -75,16 +74,11 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
 
 
 def worker_variables() -> dict[str, str]:
-    """Environment of the workers.
+    """Environment of the workers: this process's object store variables, so that others reach the same store.
 
-    This process's object store variables, so that workers on other machines reach the same store (a file that
-    `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node); and settings for NCCL to record its last collectives,
-    for `fault_tolerance.dump_flight_recorder`.
+    A file that `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node.
     """
-    store = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
-    recorder = f"{tempfile.gettempdir()}/nccl-{uuid.uuid4().hex}-"  # plus the rank; unique to this job on the machine
-    files = dict.fromkeys([fault_tolerance.PIPE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"], recorder)
-    return {**store, **files, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    return {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
 
 
 @contextlib.contextmanager
@@ -107,24 +101,19 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         return
     token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
     storage.write_text(token, "")
+    exists = ray.remote(num_cpus=0)(storage.exists)
     try:
-        seen = ray.remote(num_cpus=0)(storage.exists)
-        found = {
-            node["NodeManagerAddress"]: seen.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(token)
-            for node in nodes
-        }
-        for address, result in found.items():
-            try:
-                sees = ray.get(result)
-            except ray.exceptions.TaskUnschedulableError:
-                continue  # the node left after it was listed
-            if not sees:
-                raise ValueError(
-                    f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
-                    "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
-                )
+        seen = {}
+        for node in nodes:
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
+        for address, answer in seen.items():
+            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
+                if not ray.get(answer):
+                    raise ValueError(
+                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
+                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
+                    )
     finally:
         storage.delete(token)
 
@@ -139,9 +128,9 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
         return
     kinds = gpu_kinds()
     if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
-        found = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
+        counts = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
         raise ValueError(
-            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({found}): trainers on two "
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counts}): trainers on two "
             f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
         )
     has, fewest = sum(kinds.values()), config.fewest_workers + encoder_gpus
@@ -169,14 +158,14 @@ def gpu_kinds() -> dict[str, float]:
     return kinds
 
 
-def run_on_gpu(function: Callable, use_gpu: bool, *arguments):
+def run_on_device(function: Callable, use_gpu: bool, *arguments, **options):
     """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
 
-    In this process, the memory would stay in use, although the trainers need it.
+    In this process, the GPU's memory would stay in use, although the trainers need it.
     """
     if not use_gpu:
-        return function(*arguments)
-    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments))
+        return function(*arguments, **options)
+    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments, **options))
 
 
 def free_disk(storage_uri: str) -> int:
@@ -187,29 +176,3 @@ def free_disk(storage_uri: str) -> int:
         freed += sum(storage.sizes(uri).values())
         storage.delete(uri)
     return freed
-
-
-class SchedulerThrottle:
-    """Pauses Ray Data's scheduling loop while it is backpressured: it would busy-wait on tasks whose output must wait.
-
-    On a machine that also trains, that would take a core from the trainer. Steps that return at once, because they
-    wait for no task, double the pause up to 50 ms; others halve it. Implements Ray Data's execution callbacks.
-    """
-
-    def __init__(self):
-        self.pause, self.resumed = 0.0, 0.0
-
-    def before_execution_starts(self, executor):
-        pass
-
-    def on_execution_step(self, executor):
-        busy_waiting = time.perf_counter() - self.resumed < 0.01
-        self.pause = min(0.05, 2 * self.pause + 0.001) if busy_waiting else self.pause / 2
-        time.sleep(self.pause)
-        self.resumed = time.perf_counter()
-
-    def after_execution_succeeds(self, executor):
-        pass
-
-    def after_execution_fails(self, executor, error):
-        pass

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, evaluate, ingest, preprocess, resumable_job, schema, storage
+from helpers import encoder, ingest, preprocess, resumable_job, sampling, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.evaluation import trials
@@ -80,8 +80,8 @@ def main():
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
             buckets[name] = ingest.plan_run({raw.latents_uri: manifest}, config).describe_buckets()
-            pipeline = evaluate.build_pipeline(trials.train(config), "tiny-sd", config.prediction_type)
-            pictures = evaluate.generate(pipeline, prompts, resolution=64, batch_size=64)
+            pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config.prediction_type)
+            pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (
                 f"crops cut away {cut:.1%}; agreement over {len(prompts)} held-out prompts {right:.3f}, shape overlap "

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, evaluate, schema
+from helpers import encoder, sampling, schema
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -96,8 +96,8 @@ class Training:
     def draw(self, prompts):
         unet = build_unet(self.config.unet_config)
         unet.load_state_dict({name: value.clone() for name, value in self.train_step.ema.state_dict().items()})
-        pipeline = evaluate.build_pipeline(unet.eval(), "tiny-sd")
-        return evaluate.generate(pipeline, prompts, resolution=64, batch_size=64)
+        pipeline = sampling.build_pipeline(unet.eval(), "tiny-sd")
+        return sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
 def shape_score(pictures, prompts):

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from helpers import encoder, evaluate, images, preprocess, schema, storage
+from helpers import encoder, images, preprocess, sampling, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -145,7 +145,7 @@ def main():
             training = TrainingConfig(max_steps=arguments.steps, seed=seed)
             unet = train(training, table.filter(pa.array(~held_out)), manifest)
             losses.append(validation_loss(unet, full_manifest, full.filter(pa.array(held_out)), training)[1])
-            pictures = evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd"), prompts, resolution=64)
+            pictures = sampling.generate(sampling.build_pipeline(unet, "tiny-sd"), prompts, resolution=64)
             right.append(captioned_shapes.agreement(pictures, prompts)["all"])
         summary[f"{name}: validation loss and held-out prompts right after {arguments.steps} steps"] = (
             f"{statistics.mean(losses):.4f}, {statistics.mean(right):.0%}"

@@ -313,8 +313,8 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_gpu(sample, True, 3)
+    pid, gpus, number = session.run_on_device(sample, True, 3)
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert session.run_on_gpu(sample, False, 3)[0] == os.getpid()
+    assert session.run_on_device(sample, False, 3)[0] == os.getpid()
     lose(nodes, node)

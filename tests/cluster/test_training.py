@@ -14,7 +14,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
-from helpers import checkpoint, evaluate, ingest, online, run_setup, storage, train
+from helpers import checkpoint, ingest, online, run_setup, sampling, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes, looks
@@ -231,7 +231,7 @@ def test_a_second_phase_mixes_resolutions_under_fsdp(run, data, tmp_path):
     # Raw or averaged, the weights that two ranks wrote make a pipeline.
     last, exported = train.last_checkpoint(config), {}
     for which in ("model", "ema"):
-        uri = evaluate.export_checkpoint(config.to_dict(), last, which)
+        uri = sampling.export_checkpoint(config.to_dict(), last, which)
         exported[which] = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")["conv_in.weight"]
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
 
@@ -251,7 +251,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path):
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     assert results.scores(config.run_uri)["step"].tolist() == [10, 16]
-    wide = evaluate.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = sampling.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
@@ -293,7 +293,7 @@ def test_a_run_starts_from_the_average_of_another_too(run, data):
     first, second = (metrics_log.read_metrics(c.run_uri)["loss"] for c in (run[0], config))
     assert second.iloc[0] < 0.7 * first.iloc[0]
     # Three small steps hardly move it.
-    before, after = (evaluate.load_unet(c, train.last_checkpoint(c)).state_dict() for c in (run[0], config))
+    before, after = (sampling.load_unet(c, train.last_checkpoint(c)).state_dict() for c in (run[0], config))
     assert all(torch.allclose(after[name], before[name], atol=1e-3) for name in before)
 
 
@@ -306,7 +306,7 @@ def test_a_run_starts_from_a_unet_in_a_folder(data, tmp_path, monkeypatch):
     config = small(data, run_name="from-a-folder", init_from="./unet", **one_step)
     fit(config)
     given = build_unet("tiny", seed=5).state_dict()
-    found = evaluate.load_unet(config, train.last_checkpoint(config)).state_dict()
+    found = sampling.load_unet(config, train.last_checkpoint(config)).state_dict()
     assert all(torch.allclose(found[name], given[name], atol=1e-6) for name in given)
 
 
@@ -322,13 +322,13 @@ def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = evaluate.export_checkpoint(config.to_dict(), result.checkpoint)
+    uri = sampling.export_checkpoint(config.to_dict(), result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = evaluate.sample(config.to_dict(), [prompt], result.checkpoint)[0]
+    mine = sampling.sample(config.to_dict(), [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    theirs = evaluate.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
+    theirs = sampling.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint.load_weights(folder, build_unet("tiny"), "ema").state_dict()

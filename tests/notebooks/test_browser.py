@@ -32,12 +32,12 @@ import numpy as np
 from helpers.evaluation import figures, side_by_side
 prompts, names = {PROMPTS!r}, {NAMES!r}
 a, b = ([np.full((64, 64, 3), 80 * model + number, np.uint8) for number in range(3)] for model in (1, 2))
-pairs = side_by_side.pairs(a, b, prompts, seed=0)
+pairs = side_by_side.pair_up(a, b, prompts, seed=0)
 judging = side_by_side.SideBySide(pairs, "choices.csv", names)
 judging
 """
 REPORT = """
-if judging.answers:
+if len(judging.choices):
     report = side_by_side.report(judging.choices, judging.names)
     display(report, figures.preferences(report))
 """
@@ -113,7 +113,7 @@ def test_a_reader_judges_pairs_by_clicks_in_jupyterlab(page, lab):
     expect.set_options(timeout=2 * MINUTE)
     url, folder = lab
     a, b = ([np.full((64, 64, 3), 80 * model + number, np.uint8) for number in range(3)] for model in (1, 2))
-    pairs = side_by_side.pairs(a, b, PROMPTS, seed=0)
+    pairs = side_by_side.pair_up(a, b, PROMPTS, seed=0)
 
     def model(pair, side):
         return NAMES[pair.left_model if side == "left" else 1 - pair.left_model]
@@ -144,17 +144,19 @@ def test_a_reader_judges_pairs_by_clicks_in_jupyterlab(page, lab):
                 return [image.naturalWidth, canvas.getContext('2d').getImageData(9, 9, 1, 1).data[0]];
             })"""
         )
-        assert drawn == [[320, int(pair.left[0, 0, 0])], [320, int(pair.right[0, 0, 0])]]
+        left, right = pair.by_model[pair.left_model], pair.by_model[1 - pair.left_model]
+        assert drawn == [[320, int(left[0, 0, 0])], [320, int(right[0, 0, 0])]]
         assert not re.search("|".join(NAMES), " ".join(output.all_inner_texts()))  # the reader cannot tell
         expect(next_pair).to_be_disabled()
         quality.get_by_role("button", name=better, exact=True).click()
         alignment.get_by_role("button", name=fits, exact=True).click()
-        expect(next_pair).to_be_enabled()  # once the kernel has kept both
+        expect(next_pair).to_be_enabled()
         answers = [side if side == "no preference" else model(pair, side) for side in (better, fits)]
         expected[pair.prompt] = answers
+        next_pair.click()
+        expect(output.get_by_text(f"Pair {place + 1} of 3")).to_be_hidden()  # once the kernel has kept both
         kept = side_by_side.read_choices(str(folder / "choices.csv"), NAMES)
         assert kept.set_index("prompt")[["quality", "alignment"]].T.to_dict("list") == expected
-        next_pair.click()
     expect(output.get_by_text("All 3 pairs are judged.")).to_be_visible()
 
     run_all_cells(page)

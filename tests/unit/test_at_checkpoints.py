@@ -10,7 +10,7 @@ import ray.train
 import ray.train.collective
 from PIL import Image
 
-from helpers import distributed, evaluate, storage
+from helpers import distributed, sampling, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
@@ -104,7 +104,7 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
 
 
 def test_pictures_that_cannot_be_drawn_leave_the_losses(build_run, monkeypatch):
-    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: 1 / 0)
     found = evaluate_unet(build_run())
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert "unfinished" not in found
@@ -124,7 +124,7 @@ def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
 
 
 def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatch):
-    config, manifest = build_run(), evaluate.read_encoder_manifest(build_run())
+    config, manifest = build_run(), sampling.read_encoder_manifest(build_run())
     unet = build_unet("tiny").eval()
     alone, parts = at_checkpoints.draw(unet, config, manifest, PROMPTS), []
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
@@ -150,7 +150,7 @@ def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
 def test_a_sampler_of_another_name_draws_otherwise(sampler):
     unet = build_unet("tiny")
     drawn = [
-        evaluate.generate(evaluate.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
+        sampling.generate(sampling.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
             0
         ]
         for name in ("ddim", sampler)
@@ -176,15 +176,6 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
     assert len(results.scores(config.run_uri)) == 0
-
-
-def test_an_evaluation_whose_process_is_lost_again_is_given_up(build_run):
-    config = build_run()
-    saved = checkpoint_at(config, 20)
-    storage.write_json(f"{config.run_uri}/evaluation/000000020/lost.json", 3)
-    found = at_checkpoints.validate(saved, config.to_dict())
-    assert found == {"step": 20, "failed": {"evaluation": "its process was lost 3 times"}}
-    assert storage.list_files(f"{config.run_uri}/evaluation/000000020") == []
 
 
 @pytest.mark.parametrize(

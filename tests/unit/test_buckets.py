@@ -239,7 +239,7 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
 def test_flops_are_counted_by_shape(folder):
     uri, manifest = folder
     meter = profiling.Meter(config_of(uri), manifest, "cpu")
-    line = meter.line((4, 6, 12), 0.5, 0.1, 0.0, 3)
+    line = meter.step_record((4, 6, 12), 0.5, 0.1, 0.0, 3)
     assert (line["resolution"], line["width"], line["height"]) == (64, 96, 48)
     assert line["masked_rows"] == 1 and line["images_per_second"] == 6
     assert meter.flops((4, 8, 8)) < meter.flops((4, 6, 12)) < 1.2 * meter.flops((4, 8, 8))

@@ -1,10 +1,8 @@
 """What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
 
 import json
-import os
 import pathlib
 import signal
-import threading
 import zlib
 
 import pandas as pd
@@ -140,23 +138,14 @@ def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     assert fault_tolerance.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
 
 
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [
-        (
-            "Traceback (most recent call last):\n  File x\nRuntimeError: the step that fails",
-            "RuntimeError: the step that fails",
-        ),
-        ("The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n", "The actor died unexpectedly"),
-        (
-            "A worker health check failed.\nThe actor is dead because its process has died. More",
-            "The actor is dead because its process has died",
-        ),
-        ("", "no message"),
-    ],
-)
-def test_an_error_is_summarized_in_a_sentence(text, short):
-    assert ray_errors.summarize_error(text) == short
+def test_an_error_is_summarized_in_a_sentence():
+    sentences = {
+        "Traceback (most recent call last):\n  File x\nRuntimeError: too large": "RuntimeError: too large",
+        "The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n": "The actor died unexpectedly",
+        "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
+        "": "no message",
+    }
+    assert {text: ray_errors.summarize_error(text) for text in sentences} == sentences
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
@@ -167,21 +156,6 @@ def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
         assert fault_tolerance.check_device(device) == "multiplies matrices wrongly"
     monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
     assert fault_tolerance.check_device(device) == "got wrong sums from the other workers"
-
-
-def test_a_hung_worker_leaves_nccls_last_collectives(tmp_path, monkeypatch):
-    """A thread stands for NCCL's, which waits at the pipe and writes the file."""
-    monkeypatch.setenv(fault_tolerance.PIPE, f"{tmp_path}/nccl-")
-    config = TrainingConfig(storage=str(tmp_path), run_name="run")
-    fault_tolerance.hang_callback(config)(5.0)  # no NCCL: no pipe
-    pipe, dump = tmp_path / "nccl-0.pipe", tmp_path / "nccl-0"
-    os.mkfifo(pipe)
-    nccl = threading.Thread(target=lambda: pipe.read_bytes() and dump.write_bytes(b"the last collectives"))
-    nccl.start()
-    fault_tolerance.hang_callback(config)(7.0)
-    nccl.join()
-    assert pathlib.Path(config.run_uri, "failures", "nccl-00000.pickle").read_bytes() == b"the last collectives"
-    assert len(fault_tolerance.read_failures(config.run_uri)) == 2
 
 
 WATCHED = """
@@ -240,12 +214,6 @@ def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
     found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
     assert found == [0.1, None, None, 0.5]
     assert metrics_log.read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
-
-
-def test_metrics_lines_are_json_on_lines_of_their_own(run_uri):
-    write(run_uri, [1])
-    (line,) = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 1
 
 
 def test_throughput_is_by_the_clock_not_the_mean_over_steps():

@@ -1,4 +1,4 @@
-"""A run over time, several runs, one prompt over the checkpoints: what the figures and the animation show."""
+"""A run over time, several runs, one prompt over the checkpoints: what the figures show."""
 
 import io
 import json
@@ -70,15 +70,11 @@ def test_runs_are_compared_by_their_names(build_run):
     assert "one: " in fig.alt_text and "another: " in fig.alt_text
 
 
-def test_a_prompt_over_the_checkpoints_is_a_strip_and_an_animation(build_run, tmp_path):
+def test_a_prompt_over_the_checkpoints_is_a_strip(build_run):
     uri = build_run("first")
     fig = drawn(figures.strip(uri, PROMPTS[1]))
     assert [ax.get_title() for ax in fig.axes] == ["step 20", "step 60"]
     assert np.asarray(fig.axes[1].images[0].get_array())[0, 0].tolist() == [120, 120, 120]
-    path = str(tmp_path / "strip.gif")
-    assert figures.animation(uri, PROMPTS[1], path, size=32) == path
-    with Image.open(path) as gif:
-        assert gif.n_frames == 2 and gif.size == (32, 32) and gif.info["loop"] == 0
 
 
 @pytest.mark.parametrize("draw", [figures.run_over_time, lambda uri: figures.compare_runs({"one": uri})])

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import evaluate, storage, unet
+from helpers import sampling, storage, unet
 from helpers.evaluation import figures, generation, scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,9 +17,9 @@ PROMPTS = [f"a {size} {color} circle" for size in ("small", "large") for color i
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """An untrained pipeline, as `evaluate.export_pipeline` leaves it."""
+    """An untrained pipeline, as `sampling.export_pipeline` leaves it."""
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    return evaluate.export_pipeline(evaluate.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
+    return sampling.export_pipeline(sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_folder_of_other_pictures_is_refused(tmp_path, settings, pipeline):
 def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
     storage.copy_folder(pipeline, tmp_path)
     assert generation.fingerprint(str(tmp_path)) == generation.fingerprint(pipeline)
-    evaluate.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd").unet.save_pretrained(tmp_path / "unet")
+    sampling.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd").unet.save_pretrained(tmp_path / "unet")
     assert generation.fingerprint(str(tmp_path)) != generation.fingerprint(pipeline)
     assert generation.fingerprint("hub/id@revision") is None
 
@@ -71,42 +71,44 @@ def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
 def test_pictures_do_not_depend_on_parts_or_batches(tmp_path, settings, pipeline):
     """Picture i is that of prompt i and seed + i; its embeddings are those of the stored picture and its prompt."""
     loaded = generation.load_pipeline(pipeline)
-    straight = evaluate.generate(loaded, PROMPTS, resolution=32, seed=7, steps=2)
+    straight = sampling.generate(loaded, PROMPTS, resolution=32, seed=7, steps=2)
     job = generation.Job(PROMPTS, tmp_path, settings)
     actor = generation.PartGenerator(settings, generation.Placement(batch_size=3))
     for number in job.pending():
-        rows = {name: [value] for name, value in job.part(number).items()}
-        assert actor(rows) == {"pictures": [len(job.part(number)["prompts"])]}
+        assert actor(job.part(number)) == {"pictures": len(job.part(number)["prompts"])}
     table = pq.read_table(tmp_path / "parts")
     assert table["index"].to_pylist() == list(range(6)) and table["prompt"].to_pylist() == PROMPTS
     stored = [np.asarray(Image.open(io.BytesIO(data))) for data in table["picture"].to_pylist()]
     for picture, expected in zip(stored, straight, strict=True):
         assert np.abs(picture.astype(int) - expected).max() <= 1  # sums in another order
-    found, clip = generation.features_of(table), scores.CLIP()
-    assert found["image_embedding"] == pytest.approx(clip.images(stored), abs=1e-5)
-    assert found["text_embedding"] == pytest.approx(clip.texts(PROMPTS), abs=1e-5)
+    clip = scores.CLIP()
+    assert generation.embeddings(table, "image_embedding") == pytest.approx(clip.images(stored), abs=1e-5)
+    assert generation.embeddings(table, "text_embedding") == pytest.approx(clip.texts(PROMPTS), abs=1e-5)
 
 
-def test_scores_are_read_without_the_pictures(tmp_path, monkeypatch):
-    """From the feature columns of all parts; FID and KID where both sides have Inception's."""
+def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
+    """Without the pictures, which only FID and KID read."""
     random, n = np.random.default_rng(0), 40
-    made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in generation.FEATURES}
-    real = {name: random.normal(size=(n, 3)) for name in ("image_embedding", "inception")}
-    storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25})
+    made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in ("image_embedding", "text_embedding")}
+    real = random.normal(size=(n, 3))
+    storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25, "resolution": 8})
+    picture = generation.encode_png(np.full((8, 8, 3), 7, np.uint8))
     for number, rows in enumerate((slice(0, 25), slice(25, n))):
         columns = {name: generation.schema.to_binary(v[rows], dtype=np.float32) for name, v in made.items()}
-        columns["picture"] = ["no picture"] * len(columns["inception"])
+        columns["picture"] = [picture] * len(columns["text_embedding"])
         (tmp_path / "parts").mkdir(exist_ok=True)
         pq.write_table(generation.pa.table(columns), tmp_path / "parts" / generation.part_name(number))
-    found = generation.score(str(tmp_path), real)
-    assert found == {
-        "pictures": n,
-        "clip_score": scores.clip_score(made["image_embedding"], made["text_embedding"]),
-        "cmmd": scores.cmmd(made["image_embedding"], real["image_embedding"]),
-        "fid": scores.frechet_distance(made["inception"], real["inception"]),
-        "kid": scores.kernel_distance(made["inception"], real["inception"]),
-    }
-    assert generation.score(str(tmp_path)).keys() == {"pictures", "clip_score"}
+    clip_score = scores.clip_score(made["image_embedding"], made["text_embedding"])
+    cmmd = scores.cmmd(made["image_embedding"], real)
+    assert generation.score(str(tmp_path), real) == {"pictures": n, "clip_score": clip_score, "cmmd": cmmd}
+
+    def fid_and_kid(generated, folder, samples_resize_and_crop):
+        assert len(generated) == n and generated[n - 1].shape == (3, 8, 8) and generated[0].unique().tolist() == [7]
+        assert (folder, samples_resize_and_crop) == ("real", 8)
+        return {"fid": 2.0, "kid": 0.1}
+
+    monkeypatch.setattr(scores, "fid_and_kid", fid_and_kid)
+    assert generation.score(str(tmp_path), real_folder="real").items() >= {"fid": 2.0, "kid": 0.1}.items()
     (tmp_path / "parts" / generation.part_name(0)).unlink()
     with pytest.raises(ValueError, match="has 1 of 2 parts: run `generate` again"):
         generation.score(str(tmp_path))
@@ -120,7 +122,7 @@ def test_the_guidance_curve_labels_each_point_with_its_scale():
     ax = figure.axes[0]
     assert ax.get_ylabel() == "CMMD" and [text.get_text() for text in ax.texts] == ["1", "2", "7.5"]
     assert "7.5: 27.0, 0.4" in figure.alt_text
-    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP.assign(fid=[30, 20, 25])}, distance="cmmd")
+    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP})
     assert [text.get_text() for text in both.axes[0].get_legend().get_texts()] == ["early", "late"]
-    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep the features of real pictures"):
+    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep real pictures to compare with"):
         figures.guidance_curve(SWEEP.drop(columns="cmmd"))

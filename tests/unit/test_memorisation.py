@@ -22,22 +22,20 @@ def test_pictures_become_the_latents_that_are_stored():
 def test_a_copy_is_at_distance_zero_among_large_values():
     rows = np.random.default_rng(0).normal(100, 1, size=(50, 4096))
     places = pd.DataFrame({"data_set": 0, "group": 0, "row": range(50)})
-    found = memorisation.keep_nearest(memorisation.nearest_rows(rows[[30]], rows, places, 2), 2)
-    assert found["row"].iloc[0] == 30 and found["distance"].iloc[0] < 1e-3 < 80 < found["distance"].iloc[1]
+    (copy,) = memorisation.nearest_rows(rows[[30]], rows, places).itertuples()
+    assert (copy.query, copy.row) == (0, 30) and copy.distance < 1e-3
 
 
 def test_row_groups_without_a_row_to_search_are_no_obstacle():
     places = pd.DataFrame({"data_set": 0, "group": 0, "row": []})
-    assert memorisation.nearest_rows(np.zeros((3, 8)), np.zeros((0, 8)), places, 2).empty
+    assert memorisation.nearest_rows(np.zeros((3, 8)), np.zeros((0, 8)), places).empty
 
 
 def test_of_blocks_the_nearest_rows_are_kept():
     columns = ["query", "distance", "data_set", "group", "row"]
-    found = pd.DataFrame(
-        [(1, 0.5, 0, 2, 0), (0, 0.3, 0, 1, 4), (0, 0.1, 1, 0, 0), (0, 0.3, 0, 0, 9), (1, 0.2, 0, 3, 3)], columns=columns
-    )
-    kept = memorisation.keep_nearest(found, 2)
-    assert kept[["query", "distance", "row"]].values.tolist() == [[0, 0.1, 0], [0, 0.3, 9], [1, 0.2, 3], [1, 0.5, 0]]
+    frames = [[(1, 0.5, 0, 2, 0), (0, 0.3, 0, 1, 4)], [(0, 0.3, 0, 0, 9), (1, 0.2, 0, 3, 3)]]
+    kept = memorisation.keep_nearest([pd.DataFrame(rows, columns=columns) for rows in frames])
+    assert kept[["query", "distance", "row"]].values.tolist() == [[0, 0.3, 9], [1, 0.2, 3]]
 
 
 def test_the_figure_marks_what_is_nearer_than_held_out_rows():
@@ -50,5 +48,5 @@ def test_the_figure_marks_what_is_nearer_than_held_out_rows():
     shown = [text.get_text() for ax in figure.subfigs[0].axes for text in [ax.xaxis.label]]
     assert [text for text in shown if text] == ["0.01", "0.50", "0.60"]  # the nearest first
     figures.nearest_neighbours(pictures, pictures, found.assign(nearer=np.nan), np.zeros(0)).canvas.draw()
-    with pytest.raises(ValueError, match="^found has no rows"):
+    with pytest.raises(ValueError, match="^nearest has no rows"):
         figures.nearest_neighbours([], [], found[:0], np.zeros(0))

@@ -16,7 +16,7 @@ from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
 from helpers.runtime import metrics_log, profiling
 from helpers.train_step import TrainStep
-from helpers.unet import build_unet, count_flops
+from helpers.unet import build_unet
 from tests.processes import start_ranks
 from tests.unit.test_train_step import STRATEGIES, group, train
 
@@ -26,33 +26,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- FLOPs and peaks
 
 
-def test_training_costs_three_forward_passes():
-    blocks = count_flops("tiny", (4, 8, 8), (6, 128))
-    assert profiling.training_flops("tiny", (4, 8, 8), (6, 128)) == pytest.approx(3e9 * blocks["gflops"].sum())
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100-PCIE-40GB", "A100"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA L4", "L4"),
-    ],
-)
-def test_gpus_are_found_by_the_names_that_drivers_give(name, found):
-    assert profiling.find_accelerator(name).name == found
-
-
-def test_an_unknown_gpu_is_not_taken_for_a_known_one():
-    assert (
-        profiling.find_accelerator("NVIDIA RTX A1000") is None
-        and profiling.find_accelerator("NVIDIA GeForce RTX 4090") is None
-    )
+def test_gpus_are_found_by_the_names_that_drivers_give():
+    names = {
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA A10G": "A10G",
+        "NVIDIA A10": "A10",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+    }
+    assert {name: profiling.find_accelerator(name).name for name in names} == names
+    assert profiling.find_accelerator("NVIDIA RTX A1000") is None
 
 
 def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
@@ -71,26 +54,21 @@ def test_communication_that_overlaps_with_compute_is_not_exposed():
     assert profiling.exposed_communication([]) == profiling.exposed_communication(events[:1]) == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
-        ("aten::scaled_dot_product_attention", "attention"),
-        ("pytorch_flash::flash_fwd_kernel", "attention"),
-        ("sm90_xmma_fprop_implicit_gemm_bf16", "convolution"),
-        ("nvjet_hsh_128x256", "matrix product"),
-        ("aten::group_norm", "norm"),
-        ("Memcpy DtoD", "copy"),
-        ("triton_poi_fused_convolution_3", "elementwise and rest"),
-        ("triton_red_fused_convolution_native_group_norm_silu_7", "norm"),
-        ("void cudnn::ops::nchwToNhwcKernel", "layout"),
-        ("cutlass_tensorop_bf16_s16816fprop_optimized", "convolution"),
-        ("multi_tensor_apply_kernel", "optimizer"),
-        ("vectorized_elementwise_kernel", "elementwise and rest"),
-    ],
-)
-def test_kernels_have_the_category_of_their_work(name, kind):
-    assert profiling.op_category(name) == kind
+def test_kernels_have_the_category_of_their_work():
+    kinds = {
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+        "aten::scaled_dot_product_attention": "attention",
+        "sm90_xmma_fprop_implicit_gemm_bf16": "convolution",
+        "nvjet_hsh_128x256": "matrix product",
+        "aten::group_norm": "norm",
+        "Memcpy DtoD": "copy",
+        "triton_poi_fused_convolution_3": "elementwise and rest",
+        "triton_red_fused_convolution_native_group_norm_silu_7": "norm",
+        "void cudnn::ops::nchwToNhwcKernel": "layout",
+        "multi_tensor_apply_kernel": "optimizer",
+        "vectorized_elementwise_kernel": "elementwise and rest",
+    }
+    assert {name: profiling.op_category(name) for name in kinds} == kinds
 
 
 def test_a_profile_adds_up_and_names_what_a_unet_does():
@@ -249,47 +227,32 @@ def test_random_batches_fit_the_unet_and_are_dealt_to_ranks():
 # ---- what a run tells
 
 
-def line(**values):
-    return {
-        "step": 1,
-        "attempt": 1,
-        "step_seconds": 0.5,
-        "images_per_second": 128.0,
-        "images_per_second_per_worker": 64.0,
-        "mfu": 0.4,
-        "peak_memory_gib": 2.0,
-        "data_wait_share": 0.1,
-        "communication_share": 0.2,
-        "checkpoint_seconds": 0.0,
-        **values,
-    }
+STEP = {"step_seconds": 0.5, "images_per_second": 128.0, "images_per_second_per_worker": 64.0, "mfu": 0.4}
+STEP |= {"peak_memory_gib": 2.0, "data_wait_share": 0.1, "communication_share": 0.2, "checkpoint_seconds": 0.0}
 
 
 def test_the_summary_and_the_throughput_of_a_run_agree():
     """Rows over elapsed time, checkpoints included, without the first steps; the shares are of the same time."""
-    metrics = pd.DataFrame(
-        [
-            line(images_per_second=1.0, data_wait_share=0.9),  # warm-up
-            line(step=2, communication_share=None, checkpoint_seconds=1.0),
-            line(
-                step=3, images_per_second=64.0, images_per_second_per_worker=32.0, mfu=0.2
-            ),  # half the rows are masked
-            line(step=4),
-        ]
-    )
-    found = metrics_log.speed_summary({"a": metrics}, skip=1).loc["a"]
+    changes = [
+        {"images_per_second": 1.0, "data_wait_share": 0.9},  # warm-up
+        {"communication_share": None, "checkpoint_seconds": 1.0},
+        {"images_per_second": 64.0, "images_per_second_per_worker": 32.0, "mfu": 0.2},  # half the rows are masked
+        {},
+    ]
+    metrics = pd.DataFrame([STEP | change for change in changes])
+    summary = metrics_log.speed_summary({"a": metrics}, skip=1).loc["a"]
     rate, waiting = metrics_log.throughput(metrics, skip=1)
-    assert found["images/s"] == rate == (64 + 32 + 64) / 2.5 and found["a worker"] == rate / 2
-    assert found["MFU"] == pytest.approx(0.5 / 2.5) and found["peak memory, GiB"] == 2
-    assert found["checkpoints"] == 1 / 2.5 and found["data"] == waiting == pytest.approx(0.15 / 2.5)
-    assert found["communication"] == pytest.approx(0.2 * 1.5 / 2.5)
+    assert summary["images/s"] == rate == (64 + 32 + 64) / 2.5 and summary["a worker"] == rate / 2
+    assert summary["MFU"] == pytest.approx(0.5 / 2.5) and summary["peak memory, GiB"] == 2
+    assert summary["checkpoints"] == 1 / 2.5 and summary["data"] == waiting == pytest.approx(0.15 / 2.5)
+    assert summary["communication"] == pytest.approx(0.2 * 1.5 / 2.5)
     assert figures.time_shares(metrics_log.speed_summary({"a": metrics})).axes
 
 
 def test_what_was_not_measured_is_nan_in_the_summary():
-    metrics = pd.DataFrame([line(step=step, mfu=None, communication_share=None) for step in range(1, 4)])
-    found = metrics_log.speed_summary({"a": metrics}).loc["a"]
-    assert np.isnan(found["MFU"]) and np.isnan(found["communication"]) and found["images/s"] == 128
+    metrics = pd.DataFrame([STEP | {"mfu": None, "communication_share": None}] * 3)
+    summary = metrics_log.speed_summary({"a": metrics}).loc["a"]
+    assert np.isnan(summary["MFU"]) and np.isnan(summary["communication"]) and summary["images/s"] == 128
 
 
 def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
@@ -309,11 +272,11 @@ def test_speed_counts_unmasked_rows_only(build_manifest):
     meter = profiling.Meter(TrainingConfig(), build_manifest(), "cpu")
     with meter.watch():
         pass
-    found = meter.line((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    found = meter.step_record((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
     assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
     assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
     assert found["mfu"] is None  # a CPU's peak is not known
     assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
     meter.peak = 1e9
     flops = profiling.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert meter.line((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    assert meter.step_record((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)

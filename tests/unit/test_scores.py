@@ -16,35 +16,6 @@ from helpers.evaluation import scores
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def gaussian(num, mean, deviations, seed=0):
-    """Rows whose sample mean is `mean` and whose sample covariance is diag(deviations^2), exactly."""
-    rows = np.random.default_rng(seed).normal(size=(num, len(mean)))
-    rows -= rows.mean(0)
-    rows = rows @ np.linalg.inv(np.linalg.cholesky(np.cov(rows, rowvar=False))).T
-    return rows * deviations + mean
-
-
-# ---- distances
-
-
-def test_frechet_distance_of_known_gaussians():
-    """|difference of means|^2 + sum of (difference of standard deviations)^2, where covariances are diagonal."""
-    x, y = gaussian(500, [0, 1, 2], [1, 2, 3]), gaussian(400, [1, 1, 4], [2, 2, 1], seed=1)
-    assert scores.frechet_distance(x, y) == pytest.approx((1 + 0 + 4) + (1 + 0 + 4))
-    assert scores.frechet_distance(x, x) == pytest.approx(0, abs=1e-8)
-
-
-def test_frechet_distance_by_the_eigenvalues_of_the_product():
-    """tr (S_x S_y)^(1/2) is the sum of the roots of its eigenvalues, for covariances that do not commute."""
-    mix = np.random.default_rng(2).normal(size=(2, 8, 8))
-    x, y = (gaussian(200, np.zeros(8), np.ones(8), seed) @ mix[seed] + seed for seed in (0, 1))
-    product = torch.from_numpy(np.cov(x, rowvar=False) @ np.cov(y, rowvar=False))
-    cross = torch.linalg.eigvals(product).sqrt().real.sum().item()
-    traces = np.trace(np.cov(x, rowvar=False)) + np.trace(np.cov(y, rowvar=False))
-    expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + traces - 2 * cross
-    assert scores.frechet_distance(x, y) == pytest.approx(expected)
-
-
 def test_cmmd_of_known_gaussians():
     """The expected kernel of two Gaussians of variance v is (1 + 2 v/s^2)^(-d/2), times exp(-|m|^2 / (2 s^2 + 4 v))."""
     width, variance, shift, num = 4, 9.0, 8.0, 1000
@@ -66,48 +37,24 @@ def test_cmmd_pair_by_pair():
     assert scores.cmmd(x, x) == pytest.approx(0, abs=1e-9)
 
 
-def test_kernel_distance_pair_by_pair():
-    x, y = np.random.default_rng(0).normal(size=(2, 6, 3))
-
-    def kernel(p, q):
-        return (p @ q / 3 + 1) ** 3
-
-    def within(a):
-        return np.mean([kernel(p, q) for i, p in enumerate(a) for j, q in enumerate(a) if i != j])
-
-    across = np.mean([kernel(p, q) for p in x for q in y[:5]])
-    assert scores.kernel_distance(x, y[:5]) == pytest.approx(within(x) + within(y[:5]) - 2 * across)
-
-
-def test_kernel_distance_is_zero_in_the_mean_for_one_distribution():
-    """Unbiased: over many draws neither side of zero is preferred, however few pictures there are."""
-    random = np.random.default_rng(0)
-    found = [scores.kernel_distance(*random.normal(size=(2, 10, 2))) for _ in range(400)]
-    assert abs(np.mean(found)) < 3 * np.std(found) / 20 and min(found) < 0
-
-
-def test_distances_do_not_depend_on_the_blocks_they_are_summed_in(monkeypatch):
+def test_cmmd_does_not_depend_on_the_blocks_it_is_summed_in(monkeypatch):
     x, y = np.random.default_rng(0).normal(size=(2, 50, 3))
-    whole = scores.cmmd(x, y), scores.kernel_distance(x, y)
+    whole = scores.cmmd(x, y)
     monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 7)
-    assert (scores.cmmd(x, y), scores.kernel_distance(x, y)) == pytest.approx(whole)
+    assert scores.cmmd(x, y) == pytest.approx(whole)
 
 
-def test_too_few_pictures_are_refused_with_how_many_it_takes():
-    features = np.random.default_rng(0).normal(size=(96, 2048))
-    with pytest.raises(ValueError, match="at least 2,049 pictures .* singular otherwise; there are 96 and 96"):
-        scores.frechet_distance(features, features)
-    for distance in (scores.cmmd, scores.kernel_distance):
-        with pytest.raises(ValueError, match="at least 2 pictures on each side; there are 96 and 1: give more"):
-            distance(features, features[:1])
-
-
-@pytest.mark.parametrize("distance", [scores.cmmd, scores.kernel_distance, scores.frechet_distance])
-def test_features_of_two_networks_are_refused(distance):
-    with pytest.raises(ValueError, match=r"shapes are \(9, 3\) and \(9, 2\): make both by the same network"):
-        distance(np.ones((9, 3)), np.ones((9, 2)))
-    with pytest.raises(ValueError, match="some are NaN"):
-        distance(np.full((9, 2), np.nan), np.ones((9, 2)))
+@pytest.mark.parametrize(
+    ("x", "y", "sentence"),
+    [
+        (np.ones((9, 3)), np.ones((1, 3)), "at least 2 pictures on each side; there are 9 and 1: give more"),
+        (np.ones((9, 3)), np.ones((9, 2)), r"shapes are \(9, 3\) and \(9, 2\): make both by the same CLIP"),
+        (np.full((9, 2), np.nan), np.ones((9, 2)), "some are NaN"),
+    ],
+)
+def test_embeddings_that_cannot_be_compared_are_refused(x, y, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        scores.cmmd(x, y)
 
 
 def test_clip_score_by_hand():
@@ -184,35 +131,25 @@ def test_weights_without_a_tower_are_refused(clip, tmp_path):
         scores.CLIP(folder)
 
 
-# ---- Inception
+# ---- torch-fidelity
 
 
-def test_inception_says_what_is_missing(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="not on disk: download https://github.com/toshas"):
-        scores.Inception(str(tmp_path / "absent.pth"))
-    (tmp_path / "weights.pth").write_bytes(b"")
+def test_without_torch_fidelity_fid_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
-    with pytest.raises(ImportError, match="pip install torch-fidelity.*CLIP score and CMMD need neither"):
-        scores.Inception(str(tmp_path / "weights.pth"))
+    with pytest.raises(ImportError, match="pip install torch-fidelity, or take CLIP score and CMMD"):
+        scores.fid_and_kid("generated", "real")
 
 
-def test_inceptions_features_are_taken_in_batches(tmp_path, monkeypatch):
-    """The package's extractor is called as its release 0.4 wants it: here with a stand-in."""
+def test_fid_and_kid_are_those_of_torch_fidelity(monkeypatch):
+    """A stand-in with the interface of release 0.4."""
 
-    class Extractor(torch.nn.Module):
-        def __init__(self, name, features_list, feature_extractor_weights_path):
-            super().__init__()
-            assert features_list == ["2048"] and feature_extractor_weights_path.endswith("weights.pth")
+    def calculate_metrics(*, input1, input2, fid, kid, cuda, cache, verbose, samples_resize_and_crop):
+        assert (input1, input2, samples_resize_and_crop) == ("generated", "real", 64) and fid and kid and not cache
+        return {
+            "frechet_inception_distance": 12.5,
+            "kernel_inception_distance_mean": 0.01,
+            "kernel_inception_distance_std": 0.001,
+        }
 
-        def forward(self, x):
-            assert x.dtype == torch.uint8 and x.shape[1] == 3
-            return (x.float().mean((1, 2, 3))[:, None].expand(-1, 2048),)
-
-    module = types.ModuleType("torch_fidelity.feature_extractor_inceptionv3")
-    module.FeatureExtractorInceptionV3 = Extractor
-    monkeypatch.setitem(sys.modules, "torch_fidelity", types.ModuleType("torch_fidelity"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    (tmp_path / "weights.pth").write_bytes(b"")
-    pictures = [np.full((8, 8, 3), value, np.uint8) for value in range(100)]
-    found = scores.Inception(str(tmp_path / "weights.pth")).images(pictures)
-    assert found.shape == (100, 2048) and found[:, 0].tolist() == list(range(100))
+    monkeypatch.setitem(sys.modules, "torch_fidelity", types.SimpleNamespace(calculate_metrics=calculate_metrics))
+    assert scores.fid_and_kid("generated", "real", samples_resize_and_crop=64) == {"fid": 12.5, "kid": 0.01}

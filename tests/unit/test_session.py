@@ -1,4 +1,6 @@
-"""What is said about a cluster's GPUs before a run starts, from made-up nodes."""
+"""What is said about a cluster's GPUs before a run starts, from made-up nodes; the pauses of Ray Data's loop."""
+
+import types
 
 import pytest
 import ray
@@ -70,3 +72,22 @@ def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, caps
     said = capsys.readouterr().out
     assert "Training wants 16 GPUs, 8 of them for encoders, and the cluster has 8" in said
     assert "set num_training_workers or num_encoders lower" in said
+
+
+def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
+    now, throttle = 0.0, session.SchedulerThrottle()
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    def pauses(seconds_of_a_step):
+        for _ in range(20):
+            sleep(seconds_of_a_step)
+            before = now
+            throttle.on_execution_step(None)
+            yield now - before
+
+    monkeypatch.setattr(session, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    assert list(pauses(0.001))[-1] == pytest.approx(0.05)
+    assert list(pauses(0.1))[-1] < 0.001

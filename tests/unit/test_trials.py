@@ -37,24 +37,18 @@ def test_a_setting_against_itself_differs_by_nothing(config):
     assert error.iloc[0] != error.iloc[1]  # seeds are different runs
 
 
-def test_settings_share_rows_positions_and_first_weights(config):
+def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
     seen = {}
 
-    def look(name):
-        def train(one):
-            units = list(itertools.chain.from_iterable(trials.batches(one)))
-            draws = [diffusion.draw(one.seed, 0, unit.positions_U, (4, 4, 4)).noise_BCHW for unit in units]
-            seen[name, one.seed] = [unit.ids for unit in units], torch.stack(draws)
-            return build_unet(one.unet_config, seed=one.seed)
+    def look(trial):
+        units = list(itertools.chain.from_iterable(trials.batches(trial)))
+        draws = [diffusion.draw(trial.seed, 0, unit.positions_U, (4, 4, 4)).noise_BCHW for unit in units]
+        seen[trial.run_name, trial.seed] = [unit.ids for unit in units], torch.stack(draws)
+        return build_unet(trial.unet_config, seed=trial.seed)
 
-        return train
-
-    trials.run(
-        config,
-        {"a": look("a"), "b": look("b")},
-        [3, 4],
-        lambda unet, one: {"weight": next(unet.parameters()).sum().item()},
-    )
+    monkeypatch.setattr(trials, "train", look)
+    settings = {name: {"run_name": name} for name in "ab"}
+    trials.run(config, settings, [3, 4], lambda unet, trial: {"weight": next(unet.parameters()).sum().item()})
     for seed in (3, 4):
         assert seen["a", seed][0] == seen["b", seed][0] and torch.equal(seen["a", seed][1], seen["b", seed][1])
     assert seen["a", 3][0] != seen["a", 4][0]

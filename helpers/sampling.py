@@ -84,10 +84,10 @@ def generate(
     """
     pictures = []
     for start in range(0, len(prompts), batch_size):
-        part = list(prompts[start : start + batch_size])
-        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
+        batch = list(prompts[start : start + batch_size])
+        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
         made = pipeline(
-            part,
+            batch,
             height=height or resolution,
             width=width or resolution,
             num_inference_steps=steps,
@@ -149,9 +149,12 @@ def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
     return uri
 
 
-def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema") -> str:
-    """Export a checkpoint to the run's `pipeline/`; returns its URI. `config`: the dict of a `TrainingConfig`."""
+def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None) -> str:
+    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI.
+
+    `config`: the dict of a `TrainingConfig`.
+    """
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config.prediction_type)
-    return export_pipeline(pipeline, storage.join(config.run_uri, "pipeline"))
+    return export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
