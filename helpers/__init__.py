@@ -52,7 +52,7 @@ lesson/             what only the notebooks need
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    a plain DataLoader, cumulative optimisations, killed workers
     published_results, estimates, full_run  published numbers, cluster estimates, the full run's parameters
-    planner, simulator, network             choosing machines by cost; simulated faults; bandwidth and EFA
+    planner, network                        hours and dollars of a run; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
 clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the container image
 """
