@@ -1,8 +1,8 @@
 """What others published about pre-training Stable Diffusion v2: throughput, cost, size of the runs. No torch, no Ray.
 
-The numbers are data, `published_results.yaml`, each with its `source` (its full title is in SOURCES). Tables are frames.
-`derived` says how a number that is not printed there was computed (NaN or empty: as printed), and `note` where the
-documents contradict each other or their own arithmetic.
+The numbers are data, `published_results.yaml`, each with its `source` (its full title is in SOURCES). Tables are
+frames. `derived` says how a number that is not printed there was computed, and `note` where the documents contradict
+each other or their own arithmetic.
 """
 
 import math

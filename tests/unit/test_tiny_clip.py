@@ -5,7 +5,8 @@ from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel
 
 from helpers.evaluation import scores
-from helpers.lesson import build_tiny_clip, build_tiny_sd, captioned_shapes
+from helpers.lesson import captioned_shapes
+from tests.makers import build_tiny_clip, build_tiny_sd
 
 FOLDER = build_tiny_clip.FOLDER
 pytestmark = pytest.mark.usefixtures("one_thread")

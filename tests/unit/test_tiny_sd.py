@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from helpers.lesson import build_tiny_sd, captioned_shapes
+from helpers.lesson import captioned_shapes
+from tests.makers import build_tiny_sd
 
 FOLDER = build_tiny_sd.FOLDER
 
@@ -191,7 +192,7 @@ def test_hard_negatives_differ_in_one_attribute():
 
 def test_the_card_states_the_scores_of_these_files(reconstruction):
     card = (FOLDER / "README.md").read_text()
-    assert "Apache-2.0" in card and "python -m helpers.lesson.build_tiny_sd" in card
+    assert "Apache-2.0" in card and "python -m tests.makers.build_tiny_sd" in card
     stated = dict(
         line.strip("| ").split(" | ")
         for line in card.splitlines()
