@@ -80,10 +80,3 @@ def test_a_build_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypat
     assert stopped.keys() == straight.keys() and all(torch.equal(stopped[name], straight[name]) for name in stopped)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "straight"]
     assert {p.name for p in (tmp_path / "straight").iterdir()} == {p.name for p in FOLDER.iterdir()}
-
-
-def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
-    (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(ValueError, match="holds something other than a CLIP"):
-        build_tiny_clip.build(tmp_path)
-    assert (tmp_path / "photo.jpg").read_text() == "mine"
