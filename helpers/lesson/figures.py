@@ -145,7 +145,7 @@ def distribution(frame, *, max_tokens, resolutions):
     )
 
 
-def _grid(rows, texts, side, *, title=None):
+def _grid(rows, texts, side):
     """`(figure, axes (rows, columns))` of rows of pictures with wrapped texts underneath; rows may end early.
 
     `side`: inches of a cell's width.
@@ -153,7 +153,7 @@ def _grid(rows, texts, side, *, title=None):
     columns = max(map(len, rows))
     lines = [max(text.count("\n") + bool(text) for text in line) for line in texts]
     tall = (side - 0.1) * _aspect([picture for row in rows for picture in row])
-    fig = DescribedFigure(sum(tall + LINE * most + 0.12 for most in lines) + 0.35 * bool(title), columns * side)
+    fig = DescribedFigure(sum(tall + LINE * most + 0.12 for most in lines), columns * side)
     axes = fig.subplots(len(rows), columns, squeeze=False)
     for row, line, places in zip(rows, texts, axes, strict=True):
         for ax in places[len(row) :]:
@@ -161,8 +161,6 @@ def _grid(rows, texts, side, *, title=None):
         for ax, picture, text in zip(places, row, line, strict=False):
             _show(ax, picture)
             ax.set_xlabel(text, fontsize=SMALL, parse_math=False)
-    if title:
-        fig.suptitle(_wrap(title, columns * side, 2), parse_math=False)
     return fig, axes
 
 
@@ -170,7 +168,7 @@ def _chunks(values, size):
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def pictures(images, captions=None, *, marks=None, columns=6, title=None):
+def pictures(images, captions=None, *, marks=None, columns=6):
     """A grid of pictures with captions underneath (cut after six lines).
 
     `marks`: for each picture what is wrong with it, "" where nothing is. Below the caption stands a check mark, or a
@@ -188,8 +186,8 @@ def pictures(images, captions=None, *, marks=None, columns=6, title=None):
     if marks is not None:
         said = [f"✗ {mark}" if mark else "✓ right" for mark in marks]
         texts = [f"{text}\n{_wrap(mark, side - 0.15, 3)}".strip() for text, mark in zip(texts, said, strict=True)]
-    fig, axes = _grid(_chunks(images, columns), _chunks(texts, columns), side, title=title)
-    shown = f"{len(images)} picture{'s' if len(images) > 1 else ''}" + (f" ({title})" if title else "")
+    fig, axes = _grid(_chunks(images, columns), _chunks(texts, columns), side)
+    shown = f"{len(images)} picture{'s' if len(images) > 1 else ''}"
     if marks is not None:
         for ax, mark in zip(axes.flat, marks, strict=False):
             ax.spines[:].set(visible=True, color=RED if mark else GREEN, linewidth=3)

@@ -115,19 +115,15 @@ def published_ablation(resolution: int, measured: pd.DataFrame | None = None) ->
 
 
 def data_paths_table(measured: dict[str, float]) -> pd.DataFrame:
-    """The ways to get latents, one row each: measured images/s beside those published at 256 pixels, and dollars.
+    """The ways to get latents, one row each: measured images/s beside those of 32 A100s at 256 and 512 pixels.
 
     `measured`: {"DataLoader": images/s, "offline": ..., "online": ...} of your own machine; any may be missing.
-    Speed-ups are over the DataLoader. Dollars are for one pass over the 1,126,400,000 images of phase 1.
+    Speed-ups are over the DataLoader, whose rate at 512 pixels is derived. Published dollars are for one pass over the
+    1,126,400,000 images of phase 1.
     """
     costs = EPOCH_COSTS.set_index("setup")
-    here, published = pd.Series(measured, dtype=float).reindex(costs.index), costs["images_per_second"]
-    return pd.DataFrame(
-        {
-            "images/s here": here,
-            "speed-up here": here / here["DataLoader"],
-            "images/s published": published,
-            "speed-up published": published / published["DataLoader"],
-            "dollars published": costs["dollars"],
-        }
-    ).rename_axis("latents by")
+    rates = DATA_PATHS.pivot(index="setup", columns="resolution", values="images_per_second").add_suffix(" px, A100s")
+    rates = pd.concat([pd.Series(measured, dtype=float, name="here"), rates], axis=1).reindex(costs.index)
+    speedups = rates / rates.loc["DataLoader"]
+    dollars = costs[["dollars"]].rename(columns={"dollars": "published"})
+    return pd.concat({"images/s": rates, "speed-up": speedups, "dollars": dollars}, axis=1).rename_axis("latents by")

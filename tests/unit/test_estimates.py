@@ -72,8 +72,8 @@ def test_own_numbers_stand_beside_the_published_ones():
     assert encoding["images/s"].tolist() == pytest.approx([173.7, 80.0, 200], abs=0.1)
     assert encoding.loc["here", "dollars"] == pytest.approx(1.212 * 1_126_400_000 / 200 / 3600)
     paths = published_results.data_paths_table({"DataLoader": 200.0, "online": 300.0})
-    assert paths.loc["online", "speed-up here"] == 1.5 and pd.isna(paths.loc["offline", "images/s here"])
-    assert paths.loc["offline", ["images/s published", "dollars published"]].tolist() == [4068, 14_753]
+    assert paths.loc["online", ("speed-up", "here")] == 1.5 and pd.isna(paths.loc["offline", ("images/s", "here")])
+    assert paths.loc["offline", [("images/s", "256 px, A100s"), ("dollars", "published")]].tolist() == [4068, 14_753]
 
 
 def test_what_is_derived_is_not_called_published():
