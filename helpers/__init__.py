@@ -49,11 +49,11 @@ evaluation/         is the model getting better?
     figures, drawing    plots of the above; helpers shared with the lessons' plots
 lesson/             what only the notebooks need
     captioned_shapes    the drawn data set with its detector
-    build_tiny_sd, build_tiny_clip    how tiny-sd and tiny-clip were made
+    architecture                       draws the diagram of the pipeline
     figures, looks                     plots; rows, rejects and held-out prompts to look at
     baseline, ablations, fault_injection    a plain DataLoader, cumulative optimisations, killed workers
-    published_results, estimates, full_run  published numbers, cluster estimates, the full run's parameters
-    planner, simulator, network             choosing machines by cost; simulated faults; bandwidth and EFA
+    published_results, estimates, full_run  published numbers (a YAML file), cluster estimates, the full run
+    planner, network                        hours and dollars of a run; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
 clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the container image
 """

@@ -52,23 +52,6 @@ def training_hours(num_samples: float, images_per_second: float) -> float:
     return check_positive("num_samples", num_samples) / check_positive("images_per_second", images_per_second) / 3600
 
 
-def dollars(hours: float, instances: dict[str, int], prices: dict[str, float] | None = None) -> float:
-    """Price of `hours` on `instances`, such as {"p4de.24xlarge": 4, "g5.2xlarge": 40}.
-
-    `prices` ($ an hour by name) adds to INSTANCES or overrides it. ValueError for a name without a price, and for
-    hours, counts or prices that are not above 0.
-    """
-    known = {instance.name: instance.dollars_per_hour for instance in published_results.INSTANCES} | (prices or {})
-    if not instances:
-        raise ValueError('instances={} names no machine: give at least one, such as {"p4de.24xlarge": 4}.')
-    per_hour = 0.0
-    for name, count in instances.items():
-        if name not in known:
-            raise ValueError(f"instance {name!r} has no price here: give prices={{{name!r}: dollars an hour}}.")
-        per_hour += check_count(f"instances[{name!r}]", count) * check_positive(f"prices[{name!r}]", known[name])
-    return check_positive("hours", hours) * per_hour
-
-
 def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     """Fewest encoders that keep trainers busy: `trainer_rate` is all trainers', `encoder_rate` one encoder's images/s.
 
@@ -95,19 +78,18 @@ def encoder_flops(*resolutions: int) -> int:
     return counter.get_total_flops()
 
 
-def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G", utilization: float | None = None) -> float:
+def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G") -> float:
     """Estimated rows/s that one GPU encodes at `resolutions` in one pass, from counted FLOPs; not measured.
 
-    `utilization`: share of the peak; None: that of the published A10Gs online, 101.9 images/s at 256 pixels or 46 %.
-    ValueError for an accelerator that is not in `profiling.ACCELERATORS`.
+    The share of its peak is taken to be that of an A10G at the 101.9 images/s at 256 pixels that follow from published
+    numbers, 46 %. ValueError for an accelerator that is not in `profiling.ACCELERATORS`.
     """
     found = find_accelerator(accelerator)
     if found is None:
         raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.profiling.ACCELERATORS.")
-    if utilization is None:
-        seen = published_results.FACTS["one A10G, online, at least"].value
-        utilization = seen * encoder_flops(256) / (1e12 * find_accelerator("A10G").bf16_tflops)
-    return 1e12 * found.bf16_tflops * check_positive("utilization", utilization) / encoder_flops(*resolutions)
+    seen = published_results.FACTS["one A10G, online, at least"].value
+    utilization = seen * encoder_flops(256) / find_accelerator("A10G").bf16_tflops
+    return found.bf16_tflops * utilization / encoder_flops(*resolutions)
 
 
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:

@@ -3,17 +3,12 @@
 Each function returns a `DescribedFigure`: as the last expression of a cell, or by `display`, it is shown once, with an
 alternative text that says what is on it. Figures are about 10 inches wide at 100 dpi. Pictures are (H, W, 3) uint8
 arrays or PIL images. ValueError for what cannot be drawn.
-
-    python -m helpers.lesson.figures .github/architecture.png     # the diagram in README
 """
-
-import sys
 
 import numpy as np
 import pandas as pd
 from matplotlib import ticker
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Ellipse, FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Patch
 
 from ..evaluation.drawing import BLUE, CYCLE, GREEN, GREY, LINE, ORANGE, PURPLE, RED, SKY, SMALL, WIDTH, DescribedFigure
 from ..evaluation.drawing import aspect as _aspect
@@ -52,154 +47,33 @@ def _size(picture):
     return f"{width} x {height} px"
 
 
-def _vertical_note(ax, x, text, *, left=False, color="0.2"):
-    """`text` along a vertical line at `x`, on its right or left."""
+def _vertical_note(ax, x, text, *, color="0.2"):
+    """`text` along a vertical line at `x`."""
     ax.axvline(x, color=color, ls=":", lw=1.2)
-    ax.annotate(
-        text,
-        (x, 1),
-        (-3 if left else 4, -4),
-        xycoords=ax.get_xaxis_transform(),
-        textcoords="offset points",
-        rotation=90,
-        ha="right" if left else "left",
-        va="top",
-        fontsize=SMALL,
-        color=color,
-        parse_math=False,
-        bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.5},
-    )
-
-
-def architecture(
-    mode="offline",
-    *,
-    num_transform_workers=1,
-    num_encoders=1,
-    num_training_workers=1,
-    encoder_device="CPU",
-    training_device="CPU",
-    highlight=None,
-):
-    """The pipeline as boxes and arrows, with how many processes do each part, and on what.
-
-    `mode`: "offline" keeps latents in a store between two jobs, "online" streams them through one. `highlight`:
-    "preprocessing" or "training" dims the other half. `num_encoders` and `num_training_workers` may be pairs (least,
-    most).
-    """
-    if mode not in ("offline", "online"):
-        raise ValueError(f'mode={mode!r} is unknown: choose "offline" or "online".')
-    if highlight not in (None, "preprocessing", "training"):
-        raise ValueError(f'highlight={highlight!r} is unknown: choose "preprocessing", "training" or None.')
-    most_encoders, most = np.max(num_encoders), np.max(num_training_workers)
-    transforms = f"{num_transform_workers} {'task' if num_transform_workers == 1 else 'tasks'}\non CPU"
-    encoders, trainers = ("-".join(map(str, np.unique(count))) for count in (num_encoders, num_training_workers))
-    encoders = f"{encoders} {'actor' if most_encoders == 1 else 'actors'}\non {encoder_device}"
-    trainers = f"{trainers} {'worker' if most == 1 else 'workers'}\non {training_device}"
-    first, last = "preprocessing", "training"
-    # half, colour, title, what it does, where, number of processes (0: a store), what flows on to the next box
-    boxes = [
-        (first, GREY, "Raw data", "images and\ncaptions", "local\nor s3://", 1, "rows"),
-        (
-            first,
-            SKY,
-            "Transform",
-            "decode, crop\nresize\ntokenise",
-            transforms,
-            num_transform_workers,
-            "pixels\ntokens",
-        ),
-        (first, ORANGE, "Encode", "VAE and\ntext encoder", encoders, most_encoders, "latents\ntext"),
-        ("both", GREEN, "Latents", "Parquet and\nmanifest", "local\nor s3://", 0, "batches"),
-        (last, BLUE, "Train", "U-Net only", trainers, most, "weights"),
-        (last, PURPLE, "Sample", "prompts to\npictures", "diffusers\npipeline", 1, ""),
-    ]
-    if mode == "online":
-        del boxes[3]
-
-    height, bottom, tall, margin, gap, card = 2.9, 0.3, 1.85, 0.25, 0.66, 0.045  # inches, as the axes
-    wide = (WIDTH - 2 * margin - gap * (len(boxes) - 1)) / len(boxes)
-    left = [margin + i * (wide + gap) for i in range(len(boxes))]
-    fig = DescribedFigure(height, layout="none")  # every part has a fixed place
-    ax = fig.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, WIDTH), ylim=(0, height))
-    ax.set_axis_off()
-    style = {"ha": "center", "va": "center", "linespacing": 1.3, "parse_math": False}
-
-    def tint(color, share, half="both"):
-        """`color` mixed with white; paler still in the half that is not highlighted."""
-        share *= 0.3 if highlight and half not in ("both", highlight) else 1
-        return tuple(1 - share * (1 - np.array(to_rgb(color))))
-
-    def rounded(x, y, width, height, **colors):
-        ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **colors))
-
-    def band(half, begin, end, label):
-        x, right = left[begin] - 0.15, left[end] + wide + 0.2
-        rounded(x, 0.1, right - x, height - 0.15, fc=tint("0.5", 0.1, half), ec="none", zorder=0)
-        ink = tint("0.2", 1, half)
-        ax.text((x + right) / 2, height - 0.25, label, fontsize=11, weight="bold", color=ink, **style)
-
-    band(first, 0, 2, "Preprocessing: Ray Data" if mode == "offline" else "Ray Data, streaming; no store")
-    band(last, len(boxes) - 2, len(boxes) - 1, "Training: Ray Train")
-
-    for i, (half, color, title, does, where, processes, flow) in enumerate(boxes):
-        face, edge, ink = tint(color, 0.14, half), tint(color, 1, half), tint("0.1", 1, half)
-        x, middle, title_y = left[i], left[i] + wide / 2, bottom + tall - 0.19
-        title_color = "white" if np.dot(to_rgb(color), (0.3, 0.6, 0.1)) < 0.5 else ink
-        if processes == 0:  # a cylinder
-            lid = 0.3
-            ax.add_patch(Rectangle((x, bottom + lid / 2), wide, tall - lid, fc=face, ec="none"))
-            ax.add_patch(Ellipse((middle, bottom + lid / 2), wide, lid, fc=face, ec=edge, lw=1.6, zorder=0.9))
-            ax.add_patch(Ellipse((middle, bottom + tall - lid / 2), wide, lid, fc=edge, ec=edge, lw=1.6))
-            ax.vlines([x, x + wide], bottom + lid / 2, bottom + tall - lid / 2, color=edge, lw=1.6)
-            title_y, title_color = title_y - lid + 0.05, edge
-        else:  # a pile of cards
-            for behind in range(min(processes, 3) - 1, -1, -1):
-                rounded(x + card * behind, bottom + card * behind, wide, tall, ec=edge, fc=face, lw=1.6)
-            rounded(x, bottom + tall - 0.38, wide, 0.38, ec=edge, fc=edge, lw=1.6)
-        ax.text(middle, title_y, title, fontsize=11, weight="bold", color=title_color, **style)
-        ax.text(middle, bottom + 1.02, does, fontsize=10, color=ink, **style)
-        ax.text(middle, bottom + 0.34, where, fontsize=SMALL, color=ink, weight="bold", **style)
-        if flow:
-            color = tint("0.25", 1, half if half == boxes[i + 1][0] else "both")
-            start, end = x + wide + card * max(0, min(processes, 3) - 1) + 0.04, left[i + 1] - 0.03
-            arrow = {"arrowstyle": "-|>", "lw": 1.6, "color": color, "shrinkA": 0, "shrinkB": 0}
-            ax.annotate("", (end, bottom + 0.85), (start, bottom + 0.85), arrowprops=arrow)
-            ax.text((start + end) / 2, bottom + 0.94, flow, ha="center", va="bottom", fontsize=SMALL, color=color)
-    parts = " -> ".join(f"{title} ({where})" for _, _, title, _, where, _, _ in boxes)
-    return fig.described(f"Diagram of the {mode} pipeline: {parts}.")
+    where = {"xycoords": ax.get_xaxis_transform(), "xytext": (4, -4), "textcoords": "offset points"}
+    style = {"fontsize": SMALL, "color": color, "bbox": {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.5}}
+    ax.annotate(text, (x, 1), rotation=90, va="top", parse_math=False, **where, **style)
 
 
 def stage_throughput(frame):
     """Points of images/s by stage. `frame`: columns stage, images_per_second (all workers together), workers."""
     frame = _frame(frame, "the stages' frame", "stage", "images_per_second", "workers")
     rates = frame["images_per_second"].to_numpy(float)
-    slowest = int(rates.argmin()) if len(rates) > 1 else None
     fig = DescribedFigure(0.9 + 0.42 * len(frame))
     ax = _axes(fig, grid="x")
     labels = []
     for row, (stage, rate, workers) in enumerate(zip(frame["stage"], rates, frame["workers"], strict=True)):
+        slowest = rate == rates.min()
         labels.append(f"{rate:,.0f} images/s, {workers} worker{'s' if workers != 1 else ''}")
-        labels[-1] += "  ◀ bottleneck" if row == slowest else ""
+        labels[-1] += "  ◀ bottleneck" if slowest else ""
         color = next((c for word, c in STAGES.items() if word in str(stage).lower()), GREY)
-        ax.plot(rate, row, "o", color=color, ms=11, mec=RED if row == slowest else "white", mew=2)
-        ax.annotate(
-            labels[-1],
-            (rate, row),
-            (10, 0),
-            textcoords="offset points",
-            va="center",
-            color=RED if row == slowest else "0.2",
-        )
-    ax.set(
-        yticks=range(len(frame)),
-        yticklabels=frame["stage"],
-        ylim=(len(frame) - 0.5, -0.5),
-        xlabel="images/s, all workers of a stage together (log scale)",
-        xscale="log",  # writing is a hundred times faster than encoding; points, as a bar's length has no meaning here
-        xlim=(rates.min() / 2, rates.max() * 30),
-    )
+        ax.plot(rate, row, "o", color=color, ms=11, mec=RED if slowest else "white", mew=2)
+        where = {"xytext": (10, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(labels[-1], (rate, row), color=RED if slowest else "0.2", **where)
+    ax.set(yticks=range(len(frame)), yticklabels=frame["stage"], ylim=(len(frame) - 0.5, -0.5))
+    # Writing is a hundred times faster than encoding; points, as a bar's length has no meaning on a log scale.
+    ax.set(xscale="log", xlim=(rates.min() / 2, rates.max() * 30))
+    ax.set_xlabel("images/s, all workers of a stage together (log scale)")
     ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     ax.xaxis.set_minor_formatter(ticker.NullFormatter())
     stages = "; ".join(f"{stage}: {label}" for stage, label in zip(frame["stage"], labels, strict=True))
@@ -271,35 +145,30 @@ def distribution(frame, *, max_tokens, resolutions):
     )
 
 
-def shapes(table):
-    """How many pictures each shape gets and what crops cut away, at each resolution.
+def _grid(rows, texts, side):
+    """`(figure, axes (rows, columns))` of rows of pictures with wrapped texts underneath; rows may end early.
 
-    `table`: columns resolution, shape, pictures, share, cut (`looks.shape_table`).
+    `side`: inches of a cell's width.
     """
-    table = _frame(table, "the table of shapes", "resolution", "shape", "pictures", "share", "cut")
-    by_resolution = dict(list(table.groupby("resolution")))
-    fig = DescribedFigure(0.9 + 0.3 * max(map(len, by_resolution.values())))
-    said = []
-    for ax, (resolution, mine) in zip(
-        np.atleast_1d(_axes(fig, 1, len(by_resolution), grid="x")), by_resolution.items(), strict=True
-    ):
-        small = mine["shape"] == "too small"
-        ax.barh(mine["shape"], 100 * mine["share"], color=np.where(small, GREY, SKY))
-        for place, (share, cut) in enumerate(zip(mine["share"], mine["cut"], strict=True)):
-            text = f" {share:.0%}" + ("" if np.isnan(cut) else f", {cut:.0%} cut away")
-            ax.annotate(text, (100 * share, place), va="center", fontsize=SMALL)
-        used = mine[~small & (mine["pictures"] > 0)]
-        mean = np.average(used["cut"], weights=used["pictures"]) if len(used) else 0
-        title = f"{resolution} pixels: crops cut {mean:.1%} away"
-        ax.set(xlabel="% of pictures", xlim=(0, 160 * max(mine["share"].max(), 0.01)))
-        ax.set_title(title, fontsize=10)
-        ax.invert_yaxis()
-        largest = ", ".join(f"{shape} {share:.0%}" for shape, share in zip(mine["shape"], mine["share"], strict=True))
-        said.append(f"{title}; {largest}")
-    return fig.described(f"Shapes of {by_resolution[resolution]['pictures'].sum():,} pictures. {'. '.join(said)}.")
+    columns = max(map(len, rows))
+    lines = [max(text.count("\n") + bool(text) for text in line) for line in texts]
+    tall = (side - 0.1) * _aspect([picture for row in rows for picture in row])
+    fig = DescribedFigure(sum(tall + LINE * most + 0.12 for most in lines), columns * side)
+    axes = fig.subplots(len(rows), columns, squeeze=False)
+    for row, line, places in zip(rows, texts, axes, strict=True):
+        for ax in places[len(row) :]:
+            ax.set_axis_off()
+        for ax, picture, text in zip(places, row, line, strict=False):
+            _show(ax, picture)
+            ax.set_xlabel(text, fontsize=SMALL, parse_math=False)
+    return fig, axes
 
 
-def pictures(images, captions=None, *, marks=None, columns=6, title=None):
+def _chunks(values, size):
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def pictures(images, captions=None, *, marks=None, columns=6):
     """A grid of pictures with captions underneath (cut after six lines).
 
     `marks`: for each picture what is wrong with it, "" where nothing is. Below the caption stands a check mark, or a
@@ -308,67 +177,42 @@ def pictures(images, captions=None, *, marks=None, columns=6, title=None):
     images = list(images)
     if not images:
         raise ValueError("images is empty: give at least one picture.")
-    if captions is not None and len(captions) != len(images):
-        raise ValueError(f"{len(images)} pictures and {len(captions)} captions: give as many of each.")
-    if marks is not None and len(marks) != len(images):
-        raise ValueError(f"{len(images)} pictures and {len(marks)} marks: give as many of each.")
+    for name, given in (("captions", captions), ("marks", marks)):
+        if given is not None and len(given) != len(images):
+            raise ValueError(f"{len(images)} pictures and {len(given)} {name}: give as many of each.")
     columns = min(columns, len(images))
-    rows = -(-len(images) // columns)
     side = min(WIDTH / columns, 2.5)
-    texts = [_wrap(caption, side - 0.15, 6) for caption in captions] if captions is not None else [""] * len(images)
+    texts = [_wrap(caption, side - 0.15, 6) for caption in captions or [""] * len(images)]
     if marks is not None:
-        marks = [f"✗ {mark}" if mark else "✓ right" for mark in marks]
-        texts = [f"{text}\n{_wrap(mark, side - 0.15, 3)}".strip() for text, mark in zip(texts, marks, strict=True)]
-    text_height = LINE * max(text.count("\n") + 1 if text else 0 for text in texts)
-    height = rows * ((side - 0.1) * _aspect(images) + text_height + 0.12) + 0.35 * bool(title)
-    fig = DescribedFigure(height, columns * side)
-    for number, ax in enumerate(fig.subplots(rows, columns, squeeze=False).flat):
-        if number >= len(images):
-            ax.set_axis_off()
-            continue
-        _show(ax, images[number])
-        ax.set_xlabel(texts[number], fontsize=SMALL, parse_math=False)
-        if marks is not None:
-            color = RED if marks[number].startswith("✗") else GREEN
-            ax.spines[:].set(visible=True, color=color, linewidth=3)
-            ax.xaxis.label.set_color(RED if color == RED else "0.1")
-    if title:
-        fig.suptitle(_wrap(title, columns * side, 2), parse_math=False)
-    shown = f"{len(images)} picture{'s' if len(images) > 1 else ''}" + (f" ({title})" if title else "")
+        said = [f"✗ {mark}" if mark else "✓ right" for mark in marks]
+        texts = [f"{text}\n{_wrap(mark, side - 0.15, 3)}".strip() for text, mark in zip(texts, said, strict=True)]
+    fig, axes = _grid(_chunks(images, columns), _chunks(texts, columns), side)
+    shown = f"{len(images)} picture{'s' if len(images) > 1 else ''}"
     if marks is not None:
-        right = sum(mark.startswith("✓") for mark in marks)
-        shown += f", {right} of them right"
+        for ax, mark in zip(axes.flat, marks, strict=False):
+            ax.spines[:].set(visible=True, color=RED if mark else GREEN, linewidth=3)
+            ax.xaxis.label.set_color(RED if mark else "0.1")
+        shown += f", {sum(not mark for mark in marks)} of them right"
     return fig.described(shown + (f": {_listed(texts)}." if any(texts) else "."))
 
 
-def transform_steps(steps, resized=None):
-    """A picture after each of some steps, and then in several sizes, all made from the last step.
-
-    `steps` and `resized`: name -> picture. Arrows say what is made from what; sizes stand in the titles.
-    """
+def transform_steps(steps):
+    """A picture after each of some steps, all drawn at the same scale. `steps`: name -> picture; titles give sizes."""
     if not steps:
         raise ValueError("steps is empty: give at least one name and picture.")
-    resized = resized or {}
-    columns = len(steps) + bool(resized)
-    wide = WIDTH / columns - 0.4
-    fig = DescribedFigure(max(0.55 + wide * min(_aspect(steps.values()), 1.3), 1.7 * len(resized)))
-    fig.get_layout_engine().set(w_pad=0.18)  # room for the arrows
-    grid = fig.add_gridspec(max(1, len(resized)), columns)
-    axes = [fig.add_subplot(grid[:, column]) for column in range(len(steps))]
-    last = [fig.add_subplot(grid[row, -1]) for row in range(len(resized))]
-    for ax, (name, picture) in zip([*axes, *last], [*steps.items(), *resized.items()], strict=True):
+    across = [np.asarray(picture).shape[1] for picture in steps.values()]
+    shares = np.maximum(across, 0.15 * max(across))  # a title needs some room
+    tall = max(np.asarray(picture).shape[0] for picture in steps.values()) / sum(shares)
+    fig = DescribedFigure(min(0.6 + WIDTH * tall, 5))
+    for ax, (name, picture) in zip(_axes(fig, 1, len(steps), width_ratios=shares), steps.items(), strict=True):
         _show(ax, picture)
-        ax.set_title(f"{_wrap(name, wide, 2)}\n{_size(picture)}", fontsize=10, parse_math=False)
-    arrow = {"arrowstyle": "-|>", "lw": 1.8, "color": "0.35", "mutation_scale": 16, "shrinkA": 4, "shrinkB": 4}
-    for ax, following in [*zip(axes, axes[1:], strict=False), *((axes[-1], ax) for ax in last)]:
-        places = {"xycoords": following.transAxes, "textcoords": ax.transAxes}
-        following.annotate("", (0, 0.5), (1, 0.5), arrowprops=arrow, **places).set_in_layout(False)
+        ax.set_anchor("N")
+        ax.set_title(f"{_wrap(name, 1.5, 2)}\n{_size(picture)}", fontsize=10, parse_math=False)
     made = ", then ".join(f"{name} ({_size(picture)})" for name, picture in steps.items())
-    sizes = " and ".join(f"{name} ({_size(picture)})" for name, picture in resized.items())
-    return fig.described(f"A picture {made}" + (f"; from the last one {sizes}." if sizes else "."))
+    return fig.described(f"A picture {made}, at the same scale.")
 
 
-def latents_panel(picture, moments_2CHW, reconstruction=None):
+def latents_panel(picture, moments_2CHW, reconstruction):
     """A picture, the mean and std of its latents by channel, and what the decoder makes of the mean.
 
     `moments_2CHW`: (2, channels, H, W), posterior mean and std, unscaled. PSNR in dB compares `reconstruction` with
@@ -388,40 +232,16 @@ def latents_panel(picture, moments_2CHW, reconstruction=None):
             shown = ax.imshow(values_HW, interpolation="nearest", **scale)
             ax.set(xticks=[], yticks=[])
             ax.set_title(f"{name} {channel}", fontsize=10)
-        bar = fig.colorbar(shown, ax=axes[row, 1:], aspect=12, pad=0.02)
-        bar.locator = ticker.MaxNLocator(4)
-        bar.ax.tick_params(labelsize=SMALL)
-    axes[0, 0].set_title(f"picture, {_size(picture)}", fontsize=10)
-    _show(axes[0, 0], picture)
-    text = f"Picture of {_size(picture)} and its latents, {channels} channels of {width} x {height}, as mean and std"
-    if reconstruction is None:
-        axes[1, 0].set_axis_off()
-        return fig.described(text + ".")
-    psnr = f"PSNR {_psnr(picture, reconstruction):.1f} dB"
-    _show(axes[1, 0], reconstruction)
-    axes[1, 0].set_title(f"decoded mean, {psnr}", fontsize=10)
-    return fig.described(f"{text}; decoding the mean gives the picture back with {psnr}.")
-
-
-def _psnr(picture, other):
-    a, b = np.asarray(picture, np.float64), np.asarray(other, np.float64)
-    if a.shape != b.shape:
-        raise ValueError(f"a picture of shape {a.shape} and a reconstruction of shape {b.shape} cannot be compared.")
-    error = np.mean((a - b) ** 2)
-    return 10 * np.log10(255**2 / error) if error else np.inf
-
-
-def noised_strip(images, timesteps):
-    """One picture noised more and more: `images` as many as `timesteps` of the noise schedule."""
-    images, timesteps = list(images), [int(timestep) for timestep in timesteps]
-    if len(images) != len(timesteps) or not images:
-        raise ValueError(f"{len(images)} pictures and {len(timesteps)} timesteps: give as many of each, at least one.")
-    side = min(WIDTH / len(images), 2.5)
-    fig = DescribedFigure(0.3 + side * _aspect(images), side * len(images))
-    for ax, picture, timestep in zip(fig.subplots(1, len(images), squeeze=False)[0], images, timesteps, strict=True):
-        _show(ax, picture, interpolation="nearest")  # noise as it is, and a smaller PNG
-        ax.set_title(f"t = {timestep}", fontsize=10)
-    return fig.described(f"One picture with more and more noise, at timesteps {', '.join(map(str, timesteps))}.")
+        fig.colorbar(shown, ax=axes[row, 1:], aspect=12, pad=0.02)
+    error = np.mean((np.asarray(picture, np.float64) - np.asarray(reconstruction, np.float64)) ** 2)
+    psnr = f"PSNR {10 * np.log10(255**2 / max(error, 1e-9)):.1f} dB"
+    for ax, shown, name in ((axes[0, 0], picture, _size(picture)), (axes[1, 0], reconstruction, psnr)):
+        _show(ax, shown)
+        ax.set_title(f"picture, {name}" if shown is picture else f"decoded mean, {name}", fontsize=10)
+    return fig.described(
+        f"Picture of {_size(picture)} and its latents, {channels} channels of {width} x {height}, as mean and std; "
+        f"decoding the mean gives the picture back with {psnr}."
+    )
 
 
 def before_after(before, after, prompts, *, labels=("before", "after")):
@@ -436,25 +256,15 @@ def before_after(before, after, prompts, *, labels=("before", "after")):
             "give as many of each, at least one."
         )
     columns = min(6, len(prompts))
-    bands = -(-len(prompts) // columns)
     side = min(WIDTH / columns, 2.2)
-    wrapped = [_wrap(prompt, side - 0.2, 6) for prompt in prompts]
-    text_height = LINE * max(prompt.count("\n") + 1 for prompt in wrapped)
-    height = bands * (2 * (side - 0.15) * _aspect(before + after) + text_height + 0.2)
-    fig = DescribedFigure(height, columns * side + 0.2)
-    axes = fig.subplots(2 * bands, columns, squeeze=False)
-    for number in range(bands * columns):
-        band, column = divmod(number, columns)
-        pair = axes[2 * band : 2 * band + 2, column]
-        for ax, label, images in zip(pair, labels, (before, after), strict=True):
-            if number >= len(prompts):
-                ax.set_axis_off()
-                continue
-            _show(ax, images[number])
-            if column == 0:
-                ax.set_ylabel(label, fontsize=11, color=_label_color(label))
-        if number < len(prompts):
-            pair[1].set_xlabel(wrapped[number], fontsize=SMALL, parse_math=False)
+    rows, texts = [], []
+    for band in _chunks(range(len(prompts)), columns):
+        rows += [[before[number] for number in band], [after[number] for number in band]]
+        texts += [[""] * len(band), [_wrap(prompts[number], side - 0.2, 6) for number in band]]
+    fig, axes = _grid(rows, texts, side)
+    for number, ax in enumerate(axes[:, 0]):
+        label = labels[number % 2]
+        ax.set_ylabel(label, fontsize=11, color=_label_color(label))
     return fig.described(f"{len(prompts)} pairs of pictures, {labels[0]} and {labels[1]}: {_listed(prompts)}.")
 
 
@@ -522,50 +332,30 @@ def _label_color(label, number=0):
     return {"before": GREY, "after": BLUE}.get(label, CYCLE[number % len(CYCLE)])
 
 
-def _smoothed(values, window):
-    return values.rolling(window, min_periods=1, center=True).mean()
-
-
-def loss_curves(runs, *, validation=None, smooth=25, title=None, marks=()):
+def loss_curves(runs, *, smooth=25, marks=()):
     """Loss over steps: each step faint, the mean over `smooth` steps strong.
 
-    `runs`: label -> frame with step, loss. `validation`: frame with step, validation_loss, drawn as points. `marks`:
-    (step, text) pairs, drawn as vertical lines. Of a step that was repeated the last row counts.
+    `runs`: label -> frame with step, loss. `marks`: (step, text) pairs, drawn as vertical lines. Of a step that was
+    repeated the last row counts.
     """
     if not runs:
         raise ValueError("runs is empty: give at least one label and frame.")
     fig = DescribedFigure(3.8)
     ax = _axes(fig, grid="both")
-    curves, said = [], []
+    said = []
     for number, (label, frame) in enumerate(runs.items()):
         frame = _last_attempt(frame, f"run {label!r}", "loss")
-        curve, color = _smoothed(frame["loss"], smooth), _label_color(label, number)
+        curve, color = frame["loss"].rolling(smooth, min_periods=1, center=True).mean(), _label_color(label, number)
         # Later runs are thinner, so that two which coincide are both seen.
-        style = {"lw": max(3.2 - 1.4 * number, 1.4) if len(runs) > 1 else 2, "ls": "-" if number == 0 else "--"}
+        style = {"lw": max(3.2 - 1.4 * number, 1.4), "ls": "-" if number == 0 else "--"}
         ax.plot(frame["step"], frame["loss"], color=color, alpha=0.25, lw=0.8)
         ax.plot(frame["step"], curve, color=color, label=label, **style)
-        curves.append(curve)
         steps = f"steps {frame['step'].iloc[0]:,} to {frame['step'].iloc[-1]:,}"
         said.append(f"{label}: from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g} over {steps}")
-    if validation is not None:
-        validation = _last_attempt(validation, "validation", "validation_loss")
-        points = validation["validation_loss"]
-        ax.plot(validation["step"], points, "o", color=RED, ms=6, mec="white", label="validation")
-        curves.append(points)
-        said.append(f"validation: {points.iloc[-1]:.3g} at step {validation['step'].iloc[-1]:,}")
-    values = pd.concat(curves)
-    if values.min() > 0 and values.max() > 4 * values.min():
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        ax.yaxis.set_minor_formatter(ticker.NullFormatter())
-    before = -np.inf
-    for step, text in sorted(marks):
-        # Beside a line that is too near, the text goes to the other side.
-        _vertical_note(ax, step, text, left=step - before >= 0.04 * np.ptp(ax.get_xlim()))
-        before = step
+    for step, text in marks:
+        _vertical_note(ax, step, text)
         said.append(f"{text} at step {step:,}")
-    _whole_steps(ax, ylabel="loss", title=title or "")
+    _whole_steps(ax, ylabel="loss")
     ax.legend(frameon=False)
     return fig.described(f"Loss over steps. {'; '.join(said)}.")
 
@@ -635,21 +425,36 @@ def throughput(metrics, rate, waiting):
     return fig.described(f"Training throughput over {len(metrics):,} steps: {title}.")
 
 
-def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
+def _stacked_bars(ax, table, colors):
+    """A bar a row of `table` (column -> share, 0 to 1), split into its columns, each in its colour."""
+    names, left = [str(name) for name in table.index], 0.0
+    for column in table:
+        ax.barh(names, 100 * table[column], left=left, color=colors[column], label=column)
+        left = left + 100 * table[column]
+    ax.set(xlim=(0, 100))
+    ax.invert_yaxis()
+
+
+def _said_shares(table):
+    """Each row of a table of shares in words."""
+    rows = [", ".join(f"{name} {share:.0%}" for name, share in row.items()) for _, row in table.iterrows()]
+    return "; ".join(f"{name}: {row}" for name, row in zip(table.index, rows, strict=True))
+
+
+def iteration(phases, memory, *, published=None, device="cpu"):
     """Where the time and the memory of some steps go: memory over time, each phase of a step in its colour.
 
-    `phases`: columns phase, start, seconds. `memory`: columns second, gib. `shares`: phase -> share of the time, for
-    the bar below. `published`: a sentence about the published run, printed underneath. The memory axis does not
-    start at zero: what the weights always take would hide what changes within a step.
+    `phases`: columns phase (of `PHASES`), start, seconds. `memory`: columns second, gib. `published`: a sentence about
+    the published run, printed underneath. The memory axis does not start at zero: what the weights always take would
+    hide what changes within a step.
     """
     phases = _frame(phases, "the phases' frame", "phase", "start", "seconds")
     memory = _frame(memory, "the memory's frame", "second", "gib")
-    names = list(dict.fromkeys(phases["phase"]))
-    colors = {name: PHASES.get(name, CYCLE[number % len(CYCLE)]) for number, name in enumerate(names)}
+    seconds = phases.groupby("phase", sort=False)["seconds"].sum()
     fig = DescribedFigure(4.4)
     top, bottom = _axes(fig, 2, 1, height_ratios=(4, 1))
     for phase in phases.itertuples():
-        top.axvspan(phase.start, phase.start + phase.seconds, color=colors[phase.phase], alpha=0.35, lw=0)
+        top.axvspan(phase.start, phase.start + phase.seconds, color=PHASES[phase.phase], alpha=0.35, lw=0)
     top.plot(memory["second"], memory["gib"], color="0.15", lw=1.2)
     what = "allocated on the GPU" if device == "cuda" else "of the process (resident set)"
     peak, low = memory["gib"].max(), memory["gib"].min()
@@ -657,116 +462,43 @@ def iteration(phases, memory, *, shares=None, published=None, device="cpu"):
     title = f"memory {what}: {low:.2f} to {peak:.2f} GiB"
     end = float((phases["start"] + phases["seconds"]).iloc[-1])
     top.set(xlabel="seconds", ylabel="GiB", xlim=(0, end), ylim=(low - room, peak + room), title=title)
-    legend = [Patch(color=colors[name], alpha=0.35, label=name) for name in names]
-    fig.legend(handles=legend, loc="outside upper center", ncols=len(names), frameon=False, fontsize=SMALL)
-    if shares is None:
-        seconds = phases.groupby("phase", sort=False)["seconds"].sum()
-        shares = seconds / seconds.sum()
-    left = 0.0
-    for name, share in shares.items():
-        bottom.barh([0], [100 * share], left=[left], color=colors.get(name, GREY), height=0.8)
-        if share > 0.07:  # else the text would overlap; the legend names the colour
-            ink = "white" if colors.get(name, GREY) in (BLUE, GREY) else "black"
-            style = {"ha": "center", "va": "center", "fontsize": SMALL, "color": ink}
-            bottom.text(left + 50 * share, 0, f"{name}\n{share:.0%}", **style)
-        left += 100 * share
-    bottom.set(xlim=(0, 100), yticks=[], xlabel="share of a step's time, %")
-    bottom.spines[["left"]].set_visible(False)
+    table = pd.DataFrame((seconds / seconds.sum()).rename("a step")).T
+    _stacked_bars(bottom, table, PHASES)
+    bottom.set(yticks=[], xlabel="share of a step's time, %")
+    labels = [f"{name} {share:.0%}" for name, share in table.iloc[0].items()]
+    legend = [Patch(color=PHASES[name], label=label) for name, label in zip(table, labels, strict=True)]
+    fig.legend(handles=legend, loc="outside upper center", ncols=len(legend), frameon=False, fontsize=SMALL)
     if published:
         fig.supxlabel(published, fontsize=SMALL, color="0.35")
-    spent = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return fig.described(f"Time of a training step: {spent}; {title}.")
+    return fig.described(f"Time of a training step: {_said_shares(table)}; {title}.")
 
 
-def throughput_over_encoders(measured, predicted, *, ceiling=None, others="trainers", title=None):
+def throughput_over_encoders(measured, predicted, *, ceiling, others="trainers"):
     """Throughput over the number of encoders: what was measured, what is predicted, and the limit that others set.
 
-    `measured`: label -> frame, or one frame (label "measured"), and `predicted`, a frame, have num_encoders and
-    images_per_second; measured frames may be empty. `ceiling`: images/s of the `others` alone: of the trainers online,
-    of the transforms in preprocessing.
+    `measured` and `predicted`: frames with num_encoders and images_per_second. `ceiling`: images/s of the `others`
+    alone: of the trainers online, of the transforms in preprocessing.
     """
-    predicted = _frame(predicted, "the prediction", "num_encoders", "images_per_second")
+    columns = ("num_encoders", "images_per_second")
+    measured, predicted = (
+        _frame(frame, name, *columns) for frame, name in ((measured, "measured"), (predicted, "the prediction"))
+    )
     fig = DescribedFigure(3.8)
     ax = _axes(fig, grid="both")
-    said, top = [], max(predicted["images_per_second"].max(), ceiling or 0)
-    if ceiling is not None:  # wide and pale, so that the prediction is seen where both coincide
-        ax.axhline(ceiling, color=GREEN, lw=8, alpha=0.3, label=f"{others} alone: {ceiling:,.0f} images/s")
-        said.append(f"{others} alone allow {ceiling:,.0f} images/s")
+    # wide and pale, so that the prediction is seen where both coincide
+    ax.axhline(ceiling, color=GREEN, lw=8, alpha=0.3, label=f"{others} alone: {ceiling:,.0f} images/s")
     label = f"predicted: min(n x encoder, {others})"
     ax.plot(predicted["num_encoders"], predicted["images_per_second"], color="0.3", ls="--", marker=".", label=label)
-    for number, (label, frame) in enumerate(
-        (measured if isinstance(measured, dict) else {"measured": measured}).items()
-    ):
-        if len(frame):
-            frame = _frame(frame, "what was measured", "num_encoders", "images_per_second")
-            style = {"color": CYCLE[number % len(CYCLE)], "marker": "osD^v"[number % 5], "ms": 9, "mec": "white"}
-            ax.plot(frame["num_encoders"], frame["images_per_second"], ls="", zorder=3, label=label, **style)
-            pairs = zip(frame["num_encoders"], frame["images_per_second"], strict=True)
-            said.append(f"{label}: " + ", ".join(f"{rate:,.0f} with {count}" for count, rate in pairs))
-            top = max(top, frame["images_per_second"].max())
-    ax.set(xlabel="encoders", ylabel="images/s", ylim=(0, 1.15 * top), title=title)
+    style = {"color": BLUE, "marker": "o", "ms": 9, "mec": "white"}
+    ax.plot(measured["num_encoders"], measured["images_per_second"], ls="", zorder=3, label="measured", **style)
+    top = max(ceiling, measured["images_per_second"].max(), predicted["images_per_second"].max())
+    ax.set(xlabel="encoders", ylabel="images/s", ylim=(0, 1.15 * top))
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
-    return fig.described(f"Images a second over the number of encoders. {'; '.join(said) or 'Prediction only'}.")
-
-
-def cost_over_time(plans, *, best=None, deadline_hours=None, title=None):
-    """Dollars over hours, one point a plan, in the colour of its path; both axes logarithmic.
-
-    `plans`: columns path, hours, dollars (`planner.search`, `planner.compare`). `best`: a row of it, which is marked.
-    """
-    plans = _frame(pd.DataFrame(plans).reset_index(), "the plans' frame", "path", "hours", "dollars")
-    fig = DescribedFigure(4.2)
-    ax = _axes(fig, grid="both")
-    said, size, alpha = [], *((10, 0.35) if len(plans) > 100 else (40, 0.9))
-    for number, (path, mine) in enumerate(plans.groupby("path", sort=False)):
-        ax.scatter(
-            mine["hours"], mine["dollars"], s=size, alpha=alpha, lw=0, color=CYCLE[number % len(CYCLE)], label=path
-        )
-        said.append(f"{path} from ${mine['dollars'].min():,.0f} and from {mine['hours'].min():,.1f} hours")
-    by_time = plans.sort_values("hours")
-    front = by_time[by_time["dollars"] <= by_time["dollars"].cummin()]
-    ax.step(front["hours"], front["dollars"], where="post", color="0.2", lw=1, label="the cheapest so far")
-    if best is not None:
-        ax.scatter([best["hours"]], [best["dollars"]], s=160, facecolors="none", edgecolors=RED, lw=2, zorder=4)
-        where = {"textcoords": "offset points", "color": RED, "fontsize": SMALL, "va": "top", "zorder": 5}
-        text = f"${best['dollars']:,.0f}, {best['hours']:,.1f} h"
-        ax.annotate(
-            text, (best["hours"], best["dollars"]), (12, -4), bbox={"fc": "white", "ec": "none", "pad": 1}, **where
-        )
-        ax.margins(y=0.12)
-    if deadline_hours is not None:
-        ax.axvline(deadline_hours, color=RED, ls=":", lw=1.4)
-    ax.set(xscale="log", yscale="log", xlabel="hours", ylabel="$", title=title)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    legend = fig.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=SMALL)
-    for handle in legend.legend_handles:
-        handle.set_alpha(1)
-    return fig.described(f"Cost over time of {len(plans):,} plans: {'; '.join(said)}.")
-
-
-def run_distribution(runs, calm):
-    """How long simulated runs take and what they cost: a histogram of each over the draws.
-
-    `runs`: columns draw, hours, dollars (`simulator.simulate`), a row for each draw and stage; `calm`: the same of one
-    draw without losses, drawn as a line.
-    """
-    totals = _frame(runs, "the runs' frame", "draw", "hours", "dollars").groupby("draw")[["hours", "dollars"]].sum()
-    without = _frame(calm, "the frame of the run without losses", "hours", "dollars")[["hours", "dollars"]].sum()
-    fig = DescribedFigure(3.4)
-    said = []
-    for ax, name, unit, color in zip(_axes(fig, 1, 2), totals, ("hours", "$"), (BLUE, ORANGE), strict=True):
-        ax.hist(totals[name], bins=min(30, max(5, len(totals) // 4)), color=color)
-        _vertical_note(ax, without[name], f"without losses: {without[name]:,.0f}", left=True)
-        first, last = min(without[name], totals[name].min()), max(without[name], totals[name].max())
-        ax.set(xlabel=unit, ylabel="draws", xlim=(first - 0.1 * (last - first or 1), last + 0.02 * (last - first or 1)))
-        low, middle, high = totals[name].quantile([0.1, 0.5, 0.9])
-        said.append(f"{name} {low:,.0f} to {high:,.0f} in 80 % of them, {middle:,.0f} in the middle")
-        ax.set_title(f"{unit}: {low:,.0f} to {high:,.0f} in 80 % of the draws", fontsize=10)
-    return fig.described(f"{len(totals):,} simulated runs: {'; '.join(said)}.")
+    said = ", ".join(f"{rate:,.0f} with {count}" for count, rate in measured[list(columns)].itertuples(index=False))
+    return fig.described(
+        f"Images a second over the number of encoders. {others} alone allow {ceiling:,.0f} images/s; measured: {said}."
+    )
 
 
 def bus_bandwidth(table, *, expected=None):
@@ -795,41 +527,27 @@ def time_shares(table):
 
     `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `metrics_log.speed_summary`.
     """
-    table = _frame(table, "table", "data", "communication", "checkpoints").fillna(0.0)
-    fig = DescribedFigure(1.1 + 0.4 * len(table))
+    lost = _frame(table, "table", "data", "communication", "checkpoints").fillna(0.0)
+    names = {"data": "waits for data", "communication": "communication", "checkpoints": "checkpoints"}
+    lost = lost[list(names)].rename(columns=names)
+    lost.insert(0, "computes", 1 - lost.sum(axis=1))
+    fig = DescribedFigure(1.1 + 0.4 * len(lost))
     ax = _axes(fig, grid="x")
-    lost = {
-        "waits for data": table["data"],
-        "communication": table["communication"],
-        "checkpoints": table["checkpoints"],
-    }
-    shares = {"computes": 1 - sum(lost.values()), **lost}
-    left, names = 0.0, [str(name) for name in table.index]
-    for (label, share), color in zip(shares.items(), (BLUE, ORANGE, PURPLE, GREEN), strict=True):
-        ax.barh(names, 100 * share, left=left, color=color, label=label)
-        left = left + 100 * share
-    ax.set(xlim=(0, 100), xlabel="% of the time")
-    ax.invert_yaxis()
+    _stacked_bars(ax, lost, dict(zip(lost, (BLUE, ORANGE, PURPLE, GREEN), strict=True)))
+    ax.set(xlabel="% of the time")
     fig.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=SMALL)
-    runs = [
-        f"{name} {', '.join(f'{label} {share.iloc[i]:.0%}' for label, share in shares.items())}"
-        for i, name in enumerate(names)
-    ]
-    return fig.described(f"Where the time of runs goes: {'; '.join(runs)}.")
+    return fig.described(f"Where the time of runs goes: {_said_shares(lost)}.")
 
 
-def agreement(scores, *, goal=None):
+def agreement(scores, *, goal):
     """Share of pictures that show what their prompt says, by attribute; "all" (every attribute right) set apart.
 
-    `scores`: label -> attribute -> share (0 to 1). `goal`: a share, for "all" where there is one.
+    `scores`: label -> attribute -> share (0 to 1), with "all" last. `goal`: a share, for "all".
     """
-    attributes = list(dict.fromkeys(name for shares in scores.values() for name in shares if name != "all"))
-    with_all = any("all" in shares for shares in scores.values())
-    positions = {name: float(place) for place, name in enumerate(attributes)}
-    if with_all:
-        positions["all"] = len(attributes) + 0.5
-    if not positions:
+    if not scores or not all(scores.values()):
         raise ValueError("scores is empty: give at least one label with one attribute's share.")
+    attributes = [name for name in next(iter(scores.values())) if name != "all"]
+    positions = {**{name: float(place) for place, name in enumerate(attributes)}, "all": len(attributes) + 0.5}
     fig = DescribedFigure(3.4)
     ax = _axes(fig)
     wide = 0.8 / len(scores)
@@ -837,24 +555,14 @@ def agreement(scores, *, goal=None):
         shift = (number - (len(scores) - 1) / 2) * wide
         places, heights = [positions[name] + shift for name in shares], [100 * share for share in shares.values()]
         bars = ax.bar(places, heights, 0.94 * wide, color=_label_color(label, number), label=label)
-        if wide * WIDTH / (len(positions) + 1) > 0.3:  # inches: else numbers would overlap
-            ax.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=SMALL)
-    if with_all and attributes:
-        ax.axvline(len(attributes) - 0.25, color="0.8")
-    if goal is not None:
-        middle, half = (positions["all"], 0.5) if with_all else ((len(attributes) - 1) / 2, len(attributes) / 2)
-        ax.plot([middle - half, middle + half], [100 * goal] * 2, color=RED, ls="--", lw=1.6)
-        place, offset = (middle + half, 100 * goal), {"textcoords": "offset points", "va": "center"}
-        ax.annotate(f"goal {100 * goal:.0f} %", place, (3, 0), fontsize=SMALL, color=RED, **offset)
+        ax.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=SMALL)
+    ax.axvline(len(attributes) - 0.25, color="0.8")
+    middle = positions["all"]
+    ax.plot([middle - 0.5, middle + 0.5], [100 * goal] * 2, color=RED, ls="--", lw=1.6)
+    where = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+    ax.annotate(f"goal {100 * goal:.0f} %", (middle + 0.5, 100 * goal), fontsize=SMALL, color=RED, **where)
     ax.set(ylabel="pictures that agree, %", ylim=(0, 108), yticks=range(0, 101, 20))
     ax.set(xticks=list(positions.values()), xticklabels=list(positions))
-    ax.tick_params(axis="x", length=0)
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(scores), borderaxespad=0)
     said = [f"{label} {', '.join(f'{k} {v:.0%}' for k, v in shares.items())}" for label, shares in scores.items()]
     return fig.described(f"Share of pictures that agree with their prompt: {'; '.join(said)}.")
-
-
-if __name__ == "__main__":
-    # The numbers are those of the published run: 40 encoders on A10Gs, 32 trainers on A100s.
-    published = {"num_transform_workers": 240, "num_encoders": 40, "num_training_workers": 32}
-    architecture(**published, encoder_device="A10G", training_device="A100").savefig(sys.argv[1])

@@ -1,10 +1,11 @@
 """How long a training run takes, what it costs and what limits it, before any machine is rented.
 
 A `Scenario` describes the data, the machines and their rates; `compare` estimates each of the `PATHS` by which its
-latents can be made, `search` and `cheapest` choose machines, and `best_interval` the time between checkpoints.
+latents can be made, `break_even` says from how many epochs on one is cheaper than another, and `best_interval` chooses
+the time between checkpoints.
 
 Every field is an assumption with a unit; the source of a default is given beside it. Rates say where they come from:
-"measured", "published", or "estimated" from data sheets. All results are averages: `simulator` draws single runs. Not
+"measured", "published", "derived" from published numbers, or "estimated" from FLOPs. All results are averages. Not
 counted: storage of the raw data and requests to it, CPU machines for the head node, validation.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 import time
@@ -28,15 +28,7 @@ from .. import encoder, images
 from ..config import PreprocessingConfig, TrainingConfig
 from ..runtime import profiling
 from . import ablations, published_results
-from .estimates import (
-    check_count,
-    check_positive,
-    encoder_rate,
-    encoders_needed,
-    online_throughput,
-    predict_scaling,
-    training_hours,
-)
+from .estimates import check_count, check_positive, encoder_rate, encoders_needed, online_throughput, training_hours
 
 # How latents are made: by the trainers themselves (a DataLoader); before training; on the way to the trainers in every
 # epoch; on the way in the first epoch only, and stored for the others.
@@ -47,7 +39,10 @@ _MONTH = 730.0  # hours
 
 @dataclass(frozen=True)
 class Rate:
-    """images/s of a GPU or CPU worker. `origin`: "measured", "published" or "estimated"; `source`: where it is from."""
+    """images/s of a GPU or CPU worker.
+
+    `origin`: "measured", "published", "derived" or "estimated"; `source`: where it is from.
+    """
 
     images_per_second: float
     origin: str = "measured"
@@ -62,89 +57,48 @@ class Rate:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that can be rented.
-
-    Args:
-        num_gpus: its GPUs, each of them a trainer or an encoder.
-        accelerator: their kind, a name that `profiling.find_accelerator` knows.
-        dollars_per_hour: of the whole machine.
-        gigabytes_per_second: network bandwidth to other machines, one way.
-        source: of the price.
-    """
+    """A machine that can be rented, with `num_gpus` GPUs, each of them a trainer or an encoder; $ per hour of all."""
 
     name: str
     num_gpus: int
-    accelerator: str
     dollars_per_hour: float
-    gigabytes_per_second: float
-    source: str
 
     def __post_init__(self):
         check_count(f"num_gpus of {self.name}", self.num_gpus)
         check_positive(f"dollars_per_hour of {self.name}", self.dollars_per_hour)
-        check_positive(f"gigabytes_per_second of {self.name}", self.gigabytes_per_second)
 
 
-def _published_machine(name: str, gigabytes_per_second: float) -> Machine:
-    found = next(instance for instance in published_results.INSTANCES if instance.name == name)
-    count, _, accelerator = found.gpus.partition(" x ")
-    return Machine(name, int(count), accelerator, found.dollars_per_hour, gigabytes_per_second, found.source)
-
-
-_EFA = published_results.FACTS["network of a node, EFA"].value
-_BLOCKS = "AWS, EC2 Capacity Blocks for ML, pricing until January 2025"
+# Those with published prices, by name.
 MACHINES = {
-    machine.name: machine
-    for machine in (
-        _published_machine("p4de.24xlarge", _EFA),
-        _published_machine("p4de.24xlarge, 1 year reserved", _EFA),
-        _published_machine("g5.2xlarge", 1.25),  # up to 10 Gbit/s: Amazon EC2, G5 instances
-        Machine("p4d.24xlarge, capacity block", 8, "A100-40G", 14.75, _EFA, _BLOCKS),
-        Machine("p5.48xlarge, capacity block", 8, "H100", 39.33, 400.0, _BLOCKS),  # 3,200 Gbit/s, as the next
-        Machine("p5e.48xlarge, capacity block", 8, "H200", 43.26, 400.0, _BLOCKS),
-    )
+    row.name: Machine(row.name, int(row.gpus.split()[0]), row.dollars_per_hour)
+    for row in published_results.INSTANCES.itertuples(index=False)
 }
 
 
 # ---- rates
 
 
-@functools.cache
-def trainer_rate(resolution: int, accelerator: str = "A100-80G") -> Rate:
-    """images/s at which one of many GPUs trains Stable Diffusion 2's U-Net on stored latents.
+def trainer_rate(resolution: int) -> Rate:
+    """images/s at which one of 32 A100-80G trains Stable Diffusion 2's U-Net on stored latents, as published.
 
-    Published for an A100-80G (EFA, FSDP and torch.compile); estimated for others, at the same share of their peak.
-    Raises ValueError for resolutions other than 256 and 512, and accelerators without a data sheet: measure these.
+    That is with EFA, FSDP and torch.compile. Raises ValueError for resolutions other than 256 and 512: measure these.
     """
-    found = _find(accelerator)
-    rows = [row for row in published_results.ABLATION if (row.resolution, row.gpus[:2]) == (resolution, "32")]
-    if not rows:
+    rows = published_results.ABLATION.query("resolution == @resolution and gpus == '32 x A100-80G'")
+    if rows.empty:
         raise ValueError(f"resolution={resolution!r} has no published rate (256, 512): give trainer=Rate(images/s).")
-    rate = rows[-1].images_per_second / _PUBLISHED_GPUS
-    if found.name == "A100":
-        return Rate(rate, "published", rows[-1].source)
-    scaled = rate * found.bf16_tflops / _find("A100").bf16_tflops
-    return Rate(scaled, "estimated", f"an A100's share of the peak ({rows[-1].source})")
+    return Rate(rows["images_per_second"].iloc[-1] / _PUBLISHED_GPUS, "published", rows["source"].iloc[-1])
 
 
 @functools.cache
-def known_encoder_rate(resolution: int, accelerator: str = "A10G") -> Rate:
-    """images/s at which one GPU encodes with Stable Diffusion 2's VAE and text encoder, pictures and captions.
+def known_encoder_rate(resolution: int) -> Rate:
+    """images/s at which one A10G encodes with Stable Diffusion 2's VAE and text encoder, pictures and captions.
 
-    Published for an A10G at 256 pixels; otherwise estimated from counted FLOPs (`estimates.encoder_rate`). Raises
-    ValueError for an accelerator without a data sheet.
+    Derived from published numbers at 256 pixels; otherwise estimated from counted FLOPs (`estimates.encoder_rate`).
     """
     fact = published_results.FACTS["one A10G, online, at least"]
-    if (resolution, _find(accelerator).name) == (256, "A10G"):
-        return Rate(fact.value, "published", fact.source)
-    return Rate(encoder_rate([resolution], accelerator), "estimated", f"FLOPs, an A10G's utilization ({fact.source})")
-
-
-def _find(accelerator):
-    found = profiling.find_accelerator(accelerator)
-    if found is None:
-        raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.profiling.ACCELERATORS.")
-    return found
+    if resolution == 256:
+        return Rate(fact.value, "derived", f"{fact.derived}; {fact.source}")
+    return Rate(encoder_rate([resolution]), "estimated", f"FLOPs, the utilization of {fact.derived}; {fact.source}")
 
 
 def both_rate(trainer: Rate, encoder: Rate) -> Rate:
@@ -154,19 +108,16 @@ def both_rate(trainer: Rate, encoder: Rate) -> Rate:
 
 
 @functools.cache
-def trainer_encodes(resolution: int, accelerator: str = "A100-80G") -> Rate:
-    """images/s at which a trainer's GPU encodes between its training steps, as with a DataLoader.
+def trainer_encodes(resolution: int) -> Rate:
+    """images/s at which an A100 encodes between its training steps, as with a DataLoader.
 
-    Published for an A100 at 256 pixels, 0.44 s for a micro-batch of 128; otherwise estimated from FLOPs and peak.
+    Derived from published numbers at 256 pixels, 0.44 s for a micro-batch of 128; otherwise estimated from FLOPs.
     """
-    fact, found = published_results.FACTS["encoders' time in a step"], _find(accelerator)
+    fact = published_results.FACTS["encoders' time in a step"]
     rate = 128 / fact.value  # micro-batch: blog, Table 1
-    if (resolution, found.name) == (256, "A100"):
-        return Rate(rate, "published", fact.source)
-    rate *= found.bf16_tflops / _find("A100").bf16_tflops
-    if resolution != 256:
-        rate *= encoder_rate([resolution]) / encoder_rate([256])
-    return Rate(rate, "estimated", f"FLOPs, from an A100 at 256 pixels ({fact.source})")
+    if resolution == 256:
+        return Rate(rate, "derived", f"128 images / {fact.value} s; {fact.source}")
+    return Rate(rate * encoder_rate([resolution]) / encoder_rate([256]), "estimated", f"FLOPs; {fact.source}")
 
 
 def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8) -> dict[str, Rate]:
@@ -203,7 +154,7 @@ def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How often machines are lost, and what a loss costs; for the planner and for the `simulator`.
+    """How often machines are lost, and what a loss costs.
 
     Args:
         failures_per_day: of one machine, without notice. Default: MosaicML's two in 6.5 days on 16 machines of 8 A100s.
@@ -317,13 +268,10 @@ class Scenario:
         epochs: how often each is trained on.
         trainers, encoders: machines of each kind; blog, Table 2.
         trainer_machine, encoder_machine: their kinds.
-        trainers_each, encoders_each: on each machine; None: one on each GPU.
         latents_bytes: per stored row; at 256 pixels: 2 x 4 x 32 x 32 moments and 77 x 1,024 embeddings in fp16.
         raw_bytes: per raw row; MosaicML: more than 100 TB for 790 million.
         storage_dollars: per GB and month; Amazon S3 Standard, us-west-2, first 50 TB.
         egress_dollars: per GB read by the trainers or encoders; AWS: 0 within a region, 0.02 from another one.
-        spot: whether the machines are rented on the spot market.
-        spot_discount: share off the on-demand price (an assumption; AWS says up to 0.9).
         faults: failures, or None. They lengthen training but not encoding, which only repeats the tasks of a lost
             machine.
     """
@@ -337,14 +285,10 @@ class Scenario:
     encoders: int = 40
     trainer_machine: Machine = MACHINES["p4de.24xlarge"]
     encoder_machine: Machine = MACHINES["g5.2xlarge"]
-    trainers_each: int | None = None
-    encoders_each: int | None = None
     latents_bytes: float = 2 * (2 * 4 * 32 * 32 + 77 * 1024)
     raw_bytes: float = 126_600
     storage_dollars: float = 0.023
     egress_dollars: float = 0.0
-    spot: bool = False
-    spot_discount: float = 0.6
     faults: Faults | None = None
 
     def __post_init__(self):
@@ -356,18 +300,16 @@ class Scenario:
             check_not_negative(name, getattr(self, name))
         if check_positive("epochs", self.epochs) < 1:
             raise ValueError(f"epochs={self.epochs!r} is less than one: make rows smaller instead.")
-        if not 0 <= check_not_negative("spot_discount", self.spot_discount) < 1:
-            raise ValueError(f"spot_discount={self.spot_discount!r} must be a share of the price, less than 1.")
 
     @property
     def training_rate(self) -> float:
         """images/s of all trainers on stored latents."""
-        return self.trainers * (self.trainers_each or self.trainer_machine.num_gpus) * self.trainer.images_per_second
+        return self.trainers * self.trainer_machine.num_gpus * self.trainer.images_per_second
 
     @property
     def encoding_rate(self) -> float:
         """images/s of all encoders."""
-        return self.encoders * (self.encoders_each or self.encoder_machine.num_gpus) * self.encoder.images_per_second
+        return self.encoders * self.encoder_machine.num_gpus * self.encoder.images_per_second
 
     @property
     def balanced_encoders(self) -> int:
@@ -420,7 +362,6 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
     busy = encoders_busy if path == "offline" else encoders_busy * stretch
     training *= stretch
 
-    price = 1 - one.spot_discount if one.spot else 1.0
     rented = one.trainers * one.trainer_machine.dollars_per_hour * training
     rented += one.encoders * one.encoder_machine.dollars_per_hour * busy
     gigabytes = {"raw": one.rows * one.raw_bytes / 1e9, "latents": one.rows * one.latents_bytes / 1e9}
@@ -439,8 +380,8 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
         encoding + training,
         encoding,
         training,
-        price * rented + storage + egress,
-        price * rented,
+        rented + storage + egress,
+        rented,
         storage,
         egress,
         samples / training / 3600,
@@ -473,142 +414,18 @@ def break_even(scenario: Scenario, path: str = "offline", other: str = "online")
     return 1 + dearer / saved if saved > 0 else math.inf
 
 
-# ---- the cheapest machines
-
-
-def search(
-    scenario: Scenario,
-    resolution: int,
-    *,
-    trainer_machines: Iterable[Machine] = tuple(machine for machine in MACHINES.values() if machine.num_gpus > 1),
-    encoder_machines: Iterable[Machine] = tuple(MACHINES.values()),
-    most_trainers: int = 16,
-    most_encoders: int = 200,
-    global_batch_size: int = 4096,
-    parameters: float = 865_910_724,
-) -> pd.DataFrame:
-    """`estimate` over kinds and numbers of machines: one row per plan, the cheapest first.
-
-    Rates are `trainer_rate` and `known_encoder_rate` at `resolution`, or the scenario's own on its own machines. The
-    network's effect on the trainers' rate follows from `estimates.predict_scaling` ("fsdp", hidden behind the backward
-    pass) with steps of `global_batch_size` rows. Encoder counts are the fewest that keep the trainers busy, and one
-    fewer: for "online" and "once", any other number costs more per image. Offline also tries half, twice and four times
-    as many. Does not check whether the model fits a GPU's memory (`estimates.memory_table`). Raises ValueError if no
-    plan is possible.
-    """
-    trainers, encoders = list(trainer_machines), list(encoder_machines)
-    rows = []
-    for machine, count in itertools.product(trainers, range(1, check_count("most_trainers", most_trainers) + 1)):
-        own = machine == scenario.trainer_machine
-        rate = scenario.trainer if own else trainer_rate(resolution, machine.accelerator)
-        both = own and scenario.dataloader or both_rate(rate, trainer_encodes(resolution, machine.accelerator))
-        gpus = count * machine.num_gpus
-        if gpus > global_batch_size:
-            continue
-        step = global_batch_size / gpus / rate.images_per_second
-        scaled = predict_scaling(
-            parameters, step, machine.gigabytes_per_second, (gpus,), ranks_per_node=machine.num_gpus
-        )
-        left = scaled["efficiency, hidden behind backward"].iloc[0]
-        mine = dataclasses.replace(
-            scenario,
-            trainer=dataclasses.replace(rate, images_per_second=rate.images_per_second * left),
-            dataloader=dataclasses.replace(both, images_per_second=both.images_per_second * left),
-            trainer_machine=machine,
-            trainers=count,
-            trainers_each=None,
-        )
-        rows.append((mine, "DataLoader"))
-        for kind in encoders:
-            own = kind == scenario.encoder_machine
-            each = scenario.encoder if own else known_encoder_rate(resolution, kind.accelerator)
-            mine = dataclasses.replace(
-                mine, encoder=each, encoder_machine=kind, encoders_each=scenario.encoders_each if own else None
-            )
-            balanced = mine.balanced_encoders
-            few = {balanced - 1, balanced}
-            for path, counts in (
-                ("offline", few | {max(1, balanced // 2), 2 * balanced, 4 * balanced}),
-                ("online", few),
-                ("once", few),
-            ):
-                allowed = sorted(number for number in counts if 1 <= number <= most_encoders)
-                rows += [(dataclasses.replace(mine, encoders=number), path) for number in allowed]
-    if not rows:
-        raise ValueError("No plan is possible: give at least one machine for trainers.")
-    return pd.DataFrame([_row(one, path) for one, path in rows]).sort_values("dollars", ignore_index=True)
-
-
-def _row(one: Scenario, path: str) -> dict[str, Any]:
-    with_encoders = path != "DataLoader"
-    return {
-        "trainers": f"{one.trainers} x {one.trainer_machine.name}",
-        "encoders": f"{one.encoders} x {one.encoder_machine.name}" if with_encoders else "-",
-        **dataclasses.asdict(estimate(one, path)),
-        "rates": "/".join(
-            dict.fromkeys([one.trainer.origin, one.encoder.origin] if with_encoders else [one.trainer.origin])
-        ),
-    }
-
-
-def cheapest(plans: pd.DataFrame, deadline_hours: float | None = None, dollars_at_most: float | None = None):
-    """The plans of `search` (or similar rows) within a deadline and a budget, the cheapest first.
-
-    Raises ValueError if there are none, naming the fastest plan, or the cheapest within the deadline.
-    """
-    limits = {}
-    if deadline_hours is not None:
-        limits["hours"] = check_positive("deadline_hours", deadline_hours)
-    if dollars_at_most is not None:
-        limits["dollars"] = check_positive("dollars_at_most", dollars_at_most)
-    met = plans
-    for name, most in limits.items():
-        within = met[met[name] <= most]
-        if within.empty:
-            best = met.loc[met[name].idxmin()]
-            asked = f"deadline_hours={most:g}" if name == "hours" else f"dollars_at_most={most:g}"
-            also = " in that time" if name == "dollars" and len(limits) > 1 else ""
-            raise ValueError(
-                f"{asked} cannot be met{also}: the best plan takes "
-                f"{best['hours']:,.1f} hours and costs ${best['dollars']:,.0f} ({best['trainers']}, encoders "
-                f"{best['encoders']}, {best['path']}). Relax the limit, or search more machines."
-            )
-        met = within
-    return met.sort_values("dollars", ignore_index=True)
-
-
 # ---- Stable Diffusion 2
 
 
 def sd2(resolution: int, **changes: Any) -> Scenario:
     """Stable Diffusion 2's phase at 256 or 512 pixels, as published; `changes`: fields of the scenario."""
-    phase = next((found for found in published_results.PHASES if found.resolution == resolution), None)
-    trainer, encodes = trainer_rate(resolution), trainer_encodes(resolution)
+    trainer = trainer_rate(resolution)
+    phases = published_results.PHASES.set_index(["who", "resolution"])
     values = {
         "trainer": trainer,
         "encoder": known_encoder_rate(resolution),
-        "dataloader": both_rate(trainer, encodes),
-        "rows": phase.num_samples,
+        "dataloader": both_rate(trainer, trainer_encodes(resolution)),
+        "rows": phases["num_samples"]["Anyscale", resolution],
         "latents_bytes": 2 * (2 * 4 * (resolution // 8) ** 2 + 77 * 1024),
     }
     return Scenario(**{**values, **changes})
-
-
-def published(path: str) -> Scenario:
-    """The inputs of one row of the blog's Table 2: "DataLoader", "offline" or "online".
-
-    Each has its own measured throughput. Offline, the $2,183 are g5.2xlarge hours of one pass; storage is not in the
-    table. Raises ValueError for another path.
-    """
-    costs = {row.setup: row for row in published_results.EPOCH_COSTS}
-    if path not in costs:
-        raise ValueError(f"path={path!r} is not in Table 2: choose one of {', '.join(map(repr, costs))}.")
-    facts, rates = published_results.FACTS, {row.setup: row.images_per_second for row in costs.values()}
-    train = rates["online" if path == "online" else "offline"] / _PUBLISHED_GPUS
-    fact = facts["one A10G, offline" if path == "offline" else "one A10G, online, at least"]
-    return Scenario(
-        trainer=Rate(train, "published", costs[path].source),
-        encoder=Rate(fact.value, "published", fact.source),
-        dataloader=Rate(rates["DataLoader"] / _PUBLISHED_GPUS, "published", costs["DataLoader"].source),
-        storage_dollars=0.0,
-    )

@@ -9,7 +9,6 @@ import os
 import pathlib
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 

@@ -265,7 +265,7 @@ def main():
                 print(kinds.round(3).to_string(index=False), flush=True)
                 record.write("gpu_step", summary, settings=details, ceilings=rates, kinds=kinds.to_dict("records"))
         dist.destroy_process_group()
-    for row in published_results.ABLATION:
+    for row in published_results.ABLATION.itertuples():
         if row.setup == "+ torch.compile":
             each = row.images_per_second / int(row.gpus.split()[0])
             print(f"published: {each:.0f} images/s a GPU at {row.resolution} px ({row.gpus}; {row.source})")

@@ -23,7 +23,7 @@ from ray.data import ActorPoolStrategy
 
 from helpers import ingest, schema, storage
 from helpers.config import TrainingConfig
-from helpers.lesson import planner
+from helpers.lesson import estimates
 from helpers.runtime import metrics_log, session
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
@@ -96,17 +96,7 @@ def main():
         storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
         ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
         for count in arguments.encoders:
-            expected = planner.estimate(
-                planner.Scenario(
-                    trainer=planner.Rate(trainer_rate),
-                    encoder=planner.Rate(encoder_rate),
-                    trainers=1,
-                    trainers_each=1,
-                    encoders=count,
-                    rows=1e6,
-                ),
-                "online",
-            ).images_per_second
+            expected = estimates.online_throughput(count, encoder_rate, trainer_rate)
             name = f"online-{count}"
             stream = functools.partial(online_stream, num_encoders=count, started=f"{uri}/{name}")
             rate, waits = measure(uri, name, max(24, int(arguments.seconds * expected / BATCH)), stream)

@@ -43,7 +43,6 @@ def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, mo
         ("memory", "--job preprocessing --rows 60 120"),
         ("million_rows", "--rows 4000 --rows-per-segment 2000 --stand-in"),
         ("read_speed", "--rows 1024 --rounds 1"),
-        ("simulated_faults", "--steps 40 --seconds 0.1"),
         ("validation_cost", "--steps 16 --rounds 1 --seconds 0.1 --rows 200"),
     ],
 )

@@ -199,7 +199,6 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
         ),
         ("gpu_checks", ["--unet", "tiny", "--resolution", "32"]),
         ("host_time", ["--steps", "1", "--layers", "1"]),
-        ("simulator_draws", ["--draws", "2", "--gpus", "32"]),
         pytest.param(
             "picture_quality",
             ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],

@@ -1,7 +1,6 @@
 """The network cell: bus bandwidth as nccl-tests defines it, what a node says of EFA, and the share of a step."""
 
 import pathlib
-import subprocess
 
 import pytest
 import torch.distributed as dist
@@ -74,16 +73,6 @@ def test_a_node_says_whether_efa_is_on_and_why(change, said):
     assert said in text and text.startswith("n1: ") and text.endswith(".") and "\n" not in text
 
 
-def test_libfabrics_provider_is_asked_of_its_program(monkeypatch):
-    monkeypatch.setattr(network.shutil, "which", lambda name, path=None: None)
-    assert network.offers_efa() is None
-    monkeypatch.setattr(network.shutil, "which", lambda name, path=None: f"/bin/{name}")
-    for code, text, expected in ((0, "provider: efa\n", True), (0, "provider: tcp\n", False), (61, "", False)):
-        done = subprocess.CompletedProcess([], code, text, "")
-        monkeypatch.setattr(network.subprocess, "run", lambda *_, done=done, **__: done)
-        assert network.offers_efa() is expected
-
-
 def test_plugins_on_the_library_path_are_found(tmp_path, monkeypatch):
     plugin = pathlib.Path(tmp_path, "libnccl-net-ofi.so")
     plugin.touch()
@@ -104,7 +93,3 @@ def test_the_share_of_a_step_follows_from_the_bandwidth():
     assert shares.loc["fsdp"].iloc[0] == pytest.approx(0.75 * shares.loc["ddp"].iloc[0])
     within = network.step_shares({"ranks": 8, "ranks_per_node": 8, "rows": rows}, step_seconds=0.5)
     assert within.loc["ddp"].iloc[0] == pytest.approx(7 / 8 * 8 * 865_910_724 / 50e9)
-
-
-def test_efa_and_tcp_are_expected_as_published():
-    assert list(network.expected_bandwidth().values()) == [50, 2.9]

@@ -119,7 +119,7 @@ def test_the_full_run_says_why_each_value_differs():
 
 
 @pytest.mark.parametrize(
-    ("resolution", "phase"), list(zip(full_run.PARAMETERS, published_results.PHASES[:2], strict=True))
+    ("resolution", "phase"), list(zip(full_run.PARAMETERS, published_results.PHASES[:2].itertuples(), strict=True))
 )
 def test_the_full_run_is_the_published_one(resolution, phase):
     full = full_run.PARAMETERS[resolution]

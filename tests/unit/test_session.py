@@ -75,7 +75,7 @@ def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, caps
 
 
 def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
-    now, throttle = 0.0, session.SchedulerThrottle()
+    now, throttle = 0.0, throttle.SchedulerThrottle()
 
     def sleep(seconds):
         nonlocal now

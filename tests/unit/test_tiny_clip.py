@@ -5,7 +5,8 @@ from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel
 
 from helpers.evaluation import scores
-from helpers.lesson import build_tiny_clip, build_tiny_sd, captioned_shapes
+from helpers.lesson import captioned_shapes
+from tests.makers import build_tiny_clip, build_tiny_sd
 
 FOLDER = build_tiny_clip.FOLDER
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,10 +80,3 @@ def test_a_build_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypat
     assert stopped.keys() == straight.keys() and all(torch.equal(stopped[name], straight[name]) for name in stopped)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "straight"]
     assert {p.name for p in (tmp_path / "straight").iterdir()} == {p.name for p in FOLDER.iterdir()}
-
-
-def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
-    (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(ValueError, match="holds something other than a CLIP"):
-        build_tiny_clip.build(tmp_path)
-    assert (tmp_path / "photo.jpg").read_text() == "mine"

@@ -1,6 +1,6 @@
 """Trains and writes tiny-sd, a complete text-to-image model that is small enough to be part of the repository.
 
-    python -m helpers.lesson.build_tiny_sd [--output helpers/tiny-sd] [--seed 0]
+    python -m tests.makers.build_tiny_sd [--output helpers/tiny-sd] [--seed 0]
 
 It trains a VAE and a CLIP text encoder on captioned shapes, writes them with a tokenizer, a noise
 schedule and a U-Net's config in diffusers layout (fp16), and prints the scores that the model card,
@@ -32,9 +32,9 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, CLIPVisionConfig, CLIPVisionModel
 
-from . import captioned_shapes
+from helpers.lesson import captioned_shapes
 
-FOLDER = Path(__file__).parents[1] / "tiny-sd"
+FOLDER = Path(__file__).parents[2] / "helpers/tiny-sd"
 MAX_TOKENS = 24  # the longest caption has 16, with start and end
 TEXT_WIDTH = 128
 VAE_CONFIG = dict(
@@ -502,7 +502,7 @@ which has no weights here: training it is the exercise. Weights are fp16; load t
 
 ## How it was made
 
-    python -m helpers.lesson.build_tiny_sd --seed {seed}
+    python -m tests.makers.build_tiny_sd --seed {seed}
 
 rebuilds this folder, without downloads: {cpu_seconds:.0f} CPU-seconds ({wall_seconds:.0f} s on {num_threads} threads).
 
@@ -596,7 +596,7 @@ def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m helpers.lesson.build_tiny_sd", description="Trains and writes tiny-sd."
+        prog="python -m tests.makers.build_tiny_sd", description="Trains and writes tiny-sd."
     )
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
@@ -604,3 +604,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(2)  # the same result and time on any machine
     build(arguments.output, arguments.seed, arguments.effort)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Trains and writes tiny-clip, a CLIP for the drawn pictures that is small enough to be part of the repository.
 
-    python -m helpers.lesson.build_tiny_clip [--output helpers/tiny-clip] [--seed 0] [--seconds 240]
+    python -m tests.makers.build_tiny_clip [--output helpers/tiny-clip] [--seed 0] [--seconds 240]
 
 Its text tower is tiny-sd's text encoder as it is; a vision tower and both projections are trained to match captions
 with pictures. It is written in transformers layout (fp16), with the scores that the model card, tiny-clip/README.md,
@@ -24,11 +24,12 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from ..evaluation import scores
-from . import build_tiny_sd, captioned_shapes
-from .build_tiny_sd import ATTRIBUTES, SPLIT_SEEDS
+from helpers.evaluation import scores
+from helpers.lesson import captioned_shapes
+from tests.makers import build_tiny_sd
+from tests.makers.build_tiny_sd import ATTRIBUTES, SPLIT_SEEDS
 
-FOLDER = Path(__file__).parents[1] / scores.TINY_CLIP
+FOLDER = Path(__file__).parents[2] / "helpers" / scores.TINY_CLIP
 SIDE = 48  # pixels: three quarters of the drawn pictures' side are enough, in about half of the time
 WIDTH = 64  # of the embeddings that both towers give
 VISION = dict(
@@ -188,7 +189,7 @@ CLIP score and CMMD with it. Weights are fp16; load them as fp32 on a CPU.
 
 ## How it was made
 
-    python -m helpers.lesson.build_tiny_clip --seed {seed}
+    python -m tests.makers.build_tiny_clip --seed {seed}
 
 rebuilds this folder, without downloads, in about {minutes:.0f} minutes of one core.
 
