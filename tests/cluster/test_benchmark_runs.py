@@ -21,6 +21,7 @@ def results(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
+        ("ablation", "--steps 2 --batch 4 --resolution 32"),
         ("encode_through_ray", "--rows 120 --rounds 1"),
         ("online_throughput", "--encoders 1 2 --seconds 2"),
         ("read_object_store", "--rows 1024 --rounds 1"),
@@ -39,13 +40,15 @@ def test_a_benchmark_through_ray_leaves_its_results(cluster, name, arguments, mo
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
+        ("memory", "--job preprocessing --rows 60 120"),
         ("million_rows", "--rows 4000 --rows-per-segment 2000 --stand-in"),
         ("read_speed", "--rows 1024 --rounds 1"),
+        ("simulated_faults", "--steps 40 --seconds 0.1"),
         ("validation_cost", "--steps 16 --rounds 1 --seconds 0.1 --rows 200"),
     ],
 )
 def test_a_benchmark_with_its_own_ray_leaves_its_results(name, arguments, results):
-    """One tells its processes from others by their session, one has several nodes."""
+    """Those of memory tell their processes from others by their session; one has several nodes."""
     command = [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments.split()]
     subprocess.run(command, cwd=ROOT, check=True)
     assert json.loads((results / f"{name}.json").read_text())["summary"]

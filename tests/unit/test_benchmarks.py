@@ -20,14 +20,14 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         ("picture_quality", "--rows 300 --scale 0.002 --seeds 1 --prompts 4"),
         ("plan_two_billion", "--files 200 --rows-per-file 1000"),
         ("read_layout", "--rows 128 --rounds 1"),
-        ("scores_and_agreement", "--rows 100 --at 1 2 --seeds 1 --prompts 2"),
+        ("scores_and_agreement", "--rows 200 --at 1 2 --seeds 1 --prompts 2"),
         ("storage_cost", "--rows 150 --steps 2 --prompts 2"),
     ],
 )
@@ -40,7 +40,7 @@ def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, r
     assert [path.name for path in results.iterdir()] == [f"{name}.json"]
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_everything_about_a_gpu_runs_in_one_command(monkeypatch, results):
     """Its parts are processes of their own: each setting of the step and of encoding, and the checks."""
     parts = ["step-512", "encode", "checks"]
