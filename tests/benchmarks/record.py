@@ -47,7 +47,7 @@ def in_turns(rounds, measures):
 def compare(rates, name, reference):
     """(ratio of the median rates of two measurements, the sentence that says so)"""
     one, other = (statistics.median(rates[key]) for key in (name, reference))
-    return one / other, f"{one:.0f} of {other:.0f} images/s: {one / other:.2f}"
+    return one / other, f"{one:.0f} of {other:.0f} images/s: {one / other:.3f}"
 
 
 def folder():
