@@ -21,6 +21,10 @@ export PRETRAIN_JOB_ID=${SLURM_JOB_ID:-}  # a requeued job takes over the lease 
 # Whoever reaches Ray can run code: a token of this job's own, which srun passes on with the environment.
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex())")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+# By it a requeued job knows the lease of its own dead driver, and takes it over at once.
+if [ -n "${SLURM_JOB_ID:-}" ]; then
+    export PRETRAIN_JOB_ID=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+fi
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
 wait_for_nodes() {

@@ -22,7 +22,7 @@ from . import captioned_shapes
 def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.DataFrame:
     """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
-    rows = manifest.total("read") - manifest.total("filtered")
+    rows = manifest.read - manifest.filtered
     seconds = {stage: manifest.total(f"{stage}_seconds") for stage in workers}
     rates = [(stage, number * rows / seconds[stage], number) for stage, number in workers.items() if seconds[stage]]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
@@ -116,9 +116,9 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
 
 def summary(manifest: schema.Manifest) -> pd.DataFrame:
     """What a job did with its rows: read = written + rejected (by reason) + filtered."""
-    rows = [("read", "", manifest.total("read")), ("written", "", manifest.total("written"))]
+    rows = [("read", "", manifest.read), ("written", "", manifest.written)]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
-    rows += [("filtered", "", manifest.total("filtered"))]
+    rows += [("filtered", "", manifest.filtered)]
     return pd.DataFrame(rows, columns=["what", "reason", "rows"])
 
 

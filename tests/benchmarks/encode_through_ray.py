@@ -8,12 +8,9 @@ batch that the actor encodes to the end of the last, so that starting the worker
 the ratio of their medians is printed. Wants an otherwise idle machine with two cores or more.
 """
 
-import argparse
-import statistics
 import tempfile
 import time
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from helpers import encoder, preprocess
@@ -44,41 +41,26 @@ def bare(config, rows):
 def through_ray(config):
     """Images a second of the pipeline of Preprocessing.ipynb."""
     manifest = encode(config)
-    rows, seconds = manifest.total("read"), manifest.total("encoding_seconds")
-    print(f"    the encoder is busy for {manifest.total('encode_seconds') / seconds:.1%} of the time")
+    rows, seconds = manifest.read, manifest.work["encoding_seconds"]
+    print(f"    the encoder is busy for {manifest.work['encode_seconds'] / seconds:.1%} of the time")
     return (rows - config.encoder_batch_size) / seconds
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=12_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=12_000, rounds=3)
     session.connect()
-    rates = {"bare": [], "ray": []}
     with tempfile.TemporaryDirectory() as folder:
         config = PreprocessingConfig(storage=folder)
-        captioned_shapes.write_parquet(config.raw_uri, arguments.rows)
-        for number in range(arguments.rounds):
-            rates["bare"].append(bare(config, arguments.rows // 2))
-            round_config = PreprocessingConfig(storage=folder, latents_uri=f"{folder}/latents-{number}")
-            rates["ray"].append(through_ray(round_config))
-            print(f"round {number + 1}: bare {rates['bare'][-1]:.0f}, through Ray {rates['ray'][-1]:.0f} images/s")
-    ratio = statistics.median(rates["ray"]) / statistics.median(rates["bare"])
-    print(
-        f"medians: bare {np.median(rates['bare']):.0f}, through Ray {np.median(rates['ray']):.0f} images/s, "
-        f"ratio {ratio:.3f}"
-    )
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    record.write(
-        "encode_through_ray",
-        {
-            "encoding through Ray, decoding included, against the encoder in a bare loop": f"{medians['ray']:.0f} of "
-            f"{medians['bare']:.0f} images/s: {ratio:.2f}"
-        },
-        images_per_second=medians,
-        ratio=ratio,
-    )
+        captioned_shapes.write_parquet(config.raw_uri, given.rows)
+
+        def job(number):
+            return through_ray(PreprocessingConfig(storage=folder, latents_uri=f"{folder}/latents-{number}"))
+
+        rates = record.in_turns(given.rounds, {"bare": lambda _: bare(config, given.rows // 2), "ray": job})
+    ratio, said = record.compare(rates, "ray", "bare")
+    print(said)
+    what = "encoding through Ray, decoding included, against the encoder in a bare loop"
+    record.write("encode_through_ray", {what: said}, images_per_second=rates, ratio=ratio)
 
 
 if __name__ == "__main__":

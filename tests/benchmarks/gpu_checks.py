@@ -11,14 +11,10 @@
 What fails says so and the next check runs; each result is written when it is there.
 """
 
-import argparse
 import collections
-import os
-import tempfile
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,12 +110,7 @@ def graphs(given, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unet", default="sd2-base")
-    parser.add_argument("--resolution", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--tolerance", type=float, default=0.05)
-    given = parser.parse_args()
+    given = record.options(__doc__, unet="sd2-base", resolution=256, batch=4, tolerance=0.05)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
 
@@ -132,17 +123,13 @@ def main():
         summary = {"checks of the GPU's step": f"{sum(row['passed'] for row in rows)} of {len(rows)} passed"}
         record.write("gpu_checks", summary, checks=rows)
 
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    with gpu_step.one_rank(device):
         for check in (same_losses, layouts, memory, graphs):
             try:
                 for found in check(given, device):
                     keep(*found)
             except Exception as error:  # said, and the next one is tried
                 keep(check.__name__, f"{type(error).__name__}: {error}".splitlines()[0][:160], False)
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Random weights, drawn on the GPU, in fp16; random pixels and token ids, copied t
 should be fastest comes first; each result is written when it is there; after --minutes no new one is begun.
 """
 
-import argparse
 import gc
 import time
 
@@ -61,13 +60,9 @@ def measure(given, device, setting, sizes, batch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="sd2", help="sd2: its shapes, random weights")
-    parser.add_argument("--resolutions", nargs="+", default=["256,512", "512", "256"], help="each in one pass")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32, 64, 16])
-    parser.add_argument("--seconds", type=float, default=2, help="of each measurement")
-    parser.add_argument("--minutes", type=float, default=2)
-    given = parser.parse_args()
+    given = record.options(
+        __doc__, model="sd2", resolutions=["256,512", "512", "256"], batch=[32, 64, 16], seconds=2.0, minutes=2.0
+    )
     until = time.monotonic() + 60 * given.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rates, peak = roofline.ceilings(device), peak_flops(device, "bf16")

@@ -10,7 +10,6 @@ backend that is not there) says so and is passed over; after --minutes, shared e
 begun. "of roofline" is the share of the least time by tests/benchmarks/roofline.py, elementwise operations for nothing.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -157,6 +156,19 @@ def switched(setting, device):
         yield
 
 
+@contextlib.contextmanager
+def one_rank(device):
+    """A process group of this process alone."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
 class Sweep:
     """The settings at one resolution; `rows` are what was measured, `keep(rows)` is called after each."""
 
@@ -169,13 +181,13 @@ class Sweep:
         if time.monotonic() > self.until:
             print(f"  no time left for: {name}, batch {batch}", flush=True)
             return True
-        setting, device = {**SETTINGS, **CONTROLS}[name], self.device
+        setting, device, micro_batch = {**SETTINGS, **CONTROLS}[name], self.device, self.given.micro_batch
         config = TrainingConfig(
             unet_config=self.given.unet,
             resolution=self.resolution,
             global_batch_size=batch,
             precision="bf16",
-            micro_batch_size=self.given.micro_batch if batch % (self.given.micro_batch or 1) == 0 else None,
+            micro_batch_size=micro_batch if micro_batch and batch % micro_batch == 0 else None,
             **setting.changes,
         )
         began, out_of_memory = time.monotonic(), False
@@ -222,14 +234,9 @@ class Sweep:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unet", default="sd2-base")
-    parser.add_argument("--resolution", type=int, nargs="+", default=[512])
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 96, 128], help="at 256 pixels: 256 384 512")
-    parser.add_argument("--micro-batch", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=8)
-    given = parser.parse_args()
+    given = record.options(
+        __doc__, unet="sd2-base", resolution=[512], batch=[64, 96, 128], micro_batch=0, steps=10, minutes=8.0
+    )
     started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -239,10 +246,7 @@ def main():
     print(f"{hardware}, torch {torch.__version__}, {given.unet}, bf16, random latents, EMA off")
     print("ceilings: " + ", ".join(f"{kind} {rate / 1e12:.3g} T/s" for kind, rate in rates.items()), flush=True)
     summary, details = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    with one_rank(device):
         for number, resolution in enumerate(given.resolution, start=1):
             print(f"{resolution} pixels:", flush=True)
 
@@ -264,7 +268,6 @@ def main():
                 kinds = pd.DataFrame(sweep.kinds[sweep.best["setting"], sweep.best["batch"]])
                 print(kinds.round(3).to_string(index=False), flush=True)
                 record.write("gpu_step", summary, settings=details, ceilings=rates, kinds=kinds.to_dict("records"))
-        dist.destroy_process_group()
     for row in published_results.ABLATION.itertuples():
         if row.setup == "+ torch.compile":
             each = row.images_per_second / int(row.gpus.split()[0])

@@ -10,12 +10,12 @@ some that wait for work. Rates run from the first rows that are written; the pau
 its workers are in them. Then the costs of a file, a row and a commit, and what they make of 2 billion rows.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import itertools
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -30,7 +30,6 @@ from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from tests.benchmarks import record
-from tests.benchmarks.memory import session_memory
 from tests.pipelines import build_pipeline
 
 
@@ -50,6 +49,21 @@ class StandInEncoder(encoder.LatentEncoder):
 
     def encode_captions(self, caption_ids_BL):
         return self.table[np.asarray(caption_ids_BL) % 256]
+
+
+def session_memory(session_id):
+    """(MiB of all processes in one Unix session, of these the object store's pages in use, number of processes)."""
+    total, store, processes = 0, 0, 0
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if int((process / "stat").read_text().rsplit(")", 1)[1].split()[3]) == session_id:
+                lines = (process / "smaps_rollup").read_text().splitlines()
+                total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                store += next(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+                processes += 1
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since the listing
+    return total / 1024, store / 1024, processes
 
 
 class Progress:
@@ -72,22 +86,18 @@ def draw(folder, rows, parts=10):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--rows-per-segment", type=int, default=200_000)
-    parser.add_argument("--stand-in", action="store_true")
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=1_000_000, rows_per_segment=200_000, stand_in=False)
     if os.getsid(0) != os.getpid():  # a session of its own, by which its processes' memory is told from others'
         command = [sys.executable, "-m", "tests.benchmarks.million_rows", *sys.argv[1:]]
         raise SystemExit(subprocess.call(command, start_new_session=True))
     with tempfile.TemporaryDirectory() as folder:
         config = PreprocessingConfig(storage=folder, resolutions=[64], input_uri=f"{folder}/drawn")
         started = time.perf_counter()
-        draw(config.input_uri, arguments.rows)
-        print(f"{arguments.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
+        draw(config.input_uri, given.rows)
+        print(f"{given.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
         session.connect()
-        job, progress = preprocess.prepare(config, arguments.rows_per_segment), Progress()
-        kind = StandInEncoder if arguments.stand_in else encoder.LatentEncoder
+        job, progress = preprocess.prepare(config, given.rows_per_segment), Progress()
+        kind = StandInEncoder if given.stand_in else encoder.LatentEncoder
         manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
         points = np.array(progress.points)
         edges = np.linspace(points[0, 1], points[-1, 1], 11)
@@ -108,11 +118,11 @@ def main():
         busy = statistics.median(shares) if shares else None
         if busy is not None:
             print(f"the encoder computes for {busy:.1%} of its time (median over the job)")
-        estimate(manifest, config, arguments.rows)
+        estimate(manifest, config, given.rows)
         record.write(
             "million_rows",
             {
-                f"{arguments.rows:,} rows preprocessed, the last tenth against the first": f"rate "
+                f"{given.rows:,} rows preprocessed, the last tenth against the first": f"rate "
                 f"{rates[-1] / rates[0]:.2f}, memory {memory[-1, 0] / memory[0, 0]:.2f}"
                 + (f", encoder busy {busy:.0%}" if busy is not None else "")
             },

@@ -10,7 +10,6 @@ encoders have come up, but for the last eight: those that the worker had prefetc
 for any more.
 """
 
-import argparse
 import functools
 import os
 import sys
@@ -82,10 +81,7 @@ def measure(uri, name, num_steps, stream=ingest.latents_dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoders", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=40, help="of each run, about")
-    arguments = parser.parse_args()
+    given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], seconds=40.0)
     session.connect(num_cpus=8)
     trainer_rate, encoder_rate, rows = BATCH / TRAINER_SECONDS, BATCH / ENCODER_SECONDS, []
     with tempfile.TemporaryDirectory() as uri:
@@ -94,12 +90,12 @@ def main():
         manifest = made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
         manifest.job["online"] = {"encoder": "played"}  # blocks are as small as those that encoders get
         storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
-        ceiling, _ = measure(uri, "offline", int(arguments.seconds / TRAINER_SECONDS))
-        for count in arguments.encoders:
+        ceiling, _ = measure(uri, "offline", int(given.seconds / TRAINER_SECONDS))
+        for count in given.encoders:
             expected = estimates.online_throughput(count, encoder_rate, trainer_rate)
             name = f"online-{count}"
             stream = functools.partial(online_stream, num_encoders=count, started=f"{uri}/{name}")
-            rate, waits = measure(uri, name, max(24, int(arguments.seconds * expected / BATCH)), stream)
+            rate, waits = measure(uri, name, max(24, int(given.seconds * expected / BATCH)), stream)
             rows.append((count, expected, rate, rate / expected, rate / ceiling, waits))
     columns = ["encoders", "expected", "measured", "measured / expected", "measured / offline", "trainer waits"]
     print(f"one encoder {encoder_rate:.0f}, the trainer {trainer_rate:.0f} images/s; offline {ceiling:.0f}")

@@ -11,10 +11,9 @@ held-out prompts from its averaged weights (DDIM, 20 steps, guidance 2). Printed
   real pictures, and of the VAE's reconstructions of real pictures;
 - the training time, relative to the replaced recipe's.
 
-`--scale` multiplies the steps of both recipes.
+`--scale` multiplies the steps of both recipes, `--changes` (JSON) are changes of the lesson's; 295 are all prompts.
 """
 
-import argparse
 import ast
 import json
 import pathlib
@@ -28,13 +27,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, sampling, schema
+from helpers import encoder, sampling, preprocess, schema
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.train_step import TrainStep, Unit
-from helpers.unet import build_unet, load_unet_config
-from tests.benchmarks import record, storage_cost
+from helpers.unet import load_unet_config
+from tests.benchmarks import record
 
 TURNS = 20
 NAMES = ["max_steps", "global_batch_size", "learning_rate", "warmup_steps", "adam_beta2", "weight_decay"]
@@ -57,34 +56,52 @@ def replaced_recipe(folder):
     return {**lesson_recipe(), **before}
 
 
-def encoded_rows(num_rows):
-    """`(table of latents without rejected rows, manifest)` of the lesson's drawn pictures."""
+def drawn_rows(num_rows):
+    """The lesson's drawn pictures, as they are read from files."""
     with tempfile.TemporaryDirectory() as folder:
         captioned_shapes.write_parquet(folder, num_rows)
         paths = inputs.list_inputs(folder)
-        raw = inputs.with_path(pa.concat_tables([pq.read_table(path) for path in paths]), paths[0])
-    table, manifest = storage_cost.encode(PreprocessingConfig(resolutions=[64]), raw)
+        return inputs.with_path(pa.concat_tables([pq.read_table(path) for path in paths]), paths[0])
+
+
+def encode(config, raw):
+    """(table of latents without rejected rows, manifest) of raw rows, in this process."""
+    found = []
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=2, batch_size=64)
+    for start in range(0, len(raw), 1000):
+        rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
+        found.append(latent_encoder(preprocess.transform(rows, config=config)))
+    job = {"validation_share": 0.0}
+    manifest = schema.Manifest(
+        **preprocess.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job, segments=[]
+    )
+    layout = schema.latents_schema(pa.int64(), manifest.columns)
+    table = pa.concat_tables(found).select(layout.names).cast(layout)
     return table.filter(pc.is_valid(table[schema.EMBEDDINGS])).combine_chunks(), manifest
 
 
+def split(table, share):
+    """(rows to train on, held-out rows)"""
+    held_out = schema.held_out(table[schema.ID].to_pylist(), share)
+    return table.filter(pa.array(~held_out)).combine_chunks(), table.filter(pa.array(held_out)).combine_chunks()
+
+
 class Training:
-    """A recipe in training: `advance` takes steps, `seconds` is the time that they took."""
+    """A recipe in training without Ray: `advance` takes steps, `seconds` is the time that they took."""
 
     def __init__(self, recipe, seed, table, manifest):
         self.config = TrainingConfig(**recipe, seed=seed, validate_every=0)
-        keep = ~schema.held_out(table["id"].to_pylist(), self.config.validation_share)
-        self.rows = Unit.from_arrow(table.filter(pa.array(keep)).combine_chunks(), manifest, 64, 0)
-        self.train_step = TrainStep(self.config, manifest)
+        self.rows, self.held_out = split(table, self.config.validation_share)
+        self.manifest, self.train_step = manifest, TrainStep(self.config, manifest)
         self.random, self.order = np.random.default_rng(seed), np.empty(0, dtype=np.int64)
         self.done, self.seconds = 0, 0.0
 
     def batch(self):
         size = self.config.global_batch_size
         while len(self.order) < size:
-            self.order = np.concatenate([self.order, self.random.permutation(len(self.rows.ids))])
+            self.order = np.concatenate([self.order, self.random.permutation(len(self.rows))])
         places, self.order = self.order[:size], self.order[size:]
-        ids = [self.rows.ids[place] for place in places]
-        return Unit(self.rows.moments[places], self.rows.text[places], self.rows.keep_U[places], np.arange(size), ids)
+        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, 64, 0)
 
     def advance(self, until):
         started = time.perf_counter()
@@ -94,10 +111,9 @@ class Training:
         self.done = until
 
     def draw(self, prompts):
-        unet = build_unet(self.config.unet_config)
-        unet.load_state_dict({name: value.clone() for name, value in self.train_step.ema.state_dict().items()})
-        pipeline = sampling.build_pipeline(unet.eval(), "tiny-sd")
-        return sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
+        with self.train_step.averaged() as unet:
+            pipeline = sampling.build_pipeline(unet, "tiny-sd")
+            return sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
 def shape_score(pictures, prompts):
@@ -115,25 +131,18 @@ def ceilings(number):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--prompts", type=int, default=295, help="295 is all of them")
-    parser.add_argument("--rows", type=int, default=6000)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--changes", type=json.loads, default={}, help="of the lesson's recipe, as JSON")
-    arguments = parser.parse_args()
-    table, manifest = encoded_rows(arguments.rows)
-    prompts = captioned_shapes.held_out_prompts(arguments.prompts)
-    real, vae = ceilings(arguments.prompts)
+    given = record.options(__doc__, seeds=3, scale=1.0, prompts=295, rows=6000, threads=2, changes="{}")
+    table, manifest = encode(PreprocessingConfig(resolutions=[64]), drawn_rows(given.rows))
+    prompts = captioned_shapes.held_out_prompts(given.prompts)
+    real, vae = ceilings(given.prompts)
     print(f"shape overlap of real pictures {real:.3f}, of the VAE's reconstructions {vae:.3f}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        recipes = {"replaced": replaced_recipe(folder), "lesson": {**lesson_recipe(), **arguments.changes}}
+        recipes = {"replaced": replaced_recipe(folder), "lesson": {**lesson_recipe(), **json.loads(given.changes)}}
         for recipe in recipes.values():
-            recipe["max_steps"] = max(1, round(recipe["max_steps"] * arguments.scale))
+            recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
         found = {name: [] for name in recipes}
-        for seed in range(arguments.seeds):
-            torch.set_num_threads(arguments.threads)
+        for seed in range(given.seeds):
+            torch.set_num_threads(given.threads)
             runs = {name: Training(recipe, seed, table, manifest) for name, recipe in recipes.items()}
             for turn in range(1, TURNS + 1):
                 for run in runs.values():
@@ -146,7 +155,7 @@ def main():
     summary = {}
     for name, values in found.items():
         right, shape, ratio = (statistics.mean(column) for column in zip(*values, strict=True))
-        summary[f"{name} recipe, {arguments.seeds} seeds, {arguments.prompts} held-out prompts"] = (
+        summary[f"{name} recipe, {given.seeds} seeds, {given.prompts} held-out prompts"] = (
             f"agreement {right:.3f}, shape overlap {shape:.3f} (ceiling: VAE {vae:.3f}, real {real:.3f}), "
             f"training time {ratio:.2f}"
         )

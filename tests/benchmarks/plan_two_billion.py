@@ -8,7 +8,6 @@ epoch's order, which travel in Ray's object store, a node holds one copy, and ea
 array. With all rows of one shape, and with `--buckets` shapes; the goal: at most 1.5 times the seconds and the memory.
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -116,28 +115,24 @@ def report(found, num_buckets, num_files):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=200_000)
-    parser.add_argument("--rows-per-file", type=int, default=10_000)
-    parser.add_argument("--buckets", type=int, default=12)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, files=200_000, rows_per_file=10_000, buckets=12)
     found = {}
-    for count in sorted({1, arguments.buckets}):
+    for count in sorted({1, given.buckets}):
         with multiprocessing.get_context("fork").Pool(1) as pool:  # for its own peak of memory
-            found[count] = pool.apply(measure, (arguments.files, arguments.rows_per_file, count))
-        report(found[count], count, arguments.files)
-    one, several = found[1], found[arguments.buckets]
+            found[count] = pool.apply(measure, (given.files, given.rows_per_file, count))
+        report(found[count], count, given.files)
+    one, several = found[1], found[given.buckets]
     seconds = {count: sum(result["seconds"].values()) for count, result in found.items()}
-    ratios = seconds[arguments.buckets] / seconds[1], several["memory_gib"] / one["memory_gib"]
-    print(f"{arguments.buckets} buckets: {ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory")
+    ratios = seconds[given.buckets] / seconds[1], several["memory_gib"] / one["memory_gib"]
+    print(f"{given.buckets} buckets: {ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory")
     record.write(
         "plan_two_billion",
         {
-            f"planning {one['rows']:,} samples in {arguments.files:,} files": (
+            f"planning {one['rows']:,} samples in {given.files:,} files": (
                 f"{seconds[1]:.1f} s, {one['memory_gib']:.1f} GiB; a training worker {one['worker_seconds']:.2f} s; "
                 f"{one['shared_mib']:,.0f} MiB a node, {one['own_mib']:.2f} MiB a reading process"
             ),
-            f"the same in {arguments.buckets} buckets": (
+            f"the same in {given.buckets} buckets": (
                 f"{ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory"
             ),
         },

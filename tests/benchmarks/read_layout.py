@@ -9,7 +9,6 @@ cache. Layouts take turns, medians are printed. "chunk": bytes that a reader hol
 other.
 """
 
-import argparse
 import concurrent.futures
 import itertools
 import pathlib
@@ -22,9 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from helpers import schema
-from tests.benchmarks import record
+from tests.benchmarks import made_up, record
 
-SHAPES = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}
 PLAIN = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 # name -> (row group, rows a file, how tensors are stored, writer's options)
 LAYOUTS = {
@@ -54,7 +52,7 @@ def write(folder, rows, layout):
     for start in range(0, rows, per_file):
         count = min(per_file, rows - start)
         columns = {"id": pa.array(range(start, start + count)), "caption": pa.array(["a caption"] * count)}
-        for name, shape in SHAPES.items():
+        for name, shape in made_up.SD2_256.items():
             columns[name] = column(random.normal(size=(count, *shape)).astype(np.float16), kind)
         paths.append(folder / f"{start:06d}.parquet")
         pq.write_table(pa.table(columns), paths[-1], row_group_size=group, **options)
@@ -63,15 +61,14 @@ def write(folder, rows, layout):
 
 def read(paths, threads):
     """Rows a second of all row groups, in a permuted order."""
-    files = [pq.ParquetFile(path) for path in paths]
-    groups = [(file, group) for file in files for group in range(file.metadata.num_row_groups)]
+    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
     order = [groups[place] for place in np.random.default_rng(1).permutation(len(groups))]
 
     def take(mine):
         rows = 0
         for file, group in mine:
             table = file.read_row_group(group, use_threads=False)
-            for name, shape in SHAPES.items():
+            for name, shape in made_up.SD2_256.items():
                 if pa.types.is_fixed_size_binary(table[name].type):
                     values, _ = schema.from_binary(table[name], shape)
                 else:
@@ -80,38 +77,30 @@ def read(paths, threads):
             rows += len(table)
         return rows
 
+    # A file's reader must not be shared: each thread opens its own.
+    shares = [[(pq.ParquetFile(path), group) for path, group in order[n::threads]] for n in range(threads)]
     started = time.perf_counter()
-    if threads == 1:
-        rows = take(order)
-    else:  # a file's reader must not be shared: each thread opens its own
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            shares = [
-                [(pq.ParquetFile(paths[files.index(file)]), group) for file, group in order[n::threads]]
-                for n in range(threads)
-            ]
-            rows = sum(pool.map(take, shares))
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        rows = sum(pool.map(take, shares))
     return rows / (time.perf_counter() - started)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=2048, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
         found, sizes = {}, {}
         for name, layout in LAYOUTS.items():
             place = pathlib.Path(folder, name)
             place.mkdir()
-            found[name], sizes[name] = write(place, arguments.rows, layout)
+            found[name], sizes[name] = write(place, given.rows, layout)
         rates = {(name, threads): [] for name in LAYOUTS for threads in (1, 2)}
-        for _, (name, threads) in itertools.product(range(arguments.rounds), rates):
+        for _, (name, threads) in itertools.product(range(given.rounds), rates):
             rates[name, threads].append(read(found[name], threads))
         print(f"{'layout':32} {'1 thread':>9} {'2 threads':>10} {'kB a row':>9} {'chunk, MB':>10}")
         measured = {}
         for name, (group, *_) in LAYOUTS.items():
             one, two = (statistics.median(rates[name, threads]) for threads in (1, 2))
-            size = sizes[name] / arguments.rows
+            size = sizes[name] / given.rows
             measured[name] = {"one thread": one, "two threads": two, "bytes a row": size}
             print(f"{name:32} {one:9,.0f} {two:10,.0f} {size / 1e3:9.1f} {16 * group * size / 1e6:10,.0f}")
     ours = measured["64 rows a group (default)"]

@@ -10,7 +10,6 @@ Rates count from the first batch on, whose time stands apart. Goals: both delays
 first batch within 2 s, with late answers 5 s.
 """
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -48,21 +47,18 @@ def server():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=8192, rounds=5)
     found = {name: [] for name in STORES}
     uri = "s3://bucket/read-object-store"
     with server() as url:
         session.connect()
-        made_up.write_latents(uri, arguments.rows, made_up.SD2_256, read_speed.FILE)
+        made_up.write_latents(uri, given.rows, made_up.SD2_256, read_speed.FILE)
         try:
-            for number in range(arguments.rounds * len(STORES)):
+            for number in range(given.rounds * len(STORES)):
                 turn, place = divmod(number, len(STORES))
                 name = list(STORES)[(turn + place) % len(STORES)]
                 s3_server.configure(url, **STORES[name])
-                found[name] += read_speed.by_plan(uri, arguments.rows, times=2)[1:]
+                found[name] += read_speed.by_plan(uri, given.rows, times=2)[1:]
                 rate, first = found[name][-1]
                 print(f"  {name}: {rate:,.0f} samples/s, first batch after {first:.2f} s", flush=True)
         finally:

@@ -5,15 +5,15 @@
 Rows have the size of Stable Diffusion 2's at 256 pixels: 8 x 32 x 32 fp16 moments and 77 x 1024 fp16 text, 174 kB.
 The same files are read by the epoch plan in units of 128 rows, by Ray's `read_parquet` with `iter_torch_batches` in
 no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: a worker reads the plan's
-epoch twice, cold and with all processes warm. With `--peer-python`, MosaicML's StreamingDataset reads as many rows,
-shuffled, in batches of 128, with 0 and 1 workers (`streaming_peer.py` says how to set it up). Rates count from the
-first batch on, whose time, from a worker's first `next()`, stands apart. The readers take turns; medians are printed.
+epoch twice, cold and with all processes warm. With `--peer-python`, the Python of an environment that has it,
+MosaicML's StreamingDataset reads as many rows, shuffled, in batches of 128, with 0 and 1 workers (`streaming_peer.py`
+says how to set it up). `--ours-only` leaves out `read_parquet`. Rates count from the first batch on, whose time, from a
+worker's first `next()`, stands apart. The readers take turns; medians are printed.
 All read from the page cache, where the files are after they were written.
 
 Goals: warm at least 3 times the peer and 0.4 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -118,28 +118,23 @@ def timed(tensors):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer-python", help="the Python of an environment with mosaicml-streaming")
-    parser.add_argument("--ours-only", action="store_true", help="leave out read_parquet")
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=8192, rounds=3, peer_python=None, ours_only=False)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         uri = f"{folder}/latents"
-        made_up.write_latents(uri, arguments.rows, made_up.SD2_256, FILE)
-        readers = {} if arguments.ours_only else {"read_parquet, no order": unordered}
+        made_up.write_latents(uri, given.rows, made_up.SD2_256, FILE)
+        readers = {} if given.ours_only else {"read_parquet, no order": unordered}
         readers["pyarrow, one thread"] = by_pyarrow
-        for workers in (0, 1) if arguments.peer_python else ():
-            options = (arguments.peer_python, f"{folder}/peer", arguments.rows, workers)
+        for workers in (0, 1) if given.peer_python else ():
+            options = (given.peer_python, f"{folder}/peer", given.rows, workers)
             readers[f"StreamingDataset, {workers} workers"] = lambda *_, options=options: by_peer(*options)
-        for _ in range(arguments.rounds):
+        for _ in range(given.rounds):
             ray.shutdown()
             session.connect()
             os.environ["PRETRAIN_LOCAL_RAY"] = "1"  # as in the process that makes a run's dataset
-            passes = by_plan(uri, arguments.rows, times=2)
+            passes = by_plan(uri, given.rows, times=2)
             results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))
-            results |= {name: reader(uri, arguments.rows) for name, reader in readers.items()}
+            results |= {name: reader(uri, given.rows) for name, reader in readers.items()}
             for name, (rate, first) in results.items():
                 found.setdefault(name, []).append((rate, first))
                 print(f"  {name}: {rate:,.0f} samples/s, first after {first:.2f} s", flush=True)

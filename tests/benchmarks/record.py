@@ -1,10 +1,13 @@
-"""Results of benchmarks as JSON files: what was measured, by which command, on which hardware, at which revision."""
+"""What benchmarks share: their options, measuring in turns, and results as JSON files, which say what was measured by
+which command, on which hardware and at which revision."""
 
+import argparse
 import datetime
 import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 
@@ -12,6 +15,39 @@ import ray
 import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+def options(description, **defaults):
+    """The command line's options, as a namespace: `--name` for each default, whose type decides that of the option.
+
+    A list takes several values, False is a switch, None a text.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(option, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(option, type=type(default[0]), nargs="+", default=default)
+        else:
+            parser.add_argument(option, type=str if default is None else type(default), default=default)
+    return parser.parse_args()
+
+
+def in_turns(rounds, measures):
+    """{name: the rates that its `measure(round)` returned}; measured in turns, so that a slow minute slows all."""
+    rates = {name: [] for name in measures}
+    for number in range(rounds):
+        for name, measure in measures.items():
+            rates[name].append(measure(number))
+            print(f"round {number + 1}, {name}: {rates[name][-1]:,.0f}", flush=True)
+    return rates
+
+
+def compare(rates, name, reference):
+    """(ratio of the median rates of two measurements, the sentence that says so)"""
+    one, other = (statistics.median(rates[key]) for key in (name, reference))
+    return one / other, f"{one:.0f} of {other:.0f} images/s: {one / other:.3f}"
 
 
 def folder():
@@ -45,7 +81,7 @@ def revision():
 
 
 def write(name, summary, **details):
-    """Write `NAME.json`.
+    """Write `NAME.json`; whoever reads it meanwhile finds the old file or the new one, whole.
 
     `summary`: {what was measured: the measurement as a text}, the lines of the table in README.md; `details`:
     numbers.
@@ -63,4 +99,7 @@ def write(name, summary, **details):
     folder().mkdir(parents=True, exist_ok=True)
     # Numbers of numpy and pandas become Python's.
     text = json.dumps(found, indent=2, default=lambda value: value.item() if hasattr(value, "item") else str(value))
-    (folder() / f"{name}.json").write_text(text + "\n")
+    written = folder() / f"{name}.json"
+    partial = written.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    os.replace(partial, written)

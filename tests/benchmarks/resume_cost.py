@@ -6,7 +6,6 @@ Rows are small (0.4 kB), so that what is measured is the plan and Ray Data, not 
 each begins when nothing is left of the one before.
 """
 
-import argparse
 import contextlib
 import statistics
 import tempfile
@@ -37,18 +36,15 @@ def first_batch(config, step):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=1_000_000, rounds=3)
     session.connect()
     with tempfile.TemporaryDirectory() as uri:
-        made_up.write_latents(uri, arguments.rows, made_up.SMALL, rows_per_file=20_000)
+        made_up.write_latents(uri, given.rows, made_up.SMALL, rows_per_file=20_000)
         config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64)
-        steps = arguments.rows // 64
+        steps = given.rows // 64
         starts = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 10]
         found = {step: [] for step in starts}
-        for _ in range(arguments.rounds):
+        for _ in range(given.rounds):
             for step in starts:
                 first_batch(config, steps - 1)  # each finds Ray's processes started: a cancelled task ends its own
                 found[step].append(first_batch(config, step))
@@ -58,7 +54,7 @@ def main():
     record.write(
         "resume_cost",
         {
-            f"from a plan of {arguments.rows:,} samples to the first batch, from the first step to the last": ", ".join(
+            f"from a plan of {given.rows:,} samples to the first batch, from the first step to the last": ", ".join(
                 f"{seconds:.2f}" for seconds in medians.values()
             )
             + " s"

@@ -9,7 +9,6 @@ elementwise operations fused into these for nothing, the roofline that no versio
 its bytes, as without a compiler. The defaults are one H200's: products and bandwidth measured, the other two assumed.
 """
 
-import argparse
 import contextlib
 import functools
 import statistics
@@ -26,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from helpers.lesson import estimates
 from helpers.unet import load_unet_config
+from tests.benchmarks import record
 
 # What moves bytes of its own although it computes next to nothing.
 MOVES = ("native_group_norm", "native_layer_norm", "cat", "upsample_nearest2d", "_softmax", "embedding")
@@ -183,12 +183,7 @@ def typical_seconds(call, device, at_least):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tflops", type=float, nargs=3, default=[790, 600, 450], help="products, convolution, attention"
-    )
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, bytes read and written")
-    given = parser.parse_args()
+    given = record.options(__doc__, tflops=[790.0, 600.0, 450.0], bandwidth=4.3)
     rates = {"bytes": 1e12 * given.bandwidth}
     for kind, tflops in zip(("matrix product", "convolution", "attention"), given.tflops, strict=True):
         rates[kind] = 1e12 * tflops

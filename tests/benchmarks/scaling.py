@@ -8,10 +8,11 @@
 over that of the fewest workers; numbers of workers take turns, medians are printed. On a CPU each worker has the same
 threads however many there are: the cores over the most workers, at least one; workers beyond the cores share them and
 cannot scale. Bus bandwidth is that of an all-reduce, 2 (n - 1) / n of its bytes a second, as nccl-tests counts it: it
-tells whether EFA is on. The prediction holds for sd2-base (865.9 M parameters) at the step time given.
+tells whether EFA is on. --gpus: one a worker, of the kind --accelerator-type. --storage: a folder that every node
+reaches. The prediction holds for sd2-base (865.9 M parameters) at --step-seconds (128 images at the documents' 185
+images/s) and --bandwidth, GB/s of a node's network (by default with EFA, and without).
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
@@ -58,28 +59,24 @@ def measure(config, **values):
 
 
 def main():
-    networks = [published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unet", default="tiny")
-    parser.add_argument("--resolution", type=int, default=64)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--strategy", nargs="+", default=["ddp", "fsdp"])
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--gpus", action="store_true", help="one GPU a worker")
-    parser.add_argument("--batch", type=int, default=32, help="of a worker")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--accelerator-type", default=None, help="of the workers' GPUs, for example A100")
-    parser.add_argument("--address", default="local")
-    parser.add_argument("--storage", default=None, help="a folder that every node reaches")
-    parser.add_argument(
-        "--step-seconds", type=float, default=0.69, help="predicted for; 128 images at the documents' 185 images/s"
+    given = record.options(
+        __doc__,
+        unet="tiny",
+        resolution=64,
+        workers=[1, 2, 4],
+        strategy=["ddp", "fsdp"],
+        precision="fp32",
+        compile=False,
+        gpus=False,
+        batch=32,
+        steps=40,
+        rounds=3,
+        accelerator_type=None,
+        address="local",
+        storage=None,
+        step_seconds=0.69,
+        bandwidth=[published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")],
     )
-    parser.add_argument(
-        "--bandwidth", type=float, nargs="+", default=networks, help="GB/s of a node's network; with EFA, without"
-    )
-    given = parser.parse_args()
     session.connect(given.address, max(given.workers) + 1)
     tables = {}
     with tempfile.TemporaryDirectory() as folder:

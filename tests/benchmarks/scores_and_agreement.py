@@ -10,37 +10,35 @@ score. Checkpoints double their steps, because after a third of the run almost e
 checkpoints that are equally good is chance.
 """
 
-import argparse
 import statistics
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import torch
 
-from helpers import encoder, schema
+from helpers import encoder
+from helpers.config import PreprocessingConfig
+from helpers.evaluation import scores
 from helpers.evaluation.scores import CLIP
 from helpers.lesson import captioned_shapes
 from helpers.runtime import results
 from helpers.train_step import validation_loss
 from tests.benchmarks import record
-from tests.benchmarks.picture_quality import Training, encoded_rows, lesson_recipe
+from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 
 SCORES = ["validation_loss", "clip_score", "cmmd"]
 
 
-def score_checkpoints(run, at, held_out, manifest, prompts, clip):
+def score_checkpoints(run, at, prompts, clip):
     """A dict of scores for each of `at` steps."""
-    from helpers.evaluation import scores
-
-    real = clip.images(list(encoder.reconstruct("tiny-sd", moments_of(held_out, manifest))))
+    real = clip.images(list(encoder.reconstruct("tiny-sd", moments_of(run.held_out, run.manifest))))
     texts, found = clip.texts(prompts), []
     for step in at:
         run.advance(step)
         pictures = run.draw(prompts)
         embedded = clip.images(pictures)
         with run.train_step.averaged() as unet:
-            loss = validation_loss(unet, manifest, held_out, run.config)[0]
+            loss = validation_loss(unet, run.manifest, run.held_out, run.config)[0]
         found.append(
             {
                 "step": step,
@@ -67,28 +65,19 @@ def correlations(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--at", type=int, nargs="+", default=[75, 150, 300, 600, 1200, 2400], help="steps")
-    parser.add_argument("--prompts", type=int, default=295, help="295 is all of them")
-    parser.add_argument("--rows", type=int, default=6000)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(arguments.threads)
-    table, manifest = encoded_rows(arguments.rows)
-    prompts, clip, found = captioned_shapes.held_out_prompts(arguments.prompts), CLIP("tiny-clip"), []
-    for seed in range(arguments.seeds):
-        run = Training({**lesson_recipe(), "max_steps": max(arguments.at)}, seed, table, manifest)
-        mine = schema.held_out(table["id"].to_pylist(), run.config.validation_share)
-        held_out = table.filter(pa.array(mine)).combine_chunks()
-        found.append(score_checkpoints(run, arguments.at, held_out, manifest, prompts, clip))
+    given = record.options(__doc__, seeds=3, at=[75, 150, 300, 600, 1200, 2400], prompts=295, rows=6000, threads=2)
+    torch.set_num_threads(given.threads)
+    table, manifest = encode(PreprocessingConfig(resolutions=[64]), drawn_rows(given.rows))
+    prompts, clip, found = captioned_shapes.held_out_prompts(given.prompts), CLIP("tiny-clip"), []
+    for seed in range(given.seeds):
+        run = Training({**lesson_recipe(), "max_steps": max(given.at)}, seed, table, manifest)
+        found.append(score_checkpoints(run, given.at, prompts, clip))
         print(f"seed {seed}:", correlations(found[-1]), flush=True)
     by_seed = [correlations(one) for one in found]
     summary = {}
     for name in SCORES:
         values = [one[name] for one in by_seed]
-        what = f"rank correlation of {name} with agreement, {len(arguments.at)} checkpoints, {arguments.seeds} seeds"
+        what = f"rank correlation of {name} with agreement, {len(given.at)} checkpoints, {given.seeds} seeds"
         summary[what] = f"{statistics.mean(values):.2f} (lowest {min(values):.2f})"
     for what, said in summary.items():
         print(f"{what}: {said}")

@@ -7,8 +7,7 @@ with all cores. The two take turns; the ratio of their medians is printed. The g
 otherwise idle machine.
 """
 
-import argparse
-import statistics
+import functools
 import tempfile
 
 from helpers.config import TrainingConfig
@@ -17,45 +16,39 @@ from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (24, 128)}
-SMALLER = {"every row is as large": 0.0, "62 % are smaller": 0.62}
+SMALLER = {"large": 0.0, "small": 0.62}
+
+
+def rate(number, *, storage, name, steps):
+    """Images a second of a run on the latents `name`."""
+    config = TrainingConfig(
+        storage=storage,
+        latents_uri=f"{storage}/{name}",
+        run_name=f"{name}-{number}",
+        max_steps=steps,
+        validate_every=0,
+        checkpoint_every=steps,
+    )
+    fit(config)
+    metrics = metrics_log.read_metrics(config.run_uri)
+    assert metrics["samples_seen"].iloc[-1] == steps * config.global_batch_size
+    assert not metrics["masked_rows"].any()
+    return metrics_log.throughput(metrics)[0]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=20_000)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, steps=150, rounds=3, rows=20_000)
     session.connect()
-    rates = {name: [] for name in SMALLER}
     with tempfile.TemporaryDirectory() as folder:
-        for number, share in enumerate(SMALLER.values()):
-            made_up.write_latents(f"{folder}/{number}", arguments.rows, SHAPES, 1024, share)
-        for turn in range(arguments.rounds):
-            for number, name in enumerate(SMALLER):
-                config = TrainingConfig(
-                    storage=folder,
-                    latents_uri=f"{folder}/{number}",
-                    run_name=f"data-{number}-round-{turn}",
-                    max_steps=arguments.steps,
-                    validate_every=0,
-                    checkpoint_every=arguments.steps,
-                )
-                fit(config)
-                metrics = metrics_log.read_metrics(config.run_uri)
-                assert metrics["samples_seen"].iloc[-1] == arguments.steps * config.global_batch_size
-                assert not metrics["masked_rows"].any()
-                rates[name].append(metrics_log.throughput(metrics)[0])
-            said = ", ".join(f"{name}: {found[-1]:.0f}" for name, found in rates.items())
-            print(f"round {turn + 1}: {said} images/s", flush=True)
-    large, small = (statistics.median(found) for found in rates.values())
-    print(f"{small:.0f} of {large:.0f} images/s, ratio {small / large:.3f}")
-    record.write(
-        "small_rows",
-        {"training where 62 % of the rows are smaller": f"{small:.0f} of {large:.0f} images/s: {small / large:.2f}"},
-        images_per_second=rates,
-        ratio=small / large,
-    )
+        measures = {}
+        for name, share in SMALLER.items():
+            made_up.write_latents(f"{folder}/{name}", given.rows, SHAPES, 1024, share)
+            measures[name] = functools.partial(rate, storage=folder, name=name, steps=given.steps)
+        rates = record.in_turns(given.rounds, measures)
+    ratio, said = record.compare(rates, "small", "large")
+    print(said)
+    what = "training where 62 % of the rows are smaller"
+    record.write("small_rows", {what: said}, images_per_second=rates, ratio=ratio)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ steps from the same seeds, and measured alike: the loss on held-out rows that ar
 prompts right in every attribute. `--steps 0` leaves the training out.
 """
 
-import argparse
 import dataclasses
 import statistics
 import tempfile
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from helpers import encoder, images, preprocess, sampling, schema, storage
+from helpers import encoder, images, preprocess, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
-from helpers.train_step import TrainStep, Unit, validation_loss
-from helpers.unet import build_unet
+from helpers.train_step import validation_loss
 from tests.benchmarks import record
+from tests.benchmarks.picture_quality import Training, drawn_rows, encode, split
 
 OPTIONS = {
     "default": {},
@@ -85,77 +82,27 @@ def print_bytes():
     )
 
 
-def encode(config, raw):
-    """(table of latents, manifest) of the raw rows, in this process."""
-    found = []
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=2, batch_size=64)
-    for start in range(0, len(raw), 1000):
-        rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
-        found.append(latent_encoder(preprocess.transform(rows, config=config)))
-    description = preprocess.describe(config)
-    manifest = schema.Manifest(
-        **description, resolutions=list(config.resolutions), id_type="int64", job={"validation_share": 0.0}, segments=[]
-    )
-    layout = schema.latents_schema(pa.int64(), manifest.columns)
-    return pa.concat_tables(found).select(layout.names).cast(layout).combine_chunks(), manifest
-
-
-def train(config, table, manifest):
-    """The averaged U-Net after `max_steps` of a bare loop over shuffled epochs."""
-    learner, order = TrainStep(config, manifest), np.empty(0, dtype=np.int64)
-    random = np.random.default_rng(config.seed)
-    for step in range(config.max_steps):
-        if len(order) < config.global_batch_size:
-            order = random.permutation(len(table))
-        rows, order = table.take(np.sort(order[: config.global_batch_size])), order[config.global_batch_size :]
-        learner.step(step, [Unit.from_arrow(rows.combine_chunks(), manifest, config.resolution, 0)])
-    unet = build_unet(config.unet_config)
-    unet.load_state_dict({name: value.clone() for name, value in learner.ema.shadow.items()})
-    return unet.eval()
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=6000)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--prompts", type=int, default=96)
-    parser.add_argument("--seeds", type=int, default=1)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, rows=6000, steps=500, prompts=96, seeds=1)
     print_bytes()
-    if arguments.steps == 0:
+    if given.steps == 0:
         return
-    config = PreprocessingConfig(resolutions=[64])
-    with tempfile.TemporaryDirectory() as folder:
-        captioned_shapes.write_parquet(folder, arguments.rows)
-        paths = inputs.list_inputs(folder)
-        raw = pa.concat_tables([pq.read_table(path) for path in paths])
-        raw = inputs.with_path(raw, paths[0])
+    config, raw, recipe = PreprocessingConfig(resolutions=[64]), drawn_rows(given.rows), {"max_steps": given.steps}
     full, full_manifest = encode(config, raw)
-    held_out = schema.held_out(full["id"].to_pylist(), 0.05)
-    prompts = captioned_shapes.held_out_prompts(arguments.prompts)
-    print(
-        f"{arguments.steps} steps of 64, {len(full) - held_out.sum():,} rows; "
-        f"mean over {arguments.seeds} seeds (each in brackets)"
-    )
-    summary = {}
+    held_out = split(full, TrainingConfig(**recipe).validation_share)[1]
+    prompts, summary = captioned_shapes.held_out_prompts(given.prompts), {}
     for name, options in OPTIONS.items():
         table, manifest = encode(dataclasses.replace(config, **options), raw)
         losses, right = [], []
-        for seed in range(arguments.seeds):
-            training = TrainingConfig(max_steps=arguments.steps, seed=seed)
-            unet = train(training, table.filter(pa.array(~held_out)), manifest)
-            losses.append(validation_loss(unet, full_manifest, full.filter(pa.array(held_out)), training)[1])
-            pictures = sampling.generate(sampling.build_pipeline(unet, "tiny-sd"), prompts, resolution=64)
-            right.append(captioned_shapes.agreement(pictures, prompts)["all"])
-        summary[f"{name}: validation loss and held-out prompts right after {arguments.steps} steps"] = (
-            f"{statistics.mean(losses):.4f}, {statistics.mean(right):.0%}"
-        )
-        each = ", ".join(f"{loss:.4f} {share:.0%}" for loss, share in zip(losses, right, strict=True))
-        print(
-            f"  {name:20} validation loss {statistics.mean(losses):.4f}, "
-            f"prompts right {statistics.mean(right):.0%} ({each})",
-            flush=True,
-        )
+        for seed in range(given.seeds):
+            run = Training(recipe, seed, table, manifest)
+            run.advance(given.steps)
+            with run.train_step.averaged() as unet:
+                losses.append(validation_loss(unet, full_manifest, held_out, run.config)[1])
+            right.append(captioned_shapes.agreement(run.draw(prompts), prompts)["all"])
+        said = f"{statistics.mean(losses):.4f}, {statistics.mean(right):.0%}"
+        summary[f"{name}: validation loss and held-out prompts right after {given.steps} steps"] = said
+        print(f"  {name:20} validation loss and prompts right {said}; by seed {losses}, {right}", flush=True)
     record.write("storage_cost", summary)
 
 

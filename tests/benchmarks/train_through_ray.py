@@ -8,9 +8,7 @@ worker takes the bare loop's batch at every step. All rates are by the clock ove
 The three take turns; the ratios of their medians are printed. The goal is 0.97. Wants an otherwise idle machine.
 """
 
-import argparse
 import functools
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +33,7 @@ def first_batch(config, manifest):
 
 
 def bare(config, manifest):
-    """Images a second of `Learner` alone, on one batch."""
+    """Images a second of `TrainStep` alone, on one batch."""
     distributed.use_cores(1)
     batch, alone = first_batch(config, manifest), train_step.TrainStep(config, manifest)
     for step in range(config.max_steps):
@@ -53,56 +51,42 @@ def same_batch(config, manifest, steps, rejects):
 
 
 def through_ray(config, **parts):
-    """(images a second under Ray Train, share of the time that it waits for data)"""
+    """Images a second under Ray Train."""
     fit(config, **parts)
-    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri), skip=WARM_UP)
+    rate, waits = metrics_log.throughput(metrics_log.read_metrics(config.run_uri), skip=WARM_UP)
+    print(f"waiting for data {waits:.1%} of the time")
+    return rate
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, steps=150, rounds=3)
     session.connect()
-    rates = {"bare": [], "through Ray": [], "data apart": []}
     with tempfile.TemporaryDirectory() as folder:
         data = PreprocessingConfig(storage=folder, resolutions=[64])
         captioned_shapes.write_parquet(data.raw_uri, 4000)
         encode(data)
-        for number in range(arguments.rounds):
-            config = TrainingConfig(
-                storage=folder,
-                run_name=f"round-{number}",
-                max_steps=arguments.steps,
-                validate_every=0,
-                checkpoint_every=arguments.steps,
-                validation_share=0,
-            )
-            apart = TrainingConfig(**{**config.to_dict(), "run_name": f"apart-{number}"})
-            rates["bare"].append(bare(config, run_setup.open_run(config)))
-            rate, waits = through_ray(config)
-            rates["through Ray"].append(rate)
-            loop = functools.partial(train.train_loop_per_worker, steps=same_batch)
-            rates["data apart"].append(through_ray(apart, loop=loop, stream=None)[0])
-            said = ", ".join(f"{name} {found[-1]:.0f}" for name, found in rates.items())
-            print(f"round {number + 1}: {said} images/s; waiting for data {waits:.1%} of the time", flush=True)
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    for name in ("through Ray", "data apart"):
-        print(
-            f"{name}: {medians[name]:.0f} of {medians['bare']:.0f} images/s, "
-            f"ratio {medians[name] / medians['bare']:.3f}"
-        )
-    ratios = {name: medians[name] / medians["bare"] for name in ("through Ray", "data apart")}
+
+        def config(name):
+            steps = given.steps
+            run = dict(storage=folder, run_name=name, max_steps=steps, checkpoint_every=steps)
+            return TrainingConfig(**run, validate_every=0, validation_share=0)
+
+        def without_ray(_):
+            return bare(config("bare"), run_setup.open_run(config("bare")))
+
+        loop = functools.partial(train.train_loop_per_worker, steps=same_batch)
+        measures = {
+            "bare": without_ray,
+            "through Ray": lambda number: through_ray(config(f"round-{number}")),
+            "data apart": lambda number: through_ray(config(f"apart-{number}"), loop=loop, stream=None),
+        }
+        rates = record.in_turns(given.rounds, measures)
     names = {"through Ray": "training through Ray against a bare loop", "data apart": "the same, one batch in memory"}
-    record.write(
-        "train_through_ray",
-        {
-            what: f"{medians[name]:.0f} of {medians['bare']:.0f} images/s: {ratios[name]:.2f}"
-            for name, what in names.items()
-        },
-        images_per_second=medians,
-        ratios=ratios,
-    )
+    summary, ratios = {}, {}
+    for name, what in names.items():
+        ratios[name], summary[what] = record.compare(rates, name, "bare")
+        print(f"{what}: {summary[what]}")
+    record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios)
 
 
 if __name__ == "__main__":

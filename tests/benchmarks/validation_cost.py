@@ -10,10 +10,8 @@ first twenty steps, checkpoints included (`metrics_log.throughput`). The goal is
 otherwise idle machine.
 """
 
-import argparse
 import functools
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -49,45 +47,41 @@ def play(saved, config, prompts, agreement, seconds):
 
 
 def rate(config, seconds, core):
-    """(images a second, evaluations that were made, evaluations that were skipped)"""
+    """Images a second of a run on the core; its evaluations take `seconds` each."""
     on_spare = {"num_cpus": 0, "resources": {"spare": 1}}
     evaluation = {"work": functools.partial(play, seconds=seconds), "where": on_spare}
     fit(config, loop=functools.partial(loop_on_core, core), evaluation=evaluation)
-    found = results.read(config.run_uri)
-    made = sum("validation_loss" in result for result in found)
-    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri))[0], made, len(found) - made
+    made = sum("validation_loss" in result for result in results.read(config.run_uri))
+    if config.validate_every and not made:
+        raise SystemExit("No checkpoint was evaluated: the rates say nothing.")
+    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri))[0]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one played evaluation")
-    parser.add_argument("--rows", type=int, default=1000)
-    arguments = parser.parse_args()
+    given = record.options(__doc__, steps=900, rounds=3, seconds=2.0, rows=1000)
     core, *others = sorted(os.sched_getaffinity(0))
     if not others:
         raise SystemExit("This machine has one core: two are needed, one of them for the trainer alone.")
     os.sched_setaffinity(0, others)  # which the processes that Ray starts inherit
-    rates = {"without": [], "with": []}
     with simulated_cluster(4) as cluster, tempfile.TemporaryDirectory() as folder:
         add_node(cluster, num_cpus=0, resources={"spare": 1})
-        storage, every = draw_and_encode(folder, arguments.rows), max(1, arguments.steps // 3)
-        common = dict(storage=storage, resolution=32, max_steps=arguments.steps, checkpoint_every=every)
-        for number in range(arguments.rounds):
-            for name, validate_every in (("without", 0), ("with", every)):
-                run = dict(run_name=f"{name}-{number}", validate_every=validate_every, validation_share=0.05)
-                found, made, skipped = rate(TrainingConfig(**common, **run), arguments.seconds, core)
-                if validate_every and not made:
-                    raise SystemExit("No checkpoint was evaluated: the rates say nothing.")
-                rates[name].append(found)
-                print(f"{name} evaluation: {found:.0f} images/s, {made} made, {skipped} skipped", flush=True)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratio = medians["with"] / medians["without"]
-    said = f"{medians['with']:.0f} of {medians['without']:.0f} images/s: {ratio:.3f} (goal 0.97)"
-    print(said)
-    what = f"training while another node evaluates {made} checkpoints, {arguments.seconds:g} s each"
-    record.write("validation_cost", {what: said}, images_per_second=rates, ratio=ratio)
+        storage, every = draw_and_encode(folder, given.rows), max(1, given.steps // 3)
+        common = dict(storage=storage, resolution=32, max_steps=given.steps, checkpoint_every=every)
+
+        def run(number, validate_every):
+            name = f"{'with' if validate_every else 'without'}-{number}"
+            config = TrainingConfig(**common, run_name=name, validate_every=validate_every, validation_share=0.05)
+            return rate(config, given.seconds, core)
+
+        measures = {
+            "without": functools.partial(run, validate_every=0),
+            "with": functools.partial(run, validate_every=every),
+        }
+        rates = record.in_turns(given.rounds, measures)
+    ratio, said = record.compare(rates, "with", "without")
+    print(f"{said} (goal 0.97)")
+    what = f"training while another node evaluates 3 checkpoints, {given.seconds:g} s each"
+    record.write("validation_cost", {what: f"{said} (goal 0.97)"}, images_per_second=rates, ratio=ratio)
 
 
 if __name__ == "__main__":
