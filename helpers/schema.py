@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -244,10 +244,6 @@ class Manifest:
     def latents_at(self, resolution: int) -> list[ColumnSpec]:
         """The columns of all shapes of a resolution."""
         return [spec for spec in self.columns if spec.resolution == resolution]
-
-    def latents_of(self, shape: Sequence[int]) -> ColumnSpec:
-        """The column whose latents have the shape (C, H, W)."""
-        return next(spec for spec in self.columns if spec.resolution and spec.shape[1:] == tuple(shape))
 
     @property
     def embeddings(self) -> ColumnSpec:

@@ -28,8 +28,8 @@ from PIL import Image
 from .. import checkpoint, distributed, encoder, evaluate, images, schema, storage, train
 from ..config import TrainingConfig
 from ..runtime import fault_tolerance, results
-from ..train_step import losses_by_noise
 from ..unet import build_unet
+from ..validation import losses_by_noise
 from . import scores
 from .prompts import read_prompts
 

@@ -49,12 +49,13 @@ def random_batch(
         job={},
         segments=[],
     )
-    units = []
+    units, latents_spec = [], manifest.latents(resolution)
     for slot in range(rank, config.units_per_step, world):
         positions = slot * config.unit_rows + np.arange(config.unit_rows)
         moments = to_tensor(np.abs(random.normal(size=(config.unit_rows, *shape)).astype(np.float16)))
         text = to_tensor(random.normal(size=(config.unit_rows, num_tokens, width)).astype(np.float16))
-        units.append(Unit(moments, text, to_tensor(np.ones(config.unit_rows, bool)), positions, positions.tolist()))
+        keep, ids = to_tensor(np.ones(config.unit_rows, bool)), positions.tolist()
+        units.append(Unit(moments, text, keep, positions, ids, latents_spec))
     return manifest, units
 
 

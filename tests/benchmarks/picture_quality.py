@@ -84,7 +84,9 @@ class Training:
             self.order = np.concatenate([self.order, self.random.permutation(len(self.rows.ids))])
         places, self.order = self.order[:size], self.order[size:]
         ids = [self.rows.ids[place] for place in places]
-        return Unit(self.rows.moments[places], self.rows.text[places], self.rows.keep_U[places], np.arange(size), ids)
+        rows = self.rows
+        tensors = rows.moments[places], rows.text[places], rows.keep_U[places]
+        return Unit(*tensors, np.arange(size), ids, rows.latents_spec)
 
     def advance(self, until):
         started = time.perf_counter()
@@ -108,9 +110,8 @@ def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
     samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
-    arguments = encoder.arguments(PreprocessingConfig(resolutions=[64]))
-    actor = encoder.LatentEncoder(*arguments, num_threads=torch.get_num_threads())
-    reconstructed = encoder.reconstruct("tiny-sd", actor.encode_images(np.stack(pictures)))
+    moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
+    reconstructed = encoder.reconstruct("tiny-sd", moments)
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
 

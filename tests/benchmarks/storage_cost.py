@@ -22,8 +22,9 @@ from helpers import encoder, evaluate, images, preprocess, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
-from helpers.train_step import TrainStep, Unit, validation_loss
+from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet
+from helpers.validation import validation_loss
 from tests.benchmarks import record
 
 OPTIONS = {

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import io
+import itertools
 import os
 import pathlib
 import signal
@@ -169,7 +170,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
     by_id = dict(
         zip(raw["hash"].to_pylist(), zip(raw["jpg"].to_pylist(), raw["caption"].to_pylist(), strict=True), strict=True)
     )
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config))
+    latent_encoder = encoder.Encoder(config.encoder_model)
     tokenizer = images.load_tokenizer("tiny-sd")
     for row in range(0, table.num_rows, 97):
         data, caption = by_id[table["id"][row].as_py()]
@@ -177,12 +178,13 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
         square = images.center_square(images.decode(data))
         for resolution in (32, 64):
             spec = manifest.latents(resolution)
-            expected = latent_encoder.encode_images(images.to_pixels(images.resize(square, resolution))[None])
+            pixels = images.to_pixels(images.resize(square, resolution))
+            expected = latent_encoder({"pixels": pixels[None]})["latents"]
             stored, valid = spec.decode(table[spec.name].slice(row, 1))
             assert valid.all()
             np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
         text, _ = manifest.embeddings.decode(table["caption_embeddings"].slice(row, 1))
-        expected = latent_encoder.encode_captions(images.tokenize([caption], tokenizer))
+        expected = latent_encoder({"caption_ids": images.tokenize([caption], tokenizer)})["embeddings"]
         np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
 
@@ -347,24 +349,26 @@ def test_an_input_that_changed_is_refused(cluster, tmp_path):
         preprocess.prepare(config)
 
 
-def test_a_row_that_overflows_half_precision_is_rejected(finished):
+def test_a_row_that_overflows_half_precision_is_rejected(finished, monkeypatch):
     config, _ = finished
     table = pq.read_table(inputs.list_inputs(config.raw_uri)[0])[:8]
     rows = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, "a"), config), config=config)
     good = pc.equal(rows["reason"], "").to_numpy()
 
-    class Overflowing(encoder.LatentEncoder):
-        def encode_images(self, pixels_BHWC):
-            with torch.no_grad():
-                self.vae.quant_conv.bias[0] = torch.inf if self.calls == 1 else 0  # the second call's, of three rows
-            self.calls += 1
-            return super().encode_images(pixels_BHWC)
+    calls = itertools.count()
 
+    class Overflowing(encoder.Encoder):
+        def moments(self, pixels_BHWC):
+            made = super().moments(pixels_BHWC)
+            made[:, 1, 0, 0] = torch.inf if next(calls) == 1 else 0  # the second call's, of three rows
+            return made
+
+    monkeypatch.setattr(encoder, "Encoder", Overflowing)
     for text_precision in ("fp16", "fp8"):
-        actor = Overflowing(
+        calls = itertools.count()
+        actor = encoder.LatentEncoder(
             *encoder.arguments(dataclasses.replace(config, text_precision=text_precision)), batch_size=3
         )
-        actor.calls = 0
         found = actor(rows)
         overflown = np.flatnonzero(good)[3:6]
         assert (np.array(found["reason"].to_pylist())[overflown] == "encoded to no finite numbers").all()
@@ -381,9 +385,9 @@ def test_a_caption_that_overflows_is_rejected_too(finished, text_precision):
     rows = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, "a"), config), config=config)
     actor = encoder.LatentEncoder(*encoder.arguments(dataclasses.replace(config, text_precision=text_precision)))
     with torch.no_grad():
-        next(module for name, module in actor.text_encoder.named_modules() if name.endswith("final_layer_norm")).bias[
-            0
-        ] = 1e6
+        next(
+            module for name, module in actor.encoder.text_encoder.named_modules() if name.endswith("final_layer_norm")
+        ).bias[0] = 1e6
     found = actor(rows)
     assert found["caption_embeddings"].null_count == 8
     assert set(found["reason"].to_pylist()) <= {"encoded to no finite numbers", *rows["reason"].to_pylist()} - {""}

@@ -16,7 +16,8 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import looks
 from helpers.runtime import profiling
-from helpers.train_step import TrainStep, Unit, validation_loss
+from helpers.train_step import TrainStep, Unit
+from helpers.validation import validation_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(64, 64), (96, 48), (48, 96), (40, 40), (20, 60), (90, 64), (8, 8)]
@@ -96,13 +97,13 @@ def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
 
 def test_latents_are_those_of_the_crop_alone(encoded):
     """The same as a picture has that is encoded by itself, cropped to its shape beforehand."""
-    rows, latent_encoder = raw_rows(SIZES * 10), encoder.LatentEncoder(*encoder.arguments(CONFIG))
+    rows, encode = raw_rows(SIZES * 10), encoder.Encoder(CONFIG.encoder_model)
     columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1]}
     picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
     pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
     squares = columns["image_latents_32"]
     stored, valid = squares.decode(encoded[squares.name].cast(squares.arrow_type))
-    expected = latent_encoder.encode_images(pixels[None])[0]
+    expected = encode({"pixels": pixels[None]})["latents"][0]
     assert valid[5]
     np.testing.assert_allclose(stored[5].astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
@@ -232,7 +233,7 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
 def test_flops_are_counted_by_shape(folder):
     uri, manifest = folder
     meter = profiling.Meter(config_of(uri), manifest, "cpu")
-    line = meter.line((4, 6, 12), 0.5, 0.1, 0.0, 3)
+    line = meter.line(manifest.column("image_latents_96x48"), 0.5, 0.1, 0.0, 3)
     assert (line["resolution"], line["width"], line["height"]) == (64, 96, 48)
     assert line["masked_rows"] == 1 and line["images_per_second"] == 6
     assert meter.flops((4, 8, 8)) < meter.flops((4, 6, 12)) < 1.2 * meter.flops((4, 8, 8))

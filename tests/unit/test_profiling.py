@@ -16,7 +16,7 @@ from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
 from helpers.runtime import metrics_log, profiling
 from helpers.train_step import TrainStep
-from helpers.unet import build_unet, count_flops
+from helpers.unet import build_unet
 from tests.processes import start_ranks
 from tests.unit.test_train_step import STRATEGIES, group, train
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_training_costs_three_forward_passes():
-    blocks = count_flops("tiny", (4, 8, 8), (6, 128))
+    blocks = profiling.count_flops("tiny", (4, 8, 8), (6, 128))
     assert profiling.training_flops("tiny", (4, 8, 8), (6, 128)) == pytest.approx(3e9 * blocks["gflops"].sum())
 
 
@@ -306,14 +306,14 @@ def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
 
 def test_speed_counts_unmasked_rows_only(build_manifest):
     assert not dist.is_initialized()
-    meter = profiling.Meter(TrainingConfig(), build_manifest(), "cpu")
+    meter, latents = profiling.Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
     with meter.watch():
         pass
-    found = meter.line((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    found = meter.line(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
     assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
     assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
     assert found["mfu"] is None  # a CPU's peak is not known
     assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
     meter.peak = 1e9
     flops = profiling.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert meter.line((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    assert meter.line(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
