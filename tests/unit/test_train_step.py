@@ -245,7 +245,7 @@ def test_it_validates_as_one_process_does(run, recipe, manifest, rows):
 
 
 def test_it_resumes_bitwise_from_its_own_checkpoint(run):
-    """But for DDP on more than two ranks: it regroups gradients after its first step, and then sums in another order."""
+    """But for DDP on more than two ranks: after its first step it regroups gradients and sums in another order."""
     for found in run[0]:
         if run[1].name == "ddp on 3":
             np.testing.assert_allclose(column(found["resumed"]), column(found["lines"])[MIDDLE:], rtol=1e-5)

@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from torch.nn.parallel import DistributedDataParallel
 
