@@ -119,8 +119,7 @@ def build_model(
             - "hsdp": "fsdp" within a node, replicated across nodes (`shard_size`).
         precision: "fp32", or "bf16": see `autocast` and `apply_fsdp`.
         compile_unet: see `compile_blocks`.
-        channels_last: keep the weights of convolutions in PyTorch's memory format (B, H, W, C), in which tensor cores
-            compute them fastest. Sharded weights stay contiguous, because FSDP2 takes no others.
+        channels_last: see `apply_channels_last`.
         activation_checkpointing: recompute activations in the backward pass instead of keeping them.
         device: this rank's.
     """
@@ -134,8 +133,8 @@ def build_model(
     if sharded:
         apply_fsdp(unet, strategy, precision, device)
     allocate_weights(unet, name, seed, device)
-    if channels_last and not sharded:
-        unet.to(memory_format=torch.channels_last)
+    if channels_last:
+        apply_channels_last(unet, sharded)
     if world_size() == 1 or sharded:
         return unet, unet
     return unet, DistributedDataParallel(unet, gradient_as_bucket_view=True)
@@ -157,6 +156,23 @@ def allocate_weights(unet: UNet2DConditionModel, name: str, seed: int, device: t
     unet.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(unet, weights, options=options)
+
+
+def apply_channels_last(unet: UNet2DConditionModel, sharded: bool) -> None:
+    """Convolutions compute on (B, H, W, C) in memory, which tensor cores are fastest on, by PyTorch's memory format.
+
+    They take the layout of their weights; sharded ones, which FSDP2 wants contiguous, that of their inputs.
+    """
+    if not sharded:
+        unet.to(memory_format=torch.channels_last)
+        return
+
+    def convert_input(module, arguments):
+        return (arguments[0].contiguous(memory_format=torch.channels_last),)
+
+    for module in unet.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(convert_input)
 
 
 def apply_fsdp(unet: UNet2DConditionModel, strategy: str, precision: str, device: torch.device | str) -> None:

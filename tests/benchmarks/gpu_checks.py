@@ -64,7 +64,7 @@ def same_losses(given, device):
 
 
 def layouts(given, device):
-    train_step, units = new_step(given, device, **{**FAST, "compile_unet": False})
+    train_step, units = new_step(given, device, strategy="fsdp", **{**FAST, "compile_unet": False})
     seen = collections.Counter()
 
     def look(module, _, output):

@@ -131,7 +131,7 @@ STRATEGIES = ["ddp", "fsdp", "fsdp-full", "hsdp"]
 # name: (ranks, what differs in the config). Three ranks share four units, so one computes a masked one more.
 RUNS = {
     "ddp": (2, {"strategy": "ddp", "channels_last": True, "micro_batch_size": 1}),
-    "fsdp": (2, {"strategy": "fsdp", "activation_checkpointing": True}),
+    "fsdp": (2, {"strategy": "fsdp", "channels_last": True, "activation_checkpointing": True}),
     "fsdp-full": (3, {"strategy": "fsdp-full", "micro_batch_size": 1}),
     "hsdp": (4, {"strategy": "hsdp"}),  # two nodes of two ranks
     "ddp on 3": (3, {"strategy": "ddp"}),
