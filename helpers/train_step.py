@@ -229,7 +229,7 @@ class TrainStep:
         skipped = 1 - (loss + norm).isfinite().float()
         # As PyTorch's `GradScaler` does: the fused AdamW divides gradients by the one, and changes nothing if the other
         # is 1, without the host knowing.
-        self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1)
+        self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1).float()
         self.optimizer.found_inf = skipped
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
