@@ -13,10 +13,11 @@ Core
     resumable_job   the commit protocol of a preprocessing job
   * preprocess      the stages around the encoder: transform, write
     online          the epoch plan over raw pictures, encoded on the way to the trainers
-    distributed     rank, world size, gathering, shards
+    distributed     rank, world size, gathering
     diffusion       the objective: noise, v-prediction, min-SNR weights, EMA
   * unet            the U-Net, sharded and compiled
     train_step      one training step in plain PyTorch
+    validation      the loss on held-out rows
     checkpoint      saving, loading and finding complete checkpoints
   * train           the training function of a Ray Train worker
     run_setup       checks before a run starts

@@ -108,9 +108,8 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
         storage.delete(snapshot_uri)
     for name, uri in folders.items():
         if name not in usable and uri != resume_from:
-            if name not in listed and (
-                problem := find_corruption(uri)
-            ):  # its upload was interrupted, or it was damaged
+            problem = None if name in listed else find_corruption(uri)  # its upload was interrupted, or it was damaged
+            if problem:
                 sentences.append(f"{name} cannot be used: {problem}.")
             storage.delete(uri)
     if sentences:
@@ -122,17 +121,6 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
 def is_single_process() -> bool:
     """Whether to skip collectives: gloo's threads oversubscribe OpenMP, and later steps would take twice as long."""
     return distributed.world_size() == 1
-
-
-def save(folder: str, *, model, optimizer, ema, step: int) -> None:
-    """Write model, EMA, optimizer and step to a local folder; each rank writes its own files.
-
-    Rank 0 adds `progress.json`: the step, and the names and sizes of all ranks' files, by which `find_corruption` tells
-    a complete copy from an incomplete one.
-    """
-    with expected_single_process():
-        dcp.save(gather_state(model, optimizer, ema), storage_writer=open_writer(folder), no_dist=is_single_process())
-    write_progress(folder, step)
 
 
 def open_stager(pinned: bool) -> DefaultStager:
@@ -147,11 +135,13 @@ def open_stager(pinned: bool) -> DefaultStager:
 
 
 def async_save(folder: str, *, model, optimizer, ema, step: int, group=None, stager=None) -> Callable[[], None]:
-    """Like `save`, but only copies the state to CPU memory; a thread writes it while training goes on.
+    """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
 
-    Returns `finish()`, which waits until everything is written. Call `finish` on every rank, from any thread, before
-    the next `async_save`. `group`: from `cpu_group`, because training uses the default group at the same time.
-    `stager`: from `open_stager`, kept by the caller; None: one for this call, so that the copy's memory is freed again.
+    Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
+    `progress.json` with the names and sizes of all ranks' files, by which `find_corruption` tells a complete copy from
+    an incomplete one. Call `finish` on every rank, from any thread, before the next `async_save`. `group`: from
+    `cpu_group`, because training uses the default group at the same time. `stager`: from `open_stager`, kept by the
+    caller; None: one for this call, so that the copy's memory is freed again.
     """
     # Without a stager, PyTorch would stage in the writer, twice where state is sharded.
     own_stager = open_stager(pinned=False) if stager is None else None
@@ -199,7 +189,7 @@ def write_progress(folder: str, step: int, group=None) -> None:
 
 
 def load(folder: str, *, model, optimizer, ema) -> int:
-    """Restore what `save` wrote, in place; returns the steps done. The number of ranks may differ from `save`'s."""
+    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
     with expected_single_process():

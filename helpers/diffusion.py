@@ -18,6 +18,7 @@ from diffusers import DDPMScheduler
 from .config import TrainingConfig
 from .distributed import local
 
+NUM_TIMESTEPS = 1000
 # One stream of random numbers for each use; part of the hash.
 NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
@@ -25,7 +26,7 @@ NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 def noise_schedule(prediction_type: str = "v_prediction") -> DDPMScheduler:
     """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
     return DDPMScheduler(
-        num_train_timesteps=1000,
+        num_train_timesteps=NUM_TIMESTEPS,
         beta_schedule="scaled_linear",
         beta_start=0.00085,
         beta_end=0.012,
@@ -68,13 +69,12 @@ def draw(
     shape: tuple[int, ...],
     *,
     caption_dropout: float = 0.0,
-    num_timesteps: int = 1000,
     density_T: np.ndarray | None = None,
     device: torch.device | str = "cpu",
 ) -> Draws:
     """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents.
 
-    `density_T`: how often each timestep is drawn (`timestep_density`); None: all `num_timesteps` equally often.
+    `density_T`: how often each timestep is drawn (`timestep_density`); None: all equally often.
     """
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
@@ -82,7 +82,7 @@ def draw(
         normals[row].normal_(generator=generator.manual_seed(int(row_seed >> np.uint64(1))))
     timesteps = hash_positions(seed, step, positions, TIMESTEP)
     if density_T is None:
-        timesteps %= np.uint64(num_timesteps)
+        timesteps %= np.uint64(NUM_TIMESTEPS)
     else:
         timesteps = np.searchsorted(np.cumsum(density_T)[:-1], timesteps / 2.0**64 * density_T.sum(), side="right")
     uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from typing import Any
 
@@ -53,14 +52,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     Without gradients: call it under `torch.no_grad()`.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def num_copies(parameter: torch.Tensor) -> int:
-    """How many copies of a parameter's gradient the ranks hold between them: 1 if it is sharded over all of them."""
-    if not isinstance(parameter, DTensor):
-        return world_size()
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def max_over_ranks(number: float, device: torch.device | str) -> float:

@@ -1,4 +1,4 @@
-"""`LatentEncoder`: pictures and token ids -> VAE moments and caption embeddings. The actor of the encode stage.
+"""Pictures and token ids -> VAE moments and caption embeddings: `Encoder`, and `LatentEncoder` on the project's schema.
 
 Nothing else runs the VAE's encoder or the text encoder while data is prepared; the trainers hold only the U-Net.
 """
@@ -22,7 +22,7 @@ from .images import load_tokenizer, model_source
 
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# One report per call of an encoder; times in seconds since 1970.
+# One report per call of a `LatentEncoder`; times in seconds since 1970.
 CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended", pa.float64()), ("rows", pa.int64())])
 
 
@@ -71,77 +71,92 @@ def arguments(config) -> tuple:
     return model, columns, config.encoder_precision
 
 
-class LatentEncoder:
-    """A Ray Data actor: pixels and token ids -> latents and caption embeddings (`batch_format="pyarrow"`).
+class Encoder:
+    """The VAE's encoder and the text encoder, on the GPU if there is one: dicts of NumPy arrays in and out.
+
+    It knows nothing of the project's schema, so `map_batches(Encoder, ...)` takes it for data of any kind.
 
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
-        columns: what to make of each row (`stored_columns`).
         precision: "fp32", "fp16" or "bf16": what the networks compute in on a GPU. On a CPU, where half precision is
-            tens of times slower, they compute in fp32; the manifest names the `precision` that was asked for.
+            tens of times slower, they compute in fp32.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
     """
 
-    def __init__(
-        self,
-        model: str,
-        columns: list[schema.ColumnSpec],
-        precision: str = "fp32",
-        *,
-        num_threads: int = 1,
-        batch_size: int | None = None,
-    ):
+    def __init__(self, model: str, precision: str = "fp32", *, num_threads: int = 1, batch_size: int | None = None):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads)
         self.dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
-        # The name tells encoders apart in the job's report.
-        self.columns, self.batch_size, self.name = columns, batch_size, uuid.uuid4().hex[:8]
-        resolutions = [spec.resolution for spec in columns if spec.resolution]
-        self.several_shapes = len(resolutions) > len(set(resolutions))
+        self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
 
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Encode a batch: pixels become latents, caption ids become embeddings, other values stay.
+
+        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8), and so does each further size under a name
+        that begins alike ("pixels_512"); "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False
+        for rows with a number that is not, as half precision may overflow.
+        """
+        encoded, finite = dict(batch), []
+        for name in batch:
+            if name.startswith("pixels"):
+                encoded[name.replace("pixels", "latents", 1)], finite_B = self.encode_images(encoded.pop(name))
+                finite.append(finite_B)
+        if "caption_ids" in batch:
+            encoded["embeddings"], finite_B = self.encode_captions(encoded.pop("caption_ids"))
+            finite.append(finite_B)
+        return {**encoded, "finite": np.all(finite, axis=0)}
+
+    def encode_images(self, pixels_BHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`(moments, finite (B,) bool)` of NumPy arrays, at least one row: see `moments`."""
+        return self.in_batches(self.moments, pixels_BHWC)
+
+    def encode_captions(self, caption_ids_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`(embeddings, finite (B,) bool)` of NumPy arrays, at least one row: see `embeddings`."""
+        return self.in_batches(self.embeddings, caption_ids_BL)
+
     @torch.no_grad()
     def moments(self, pixels_BHWC: torch.Tensor) -> torch.Tensor:
-        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled.
-
-        A row with a value that is not finite is NaN throughout; so it is with `embeddings`.
-        """
+        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled."""
         posterior = self.vae.encode(images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
-        return nan_fill_nonfinite(torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16))
+        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16)
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL: torch.Tensor) -> torch.Tensor:
         """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it."""
-        return nan_fill_nonfinite(self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16))
+        return self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
 
-    def encode_images(self, pixels_BHWC: np.ndarray) -> np.ndarray:
-        """`moments` for NumPy arrays."""
-        # np.array copies: Ray's object store gives read-only views
-        return self.moments(torch.from_numpy(np.array(pixels_BHWC)).to(self.device)).cpu().numpy()
-
-    def encode_captions(self, caption_ids_BL: np.ndarray) -> np.ndarray:
-        """`embeddings` for NumPy arrays."""
-        return self.embeddings(torch.from_numpy(np.array(caption_ids_BL)).to(self.device)).cpu().numpy()
-
-    def encode_column(
-        self, spec: schema.ColumnSpec, rows: pa.Table, good_B: np.ndarray
+    def in_batches(
+        self, encode: Callable[[torch.Tensor], torch.Tensor], inputs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`(values (B, ...) fp16, encoded (B,) bool)` of one stored column; zeros where a row is not encoded."""
-        if spec.name == schema.EMBEDDINGS:
-            ids_BL, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
-            return encode_masked(self.encode_captions, ids_BL[good_B], good_B, spec.shape, self.batch_size), good_B
-        width, height = spec.size
-        pixels_VHWC, fits_B = schema.from_sparse(rows[schema.pixels_column(spec.name)], (height, width, 3))
-        mine_B = good_B & fits_B
+        """`(values, finite (B,) bool)`: `encode(inputs)` on the device, `batch_size` rows at a time."""
+        values, finite = [], []
+        size = self.batch_size or len(inputs)
+        for start in range(0, len(inputs), size):
+            # np.array copies: Ray's object store gives read-only views
+            values_BX = encode(torch.from_numpy(np.array(inputs[start : start + size])).to(self.device))
+            finite.append(values_BX.isfinite().flatten(1).all(dim=1).cpu().numpy())
+            values.append(values_BX.cpu().numpy())
+        return np.concatenate(values), np.concatenate(finite)
 
-        def encode(pixels_BHWC):  # the mean alone, or both
-            return self.encode_images(pixels_BHWC)[:, : spec.shape[0]]
 
-        return encode_masked(encode, pixels_VHWC[good_B[fits_B]], mine_B, spec.shape, self.batch_size), mine_B
+class LatentEncoder:
+    """A Ray Data actor on the project's schema (`batch_format="pyarrow"`): transformed rows -> stored columns.
+
+    Args:
+        model, precision, options: `Encoder`'s. The manifest names the `precision` that was asked for.
+        columns: what to make of each row (`stored_columns`).
+    """
+
+    def __init__(self, model: str, columns: list[schema.ColumnSpec], precision: str = "fp32", **options):
+        self.encoder, self.columns = Encoder(model, precision, **options), columns
+        self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
+        resolutions = [spec.resolution for spec in columns if spec.resolution]
+        self.several_shapes = len(resolutions) > len(set(resolutions))
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """Transformed rows -> the same rows with stored columns in place of pixels and token ids, and `encoder_call`.
@@ -152,11 +167,10 @@ class LatentEncoder:
         started = time.time()
         good_B = pc.equal(rows[schema.REASON], "").to_numpy()
         encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
-        # One value per row is enough: see `nan_fill_nonfinite`.
-        finite_B = np.all([np.isfinite(v.reshape(len(v), -1)[:, 0]) for v, _ in encoded.values()], axis=0)
+        finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
         inputs = {schema.CAPTION_IDS, *(schema.pixels_column(s.name) for s in self.columns)}
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
-        for spec, (values, encoded_B) in encoded.items():
+        for spec, (values, encoded_B, _) in encoded.items():
             columns[spec.name] = spec.encode(values, encoded_B & finite_B)
             if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
                 columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
@@ -164,30 +178,30 @@ class LatentEncoder:
         call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
         return pa.table({**columns, schema.REASON: reason, "encoder_call": schema.once_per_call(call, len(rows), CALL)})
 
+    def encode_column(
+        self, spec: schema.ColumnSpec, rows: pa.Table, good_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`(values (B, *spec.shape) fp16, encoded (B,) bool, finite (B,) bool)` of a stored column.
 
-def nan_fill_nonfinite(values: torch.Tensor) -> torch.Tensor:
-    """(B, ...) with NaN in all of a row that has a value that is not finite, so that one look at a row tells."""
-    finite = values.isfinite().flatten(1).all(dim=1).view(-1, *[1] * (values.ndim - 1))
-    return torch.where(finite, values, torch.nan)
-
-
-def encode_masked(
-    encode: Callable[[np.ndarray], np.ndarray],
-    inputs: np.ndarray,
-    rows_B: np.ndarray,
-    shape: tuple[int, ...],
-    batch_size: int | None = None,
-) -> np.ndarray:
-    """(B, *shape) fp16: `encode(inputs)`, `batch_size` at a time, at the rows of a (B,) mask; zeros elsewhere."""
-    result, size = np.zeros((len(rows_B), *shape), dtype=schema.DTYPE), batch_size or max(1, len(inputs))
-    parts = [encode(inputs[start : start + size]) for start in range(0, len(inputs), size)]
-    if parts:
-        result[rows_B] = np.concatenate(parts)
-    return result
+        Where a row is not encoded, its values are zeros, and finite.
+        """
+        if spec.name == schema.EMBEDDINGS:
+            ids_BL, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
+            encode, inputs, encoded_B = self.encoder.encode_captions, ids_BL[good_B], good_B
+        else:
+            width, height = spec.size
+            # V of the B rows have pixels of this size
+            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.pixels_column(spec.name)], (height, width, 3))
+            encode, inputs, encoded_B = self.encoder.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
+        values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
+        if len(inputs):
+            values, finite_B[encoded_B] = encode(inputs)
+            values_BX[encoded_B] = values[:, : spec.shape[0]]  # of moments the mean alone, or both
+        return values_BX, encoded_B, finite_B
 
 
 @torch.inference_mode()
-def decode(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np.ndarray:
+def decode_latents(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np.ndarray:
     """Unscaled latents -> (B, H, W, 3) uint8 pictures, by the model's VAE or by a VAE, on its device."""
     vae = load_vae(model) if isinstance(model, str) else model
     pixels = vae.decode(latents_BCHW.to(vae.device)).sample
@@ -196,4 +210,4 @@ def decode(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np.ndarray
 
 def reconstruct(model: str | AutoencoderKL, moments_B2CHW: np.ndarray) -> np.ndarray:
     """Stored moments -> (B, H, W, 3) uint8 pictures, decoded from the posterior's mean."""
-    return decode(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))
+    return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from . import preprocess, resumable_job, storage, train, validation
+from . import preprocess, resumable_job, storage, train, held_out_rows
 from .config import OnlineConfig, TrainingConfig
 from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from .plan import BucketRows, Plan, Shape, load_plan
@@ -50,7 +50,7 @@ def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iter
     if not raw.keep_latents:
         yield train.OnlineSource(config, stream)
         return
-    validation.run_rows(config)  # copies them into the run: all kept latents are trained on
+    held_out_rows.of_run(config)  # copies them into the run: all kept latents are trained on
     plan = load_plan(config)
     job, begin = open_job(config, plan), plan.steps_per_epoch
     end = min(begin, config.max_steps)

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import ray
 from PIL import Image, ImageOps
 
-from . import images, preprocess, resumable_job, schema, storage, validation
+from . import images, preprocess, resumable_job, schema, storage, held_out_rows
 from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
 from .manifest import MANIFEST, Manifest, RowRange, read_manifest, write_manifest
@@ -73,7 +73,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
             job=parameters,
         )
         check_row_groups(manifest, config)
-        validation_uri = storage.join(uri, validation.FOLDER)
+        validation_uri = storage.join(uri, held_out_rows.FOLDER)
         if not storage.exists(storage.join(uri, MANIFEST)) or not same_data(read_manifest(uri), manifest):
             storage.delete(validation_uri)
             write_manifest(uri, manifest, segments)
@@ -219,7 +219,7 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     from . import encoder  # not at the top: see `preprocess`
 
     rows = first_held_out(manifest, config, training)
-    latents_uri = storage.join(training.latents_uri, validation.FOLDER)
+    latents_uri = storage.join(training.latents_uri, held_out_rows.FOLDER)
     segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
     tables = []
     if rows:
@@ -244,8 +244,8 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
 
 
 def first_held_out(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
-    """The first `validation.NUM_ROWS` held-out raw rows that may reach the largest resolution, or None."""
+    """The first `held_out_rows.NUM_ROWS` held-out raw rows that may reach the largest resolution, or None."""
     uri = training.latents_uri
-    ranges = validation.held_out_ranges(manifest, uri, training.largest_resolution, validation.NUM_ROWS)
-    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[: validation.NUM_ROWS] if ranges else None
+    ranges = held_out_rows.first_ranges(manifest, uri, training.largest_resolution, held_out_rows.NUM_ROWS)
+    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[: held_out_rows.NUM_ROWS] if ranges else None
     return rows and inputs.to_raw_rows(rows, config)

@@ -12,7 +12,8 @@ import transformers
 from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from . import checkpoint, diffusion, encoder, images, ingest, schema, storage
+from . import checkpoint, diffusion, encoder, images, storage
+from .manifest import Manifest, read_manifest
 from .config import TrainingConfig
 from .unet import build_unet
 
@@ -23,9 +24,9 @@ SAMPLERS = {
 }
 
 
-def read_encoder_manifest(config: TrainingConfig) -> schema.Manifest:
+def read_encoder_manifest(config: TrainingConfig) -> Manifest:
     """The manifest of the run's latents; of a mixture the first, since all its data sets share one encoder."""
-    return ingest.read_manifest(next(iter(config.proportions)))
+    return read_manifest(next(iter(config.proportions)))
 
 
 def build_pipeline(

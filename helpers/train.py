@@ -62,14 +62,14 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     preemption = fault_tolerance.PreemptionNotice(device)
     write_worker_info(config, log)
 
-    shapes = set()
+    compiled_for = set()  # the columns of latents: the U-Net is compiled for each shape
     with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
         for units, data_seconds in source.steps(step, rejects):
-            shape = tuple(units[0].moments.shape[2:])
-            if shape not in shapes:  # the U-Net is compiled for each shape
+            latents = units[0].latents_spec
+            if latents not in compiled_for:
                 watchdog.beat(slow=True)
-                shapes.add(shape)
+                compiled_for.add(latents)
             try:
                 with meter.watch():
                     metrics = train_step.step(step, units)
@@ -80,7 +80,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
                 break
             step += 1
             num_kept, seconds = metrics.pop("num_kept"), time.perf_counter() - started
-            speed = meter.step_record(shape, seconds, data_seconds, checkpoint_seconds, num_kept)
+            speed = meter.step_record(latents, seconds, data_seconds, checkpoint_seconds, num_kept)
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
             checkpoint_seconds = 0.0

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.adamw import adamw
+from torch.distributed.tensor import DTensor
 
 from . import diffusion, schema
+from .manifest import Manifest
 from .config import TrainingConfig
-from .distributed import local, num_copies, rank, sum_over_ranks, world_size
+from .distributed import sum_over_ranks, world_size
 from .unet import autocast, build_model, computes_in_bf16, synchronise_gradients
 
 MAX_NORM = 1.0  # gradients are clipped to it
@@ -29,7 +30,8 @@ class Unit:
 
     moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
     for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
-    row. scales_U: text is stored as 8-bit floats (E4M3), to be multiplied by these; None: it is not.
+    row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
+    multiplied by these; None: it is not.
     """
 
     moments: torch.Tensor
@@ -37,11 +39,12 @@ class Unit:
     keep_U: torch.Tensor
     positions_U: np.ndarray
     ids: list
+    latents_spec: schema.ColumnSpec
     scales_U: torch.Tensor | None = None
 
     @classmethod
     def from_arrow(
-        cls, table: pa.Table, manifest: schema.Manifest, latents: int | schema.ColumnSpec, first_position: int
+        cls, table: pa.Table, manifest: Manifest, latents: int | schema.ColumnSpec, first_position: int
     ) -> Unit:
         """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
 
@@ -53,13 +56,13 @@ class Unit:
         text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
-        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids)
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
         if scales is not None:
             unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
         return unit
 
     @classmethod
-    def masked(cls, manifest: schema.Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
+    def masked(cls, manifest: Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
         """Masked rows without ids: what a worker computes while others have more rows of the step."""
         spec = manifest.latents(latents) if isinstance(latents, int) else latents
         specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
@@ -70,8 +73,16 @@ class Unit:
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
         for start in range(0, len(self.keep_U), rows):
-            part = slice(start, start + rows)
-            yield Unit(*(value if value is None else value[part] for value in vars(self).values()))
+            chosen = slice(start, start + rows)
+            yield Unit(
+                self.moments[chosen],
+                self.text[chosen],
+                self.keep_U[chosen],
+                self.positions_U[chosen],
+                self.ids[chosen],
+                self.latents_spec,
+                None if self.scales_U is None else self.scales_U[chosen],
+            )
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(moments, text, keep_U)` on a device, where 8-bit text becomes fp16."""
@@ -88,35 +99,6 @@ def to_tensor(values: np.ndarray) -> torch.Tensor:
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
-class AdamW(torch.optim.AdamW):
-    """PyTorch's fused AdamW, whose step takes each rank's shards as plain tensors (`distributed.local`).
-
-    The state is there from the start; `state_dict` is that of `torch.optim.AdamW`, DTensors where weights are sharded.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], **options):
-        super().__init__(parameters, fused=True, **options)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-
-    @torch.no_grad()
-    def step(self, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
-        """One update with the gradients over `grad_scale`; if `found_inf` is 1, nothing changes. Both fp32 scalars."""
-        (group,) = self.param_groups
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        values, gradients = [local(one) for one in parameters], [local(one.grad) for one in parameters]
-        averages, squares, steps = ([local(one[name]) for one in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-        options["beta1"], options["beta2"] = group["betas"]
-        options["grad_scale"], options["found_inf"] = grad_scale, found_inf
-        adamw(values, gradients, averages, squares, [], steps, fused=True, **options)
-
-
 class TrainStep:
     """The state of training on one worker: U-Net, optimizer, EMA; `step` trains on one global batch.
 
@@ -130,7 +112,7 @@ class TrainStep:
     def __init__(
         self,
         config: TrainingConfig,
-        manifest: schema.Manifest,
+        manifest: Manifest,
         device: torch.device | str = "cpu",
         profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
@@ -142,17 +124,26 @@ class TrainStep:
         if self.density_T is not None:
             self.sampling_weights_T = torch.from_numpy(1 / self.density_T).float().to(self.device)
         self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
-        self.unet, self.model = build_model(config, self.device)
+        self.unet, self.model = build_model(
+            config.unet_config,
+            seed=config.seed,
+            strategy=config.strategy,
+            precision=config.precision,
+            compile_unet=config.compile_unet,
+            channels_last=config.channels_last,
+            activation_checkpointing=config.activation_checkpointing,
+            device=self.device,
+        )
         self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
         # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
-        self.autocast_precision = "fp32" if computes_in_bf16(config) else config.precision
-        self.optimizer = AdamW(
+        self.autocast_precision = "fp32" if computes_in_bf16(config.strategy, config.precision) else config.precision
+        self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
             betas=(0.9, config.adam_beta2),
             weight_decay=config.weight_decay,
+            fused=True,
         )
-        self.num_copies = num_copies(next(self.model.parameters()))
         self.skipped_steps = 0  # in a row
 
     def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
@@ -190,27 +181,27 @@ class TrainStep:
         num_kept = float(sum(np.count_nonzero(unit.keep_U) for unit in units))
         num_kept = sum_over_ranks(torch.full((), num_kept, device=self.device))
         rows = config.micro_batch_size or config.unit_rows
-        micro_batches = [part for unit in units for part in unit.split(rows)]
+        micro_batches = [micro_batch for unit in units for micro_batch in unit.split(rows)]
         # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
-        most = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
-        if len(micro_batches) < most:
-            masked = Unit.masked(self.manifest, self.manifest.latents_of(units[0].moments.shape[2:]), rows)
-            micro_batches += [masked] * (most - len(micro_batches))
+        num_micro_batches = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
+        if len(micro_batches) < num_micro_batches:
+            masked = Unit.masked(self.manifest, units[0].latents_spec, rows)
+            micro_batches += [masked] * (num_micro_batches - len(micro_batches))
         loss = torch.zeros((), device=self.device)
-        for micro_batch in micro_batches:
-            last = micro_batch is micro_batches[-1]
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
             with synchronise_gradients(self.model, last, config.strategy):
                 with self.profile_span("forward"):
-                    part = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
+                    micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
                 with self.profile_span("backward"):
                     # Gradients are averaged over the ranks, where the loss is a sum over them.
-                    (part * world_size()).backward()
-            loss += part.detach()
+                    (micro_loss * world_size()).backward()
+            loss += micro_loss.detach()
         with self.profile_span("optimizer"):
             learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
             loss, norm = self.update(step, loss, learning_rate)
             # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
-            loss, norm, num_kept = torch.stack([loss, norm, num_kept.double()]).tolist()
+            loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
         self.skipped_steps = 0 if np.isfinite(loss + norm) else self.skipped_steps + 1
         if self.skipped_steps > config.max_skipped_steps:
             name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)
@@ -232,16 +223,19 @@ class TrainStep:
 
         `loss`: this rank's part of it. Returns the whole loss and the gradient's norm before clipping.
         """
-        (group,) = self.optimizer.param_groups
-        group["lr"] = learning_rate
-        gradients = [local(parameter.grad) for parameter in group["params"] if parameter.grad is not None]
-        squared = torch.nn.utils.get_total_norm(gradients).double().square() / self.num_copies
-        loss, squared = sum_over_ranks(torch.stack([loss.double(), squared])).unbind()
-        norm = squared.sqrt()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        loss = sum_over_ranks(loss.double())
         skipped = 1 - (loss + norm).isfinite().float()
-        self.optimizer.step(grad_scale=(norm / MAX_NORM).clamp(min=1).float(), found_inf=skipped)
-        self.ema.update(step + 1, skipped)
+        # As PyTorch's `GradScaler` does: the fused AdamW divides gradients by the one, and changes nothing if the other
+        # is 1, without the host knowing.
+        self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1).float()
+        self.optimizer.found_inf = skipped
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(step + 1, skipped)
         return loss, norm
 
     @contextlib.contextmanager
@@ -257,52 +251,3 @@ class TrainStep:
             for module in self.unet.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones
-
-
-def validation_loss(*arguments, **options) -> tuple[float, float]:
-    """`(loss, unweighted loss)`: the means of `losses_by_noise` over its timesteps."""
-    return tuple(losses_by_noise(*arguments, **options)[:, 1:].mean(axis=0).tolist())
-
-
-@torch.no_grad()
-def losses_by_noise(
-    unet: torch.nn.Module,
-    manifest: schema.Manifest,
-    rows: pa.Table,
-    config: TrainingConfig,
-    timesteps_per_row: int = 8,
-) -> np.ndarray:
-    """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
-
-    The timesteps are the middles of T equal parts of the noise schedule. Rows count that have latents of the largest
-    resolution, in all of its shapes.
-
-    The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. Rows, noise
-    and timesteps are the same every time, so that steps and runs can be compared. In a process group each rank computes
-    its part of the rows, and all return the same.
-    """
-    device = next(unet.parameters()).device
-    schedule = diffusion.noise_schedule(config.prediction_type)
-    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    timesteps = ((np.arange(timesteps_per_row) + 0.5) * 1000 / timesteps_per_row).astype(int)
-    totals = np.zeros((timesteps_per_row, 3))
-    for spec in manifest.latents_at(config.largest_resolution):
-        mine = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
-        num_mine = -(-mine.num_rows // world_size())
-        for start in range(rank() * num_mine, (rank() + 1) * num_mine, 64):
-            places = np.arange(start, min(start + 64, (rank() + 1) * num_mine))
-            # All ranks compute the same number of rows, because sharded weights are gathered by all together.
-            counts = torch.from_numpy(places < mine.num_rows).to(device)
-            places = np.minimum(places, mine.num_rows - 1)
-            moments, text, _ = Unit.from_arrow(mine.take(places).combine_chunks(), manifest, spec, 0).to(device)
-            for number, timestep in enumerate(timesteps):
-                draws = diffusion.draw(0, number, places, moments.shape[2:], device=device)
-                draws.timesteps_B[:] = int(timestep)
-                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
-                losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
-                unweighted = (losses * counts).sum().item()
-                # All rows have the same timestep here, and so the same weight.
-                weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
-                totals[number] += unweighted * weight, unweighted, counts.sum().item()
-    totals = sum_over_ranks(torch.tensor(totals, device=device)).cpu().numpy()
-    return np.column_stack([timesteps, totals[:, :2] / totals[:, 2:].clip(min=1)])

@@ -1,65 +1,77 @@
-"""Held-out rows."""
+"""The loss on held-out rows: with the same noise every time, so that steps and runs can be compared. No Ray."""
 
 from __future__ import annotations
 
-import functools
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import torch
 
-from . import schema, storage
+from . import diffusion
+from .manifest import Manifest
 from .config import TrainingConfig
-from .manifest import Manifest, RowRange, read_files, read_manifest
-from .read import read_row_ranges
+from .distributed import rank, sum_over_ranks, world_size
+from .train_step import Unit
 
-NUM_ROWS = 512  # held-out rows that a run is validated on, at most
-FOLDER = "validation"  # of an online run's held-out rows, encoded once before the run; of a run's copy of them
-
-
-def run_rows(config: TrainingConfig) -> pa.Table | None:
-    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
-    uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
-    if storage.exists(uri):
-        filesystem, path = storage.open_filesystem(uri)
-        return pq.read_table(path, filesystem=filesystem)
-    rows = held_out_rows(config, NUM_ROWS)
-    if rows is not None:
-        file = pa.BufferOutputStream()
-        pq.write_table(rows, file, compression="none")
-        storage.write_bytes(uri, file.getvalue())
-    return rows
+BATCH_SIZE = 64
 
 
-def held_out_rows(config: TrainingConfig, num_rows: int) -> pa.Table | None:
-    """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
+def validation_loss(*arguments, **options) -> tuple[float, float]:
+    """`(loss, unweighted loss)`: the means of `losses_by_noise` over its timesteps."""
+    return tuple(losses_by_noise(*arguments, **options)[:, 1:].mean(axis=0).tolist())
 
-    In a mixture, each data set contributes its proportion.
+
+@torch.no_grad()
+def losses_by_noise(
+    unet: torch.nn.Module,
+    manifest: Manifest,
+    rows: pa.Table,
+    config: TrainingConfig,
+    timesteps_per_row: int = 8,
+) -> np.ndarray:
+    """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
+
+    The timesteps are the middles of T equal parts of the noise schedule. Rows count that have latents of the largest
+    resolution, in all of its shapes.
+
+    The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. In a process
+    group each rank computes its part of the rows, and all return the same.
     """
-    if config.validation_share == 0:
-        return None
-    resolution, tables = config.largest_resolution, []
-    for uri, proportion in config.proportions.items():
-        if read_manifest(uri).online:
-            uri = storage.join(uri, FOLDER)
-        manifest, wanted = read_manifest(uri), max(1, round(num_rows * proportion))
-        latents = [spec.name for spec in manifest.latents_at(resolution)]
-        columns = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS]
-        read = functools.partial(read_row_ranges, columns=columns, folder_uri=storage.join(uri, "data"))
-        ranges = held_out_ranges(manifest, uri, resolution, wanted)
-        with ThreadPoolExecutor(16) as pool:  # a few rows of each file
-            parts = list(pool.map(read, ([one] for one in ranges)))
-        if parts:
-            tables.append(pa.concat_tables(parts)[:wanted])
-    return pa.concat_tables(tables) if tables else None
+    device = next(unet.parameters()).device
+    schedule = diffusion.noise_schedule(config.prediction_type)
+    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
+    totals = np.zeros((timesteps_per_row, 3))
+    for spec in manifest.latents_at(config.largest_resolution):
+        if spec.name not in rows.column_names:
+            continue
+        encoded = rows.filter(rows[spec.name].is_valid())
+        for positions_B, counts_B in rank_batches(encoded.num_rows):
+            unit = Unit.from_arrow(encoded.take(positions_B).combine_chunks(), manifest, spec, 0)
+            moments, text, _ = unit.to(device)
+            counts = torch.from_numpy(counts_B).to(device)
+            for number, timestep in enumerate(timesteps):
+                draws = diffusion.draw(0, number, positions_B, moments.shape[2:], device=device)
+                draws.timesteps_B[:] = int(timestep)
+                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
+                losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
+                unweighted = (losses * counts).sum().item()
+                # All rows have the same timestep here, and so the same weight.
+                weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
+                totals[number] += unweighted * weight, unweighted, counts_B.sum()
+    totals = sum_over_ranks(torch.tensor(totals, device=device)).cpu().numpy()
+    return np.column_stack([timesteps, totals[:, :2] / totals[:, 2:].clip(min=1)])
 
 
-def held_out_ranges(manifest: Manifest, uri: str, resolution: int, wanted: int) -> list[RowRange]:
-    """The first held-out row groups with latents at a resolution: enough for `wanted` rows, or all there are."""
-    files, latents = read_files(uri), {spec.name for spec in manifest.latents_at(resolution)}
-    buckets = [name for name in files.bucket_names if name.startswith(schema.HELD_OUT)]
-    buckets = [name for name in buckets if not latents.isdisjoint(schema.bucket_columns(name))]
-    groups = np.sort(np.concatenate([files.groups_of(bucket) for bucket in buckets] or [np.zeros(0, np.int32)]))
-    groups = groups[: np.searchsorted(np.cumsum(files.group_rows[groups]), wanted) + 1]
-    return [files.row_range(group, 0, files.group_rows[group]) for group in groups]
+def rank_batches(num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`(row numbers (B,), whether they count (B,) bool)` of the batches that this rank computes.
+
+    All ranks compute the same number of rows, because sharded weights are gathered by all together: at the end, the
+    last row is repeated and does not count.
+    """
+    rows_per_rank = -(-num_rows // world_size())
+    end = (rank() + 1) * rows_per_rank
+    for start in range(rank() * rows_per_rank, end, BATCH_SIZE):
+        numbers = np.arange(start, min(start + BATCH_SIZE, end))
+        yield numbers.clip(max=num_rows - 1), numbers < num_rows

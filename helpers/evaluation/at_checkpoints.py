@@ -24,11 +24,12 @@ import ray.train.collective
 import torch
 from PIL import Image
 
-from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, train
+from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, train, validation
+from ..manifest import Manifest
 from ..config import TrainingConfig
 from ..runtime import ray_errors, results
-from ..train_step import losses_by_noise
 from ..unet import build_unet
+from ..validation import losses_by_noise
 from . import scores
 from .prompts import read_prompts
 
@@ -168,7 +169,7 @@ class OnWorkers:
 
     def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> tuple[dict[str, Any], bool]:
         if distributed.rank() == 0:
-            train.validation_rows(config)  # caches them for the other ranks
+            validation.run_rows(config)  # caches them for the other ranks
         ray.train.collective.barrier()
         result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
         is_best = distributed.rank() == 0 and results.is_best(config, result)
@@ -187,7 +188,7 @@ def evaluate_unet(
     recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
     """
     started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
-    rows = train.validation_rows(config)
+    rows = validation.run_rows(config)
     result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
     if distributed.rank() == 0:
         results.write(config.run_uri, {**result, "unfinished": True})
@@ -221,7 +222,7 @@ def describe(error: Exception) -> str:
 
 
 def held_out_losses(
-    unet: torch.nn.Module, manifest: schema.Manifest, rows: pa.Table | None, config: TrainingConfig
+    unet: torch.nn.Module, manifest: Manifest, rows: pa.Table | None, config: TrainingConfig
 ) -> dict[str, Any]:
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:
@@ -233,7 +234,7 @@ def held_out_losses(
 
 
 def draw(
-    unet: torch.nn.Module, config: TrainingConfig, manifest: schema.Manifest, prompts: list[str]
+    unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]
 ) -> list[np.ndarray]:
     """This rank's part of the pictures. All ranks draw equally many, because they gather sharded weights together."""
     device, count = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
@@ -250,7 +251,7 @@ def score(
     pictures: list[np.ndarray],
     prompts: list[str],
     config: TrainingConfig,
-    manifest: schema.Manifest,
+    manifest: Manifest,
     rows: pa.Table | None,
     agreement: Agreement | None,
 ) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
@@ -282,7 +283,7 @@ def score(
             yield name, error
 
 
-def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.Manifest, rows: pa.Table) -> np.ndarray:
+def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: Manifest, rows: pa.Table) -> np.ndarray:
     """(n, d) embeddings of held-out rows' pictures, decoded from their latents; cached in the run's `validation/`."""
     name = f"held-out-{zlib.crc32(config.clip_model.encode()):08x}.npy"
     uri = storage.join(config.run_uri, "validation", name)
@@ -298,7 +299,7 @@ def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: schema.M
 
 
 def decode_rows(
-    rows: pa.Table, config: TrainingConfig, manifest: schema.Manifest, batch_size: int = 64
+    rows: pa.Table, config: TrainingConfig, manifest: Manifest, batch_size: int = 64
 ) -> Iterator[list[np.ndarray]]:
     """Yield batches of pictures decoded from the largest resolution's latents, in all shapes, by the same VAE."""
     vae = encoder.load_vae(manifest.encoder["model"]).to("cuda" if torch.cuda.is_available() else "cpu")

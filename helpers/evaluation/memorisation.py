@@ -24,7 +24,10 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from .. import ingest, schema, storage
+from .. import schema, storage, validation
+from ..manifest import Manifest, read_manifests
+from ..plan import Source
+from ..read import read_row_ranges
 from ..config import TrainingConfig
 
 TASK_BYTES = 2**30  # read by one task of the pass
@@ -35,7 +38,7 @@ PLACE = ["data_set", "group", "row"]
 class DataSet(NamedTuple):
     """A data set, and its row groups that hold rows to search."""
 
-    source: ingest.Source
+    source: Source
     groups: np.ndarray
 
 
@@ -70,11 +73,11 @@ def search(
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """
-    manifests = ingest.read_manifests(config)
+    manifests = read_manifests(config)
     spec = find_column(manifests, config, latents_NCHW)
     scale = next(iter(manifests.values())).scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)
-    unseen = ingest.validation_rows(config, num_held_out)
+    unseen = validation.held_out_rows(config, num_held_out)
     if unseen is not None and spec.name in unseen.column_names:
         queries = np.concatenate([queries, read_means(unseen.filter(unseen[spec.name].is_valid()), spec)])
     data_sets = [training_groups(uri, manifest, spec) for uri, manifest in manifests.items()]
@@ -92,7 +95,7 @@ def search(
         source = data_sets[number].source
         columns = [schema.ID, schema.CAPTION, spec.name]
         tables.append(
-            ingest.read_row_ranges([source.row_range(group, row, 1)], columns, storage.join(source.uri, "data"))
+            read_row_ranges([source.row_range(group, row, 1)], columns, storage.join(source.uri, "data"))
         )
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
@@ -102,7 +105,7 @@ def search(
 
 
 def find_column(
-    manifests: dict[str, schema.Manifest], config: TrainingConfig, latents_NCHW: np.ndarray
+    manifests: dict[str, Manifest], config: TrainingConfig, latents_NCHW: np.ndarray
 ) -> schema.ColumnSpec:
     """The column that holds latents of this shape. Raises ValueError if there is none."""
     known = next(iter(manifests.values())).latents_at(config.largest_resolution)
@@ -116,7 +119,7 @@ def find_column(
     )
 
 
-def training_groups(uri: str, manifest: schema.Manifest, spec: schema.ColumnSpec) -> DataSet:
+def training_groups(uri: str, manifest: Manifest, spec: schema.ColumnSpec) -> DataSet:
     """The row groups of a data set whose rows are trained on and have latents in a column."""
     names, bucket_of_group = manifest.group_buckets
     buckets = [
@@ -124,7 +127,7 @@ def training_groups(uri: str, manifest: schema.Manifest, spec: schema.ColumnSpec
         for number, name in enumerate(names)
         if not name.startswith(schema.HELD_OUT) and spec.name in schema.bucket_columns(name)
     ]
-    return DataSet(ingest.Source.of(uri, manifest.files), np.flatnonzero(np.isin(bucket_of_group, buckets)))
+    return DataSet(Source.of(uri, manifest.files), np.flatnonzero(np.isin(bucket_of_group, buckets)))
 
 
 def read_means(rows: pa.Table, spec: schema.ColumnSpec) -> np.ndarray:
@@ -169,7 +172,7 @@ def read_groups(data_set: DataSet, groups: np.ndarray, spec: schema.ColumnSpec) 
     """`(columns group and row, (B, D) means)` of the rows of these row groups that are searched."""
     counts = data_set.source.group_rows[groups]
     ranges = [data_set.source.row_range(group, 0, count) for group, count in zip(groups, counts, strict=True)]
-    rows = ingest.read_row_ranges(ranges, [spec.name], storage.join(data_set.source.uri, "data"))
+    rows = read_row_ranges(ranges, [spec.name], storage.join(data_set.source.uri, "data"))
     row_numbers = np.concatenate([np.arange(count) for count in counts])
     return pd.DataFrame({"group": np.repeat(groups, counts), "row": row_numbers}), read_means(rows, spec)
 

@@ -20,7 +20,10 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from .. import diffusion, ingest, schema
+from .. import diffusion, validation
+from ..manifest import Manifest, read_manifest, read_manifests
+from ..plan import plan_run
+from ..read import read_chunks, read_latents, worker_units
 from ..config import TrainingConfig
 from ..train_step import TrainStep, Unit
 
@@ -51,10 +54,10 @@ def run(
         )
     configs = {name: dataclasses.replace(config, **changes) for name, changes in settings.items()}
     if measure is None:
-        rows = ingest.validation_rows(config, NUM_ROWS)
+        rows = validation.held_out_rows(config, NUM_ROWS)
         if rows is None:
             raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
-        manifest = ingest.read_manifest(next(iter(config.proportions)))
+        manifest = read_manifest(next(iter(config.proportions)))
         measure = functools.partial(held_out_errors, manifest=manifest, rows=rows)
     records = []
     for seed in seeds:  # seed by seed, so that results are paired even after an interruption
@@ -70,7 +73,7 @@ def run(
 def train(config: TrainingConfig) -> torch.nn.Module:
     """Train in this process, without Ray, on the run's batches, on a GPU if it has one; returns the averaged U-Net."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = TrainStep(config, ingest.read_manifest(next(iter(config.proportions))), device)
+    trained = TrainStep(config, read_manifest(next(iter(config.proportions))), device)
     for step, units in enumerate(batches(config)):
         trained.step(step, units)
     trained.ema.swap()
@@ -79,12 +82,12 @@ def train(config: TrainingConfig) -> torch.nn.Module:
 
 def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     """The global batches of a run's steps, as Ray Train's workers get them, read in this process."""
-    manifests, steps = ingest.read_manifests(config), range(config.max_steps)
-    manifest, plan = next(iter(manifests.values())), ingest.plan_run(manifests, config)
+    manifests, steps = read_manifests(config), range(config.max_steps)
+    manifest, plan = next(iter(manifests.values())), plan_run(manifests, config)
     chunks = plan.chunk_range(0, len(steps))
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": len(steps), "read": ingest.read_latents}
-    blocks = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-    for step, units in zip(steps, ingest.worker_units(blocks, plan, steps, 0, 1), strict=True):
+    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": len(steps), "read": read_latents}
+    blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
+    for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):
         latents = plan.latents_at(step)
         yield [
             Unit.from_arrow(rows, manifest, latents, unit % config.units_per_step * config.unit_rows)
@@ -97,7 +100,7 @@ def held_out_errors(
     unet: torch.nn.Module,
     config: TrainingConfig,
     *,
-    manifest: schema.Manifest,
+    manifest: Manifest,
     rows: pa.Table,
     timesteps: Sequence[int] = range(50, 1000, 100),
     gamma: float = 5.0,

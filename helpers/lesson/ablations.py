@@ -14,6 +14,7 @@ import ray.train.torch
 import torch
 
 from .. import distributed, schema, storage
+from ..manifest import Manifest, encode_embedding
 from ..config import TrainingConfig
 from ..runtime import profiling
 from ..train_step import TrainStep, Unit, to_tensor
@@ -31,12 +32,12 @@ ABLATION = {
 
 def random_batch(
     config: TrainingConfig, rank: int = 0, world: int = 1, num_tokens: int = 77
-) -> tuple[schema.Manifest, list[Unit]]:
+) -> tuple[Manifest, list[Unit]]:
     """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the U-Net's shapes."""
     unet = load_unet_config(config.unet_config)
     resolution, width, random = config.largest_resolution, unet["cross_attention_dim"], np.random.default_rng(rank)
     shape = (2, unet["in_channels"], resolution // 8, resolution // 8)
-    manifest = schema.Manifest(
+    manifest = Manifest(
         encoder={"model": "random", "revision": "0", "precision": "fp16"},
         resolutions=[resolution],
         columns=[
@@ -45,16 +46,17 @@ def random_batch(
         ],
         scaling_factor=1.0,
         id_type="int64",
-        empty_caption_embedding=schema.encode_embedding(np.zeros((num_tokens, width))),
+        empty_caption_embedding=encode_embedding(np.zeros((num_tokens, width))),
         job={},
         segments=[],
     )
-    units = []
+    units, latents_spec = [], manifest.latents(resolution)
     for slot in range(rank, config.units_per_step, world):
         positions = slot * config.unit_rows + np.arange(config.unit_rows)
         moments = to_tensor(np.abs(random.normal(size=(config.unit_rows, *shape)).astype(np.float16)))
         text = to_tensor(random.normal(size=(config.unit_rows, num_tokens, width)).astype(np.float16))
-        units.append(Unit(moments, text, to_tensor(np.ones(config.unit_rows, bool)), positions, positions.tolist()))
+        keep, ids = to_tensor(np.ones(config.unit_rows, bool)), positions.tolist()
+        units.append(Unit(moments, text, keep, positions, ids, latents_spec))
     return manifest, units
 
 

@@ -64,9 +64,9 @@ class PlannedImages(torch.utils.data.Dataset):
         return split_units(pa.concat_tables(blocks).combine_chunks(), self.plan.unit_rows)
 
     def __getitem__(self, step: int):
-        """`(pixels (B, H, W, 3) uint8, token ids (B, L), keep (B,), positions (B,), account)` of a step's B rows.
+        """`(pixels (B, H, W, 3) uint8, token ids (B, L), keep (B,), positions (B,), latents_spec, account)` of a step.
 
-        `account`: Arrow table of id, reason, source.
+        B rows. `latents_spec`: the column that the pixels become. `account`: Arrow table of id, reason, source.
         """
         plan = self.plan
         # A step's units lie in one chunk, or in two neighbours.
@@ -85,7 +85,7 @@ class PlannedImages(torch.utils.data.Dataset):
         keep = rows[KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
         positions = np.concatenate([place * plan.unit_rows + np.arange(plan.unit_rows) for place in places])
         tensors = (torch.from_numpy(np.array(values)) for values in (pixels, ids, keep, positions))
-        return *tensors, rows.select([schema.ID, schema.REASON, schema.SOURCE])
+        return *tensors, spec, rows.select([schema.ID, schema.REASON, schema.SOURCE])
 
 
 def build_loader(
@@ -117,17 +117,18 @@ class DeviceEncoder:
 
     def __init__(self, raw: OnlineConfig, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), num_threads=torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self.encoder = encoder.Encoder(raw.encoder_model, raw.encoder_precision, num_threads=threads)
         self.num_moments = encoder.MOMENTS[raw.latents]
         self.batch_size = raw.encoder_batch_size
 
     def __call__(self, item) -> Unit:
-        pixels, ids, keep, positions, account = item
+        pixels, ids, keep, positions, latents_spec, account = item
         pixels, ids = (values.to(self.device, non_blocking=True) for values in (pixels, ids))
-        moments = torch.cat([self.latent_encoder.moments(part) for part in pixels.split(self.batch_size)])
+        moments = torch.cat([self.encoder.moments(part) for part in pixels.split(self.batch_size)])
         moments = moments[:, : self.num_moments]
-        text = torch.cat([self.latent_encoder.embeddings(part) for part in ids.split(self.batch_size)])
-        return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist())
+        text = torch.cat([self.encoder.embeddings(part) for part in ids.split(self.batch_size)])
+        return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist(), latents_spec)
 
 
 class LoaderSource(train.StepSource):

@@ -12,14 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from .. import images, ingest, preprocess, schema, storage
+from .. import images, preprocess, schema, storage, validation
+from ..manifest import Manifest, read_manifest
 from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..data_io import filters, inputs
 from ..evaluation import at_checkpoints
 from . import captioned_shapes
 
 
-def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.DataFrame:
+def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
     """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     rows = manifest.read - manifest.filtered
@@ -28,7 +29,7 @@ def stage_rates(manifest: schema.Manifest, config: PreprocessingConfig) -> pd.Da
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 
-def encoder_timeline(manifest: schema.Manifest) -> pd.DataFrame:
+def encoder_timeline(manifest: Manifest) -> pd.DataFrame:
     """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
     points, before = [], 0.0
     for segment in manifest.segments:
@@ -114,7 +115,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     return shown
 
 
-def summary(manifest: schema.Manifest) -> pd.DataFrame:
+def summary(manifest: Manifest) -> pd.DataFrame:
     """What a job did with its rows: read = written + rejected (by reason) + filtered."""
     rows = [("read", "", manifest.read), ("written", "", manifest.written)]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
@@ -214,7 +215,7 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
-    rows = ingest.validation_rows(config, num_prompts) if given is None else None
+    rows = validation.held_out_rows(config, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:
         for caption in captions:
@@ -227,7 +228,7 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
 def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     """Captions of the first rows that a run is trained on, encoded before or during it."""
     uri = next(iter(training.proportions))
-    raw = ingest.read_manifest(uri).online
+    raw = read_manifest(uri).online
     if raw is None:
         return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig.from_dict(raw)

@@ -132,15 +132,14 @@ def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8)
         config, global_batch_size=config.unit_rows, units_per_step=1, num_training_workers=1, strategy="ddp"
     )
     trained = ablations.measure_step(alone, device, steps=steps, warm_up=3)["images/s"]
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), num_threads=torch.get_num_threads())
+    encode = encoder.Encoder(raw.encoder_model, raw.encoder_precision, num_threads=torch.get_num_threads())
     size, count, random = config.largest_resolution, raw.encoder_batch_size, np.random.default_rng(0)
     pixels_BHWC = random.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
     ids_BL = images.tokenize(["a picture"] * count, images.load_tokenizer(raw.encoder_model))
     seconds = []
     for _ in range(1 + steps):
         started = time.perf_counter()
-        latent_encoder.encode_images(pixels_BHWC)
-        latent_encoder.encode_captions(ids_BL)
+        encode({"pixels": pixels_BHWC, "caption_ids": ids_BL})
         seconds.append(time.perf_counter() - started)
     source = profiling.hardware(device)
     return {

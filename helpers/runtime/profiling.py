@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from diffusers import UNet2DConditionModel
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from .. import schema
+from ..manifest import Manifest
 from ..config import TrainingConfig
 from ..distributed import rank, world_size
-from ..unet import count_flops
+from ..unet import load_unet_config
 
 # (name, start, end) in microseconds of a kernel or an operation.
 Event = tuple[str, float, float]
@@ -140,6 +143,38 @@ def hardware(device: torch.device | str) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
+def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> pd.DataFrame:
+    """Parameters and forward FLOPs of a U-Net by block for one sample, counted on the "meta" device.
+
+    Args:
+        name: see `unet.load_unet_config`.
+        latents_shape: (C, H, W).
+        text_shape: (L, D).
+
+    Returns:
+        A frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
+        addition are two FLOPs (`torch.utils.flop_counter`).
+    """
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(load_unet_config(name))
+        inputs = torch.randn(1, *latents_shape), torch.zeros(1, dtype=torch.long), torch.randn(1, *text_shape)
+    with FlopCounterMode(display=False, depth=None) as counter, torch.no_grad():
+        unet(*inputs)
+    flops = {module: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
+    rows = []
+    for block in block_names(unet):
+        parameters = sum(parameter.numel() for parameter in unet.get_submodule(block).parameters())
+        rows.append((block, parameters, flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9))
+    return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
+
+
+def block_names(unet: UNet2DConditionModel) -> list[str]:
+    """Names of the top-level parts that own parameters, in the order of the forward pass."""
+    down = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))]
+    up = [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
+    return ["time_embedding", "conv_in", *down, "mid_block", *up, "conv_norm_out", "conv_out"]
+
+
 def training_flops(unet_config: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> float:
     """FLOPs of training on one sample: a forward pass, and twice that for the backward pass (no recomputation)."""
     return 3e9 * count_flops(unet_config, latents_shape, text_shape)["gflops"].sum()
@@ -173,7 +208,7 @@ class Meter:
     - `checkpoint_seconds` that training paused for a checkpoint before this step.
     """
 
-    def __init__(self, config: TrainingConfig, manifest: schema.Manifest, device: torch.device | str):
+    def __init__(self, config: TrainingConfig, manifest: Manifest, device: torch.device | str):
         self.config, self.manifest, self.device = config, manifest, device
         self.num_steps, self.communication_share = 0, 0.0 if world_size() == 1 else None
 
@@ -198,10 +233,15 @@ class Meter:
         return training_flops(self.config.unet_config, shape, self.manifest.embeddings.shape)
 
     def step_record(
-        self, shape: tuple[int, ...], seconds: float, data_seconds: float, checkpoint_seconds: float, num_rows: int
+        self,
+        latents: schema.ColumnSpec,
+        seconds: float,
+        data_seconds: float,
+        checkpoint_seconds: float,
+        num_rows: int,
     ) -> dict[str, float | None]:
-        """The columns of one step; `shape`: of its latents (C, H, W); `num_rows`: unmasked rows of its global batch."""
-        rate, latents = num_rows / seconds, self.manifest.latents_of(shape)
+        """The columns of one step; `latents`: what it trains on; `num_rows`: unmasked rows of its global batch."""
+        rate = num_rows / seconds
         per_worker = rate / world_size()
         return {
             "resolution": latents.resolution,
@@ -211,7 +251,7 @@ class Meter:
             "step_seconds": seconds,
             "images_per_second": rate,
             "images_per_second_per_worker": per_worker,
-            "mfu": self.flops(shape) * per_worker / self.peak if self.peak else None,
+            "mfu": self.flops(latents.shape[1:]) * per_worker / self.peak if self.peak else None,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
             "data_wait_share": data_seconds / seconds,
             "communication_share": self.communication_share,

@@ -1,6 +1,6 @@
 """Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
 
-Keys of a file: step; validation_loss, unweighted and rows (`train_step.validation_loss`); loss_by_noise, {timestep:
+Keys of a file: step; validation_loss, unweighted and rows (`validation.validation_loss`); loss_by_noise, {timestep:
 unweighted loss}; prompts, the number of pictures drawn; clip_score, cmmd, agreement and agreement_by_attribute, if they
 were asked for; seconds. After failures: failed, {what: a sentence}. A checkpoint that was skipped for a newer one has
 step and skipped, a sentence. `unfinished` is true while an evaluation runs.

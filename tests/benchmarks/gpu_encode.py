@@ -29,9 +29,9 @@ SETTINGS = {
 
 
 def build(model, device, channels_last, compiled):
-    """A `LatentEncoder` of random weights in fp16 ("sd2"), or of "tiny-sd" in fp32."""
-    made = object.__new__(encoder.LatentEncoder)
-    made.device = torch.device(device)
+    """An `Encoder` of random weights in fp16 ("sd2"), or of "tiny-sd" in fp32."""
+    made = object.__new__(encoder.Encoder)
+    made.device, made.batch_size = torch.device(device), None
     made.dtype = torch.float16 if device == "cuda" else torch.float32
     if model == "sd2":
         made.vae, made.text_encoder = (roofline.cast(part, made.dtype) for part in estimates.sd2_encoders(device))

@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from helpers import unet as unet_module  # noqa: E402
 from helpers.config import TrainingConfig  # noqa: E402
 from helpers.lesson import ablations, published_results  # noqa: E402
-from helpers.train_step import AdamW  # noqa: E402
 from tests.benchmarks import record, roofline  # noqa: E402
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -55,17 +54,18 @@ class MasterWeights:
         self.weights = list(train_step.unet.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         options = {name: value for name, value in train_step.optimizer.defaults.items() if name in ("lr", "betas")}
-        self.optimizer = AdamW(self.masters, **options)
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **options)
         self.state = self.optimizer.state
         self.param_groups = [{**self.optimizer.param_groups[0], "params": self.weights}]
         for master in self.masters:
             master.grad = torch.empty_like(master)
 
     @torch.no_grad()
-    def step(self, grad_scale=None, found_inf=None):
+    def step(self):
         torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in self.weights])
         self.optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.optimizer.step(grad_scale, found_inf)
+        self.optimizer.grad_scale, self.optimizer.found_inf = self.grad_scale, self.found_inf
+        self.optimizer.step()
         torch._foreach_copy_(self.weights, self.masters)
 
     def zero_grad(self, set_to_none=True):

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from helpers import preprocess, resumable_job, schema, storage, train
+from helpers.manifest import MANIFEST, Manifest, encode_embedding
 from helpers.train_step import TrainStep
 
 
@@ -38,17 +39,17 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
             validation_share=validation_share,
         )
         reports.append(report)
-    manifest = schema.Manifest(
+    manifest = Manifest(
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
         columns=specs,
         scaling_factor=1.0,
         id_type="int64",
-        empty_caption_embedding=schema.encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
+        empty_caption_embedding=encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
         job={"validation_share": 0.0},
         segments=[resumable_job.segment_entry(segment, reports)],
     )
-    storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
+    storage.write_json(storage.join(uri, MANIFEST), manifest.to_dict())
     return manifest
 
 

@@ -33,22 +33,29 @@ from tests.benchmarks import record
 from tests.pipelines import build_pipeline
 
 
-class StandInEncoder(encoder.LatentEncoder):
-    """Latents and embeddings of the right shapes, by arithmetic that costs next to nothing. No model."""
+class StandInLatentEncoder(encoder.LatentEncoder):
+    """Latents and embeddings by a `StandInEncoder`."""
 
     def __init__(self, model, columns, *arguments, **options):
-        self.columns, self.batch_size, self.name = columns, None, f"{os.getpid()}"
+        self.encoder, self.columns, self.name = StandInEncoder(), columns, f"{os.getpid()}"
         self.several_shapes = False
+
+
+class StandInEncoder:
+    """Latents and embeddings of the right shapes, by arithmetic that costs next to nothing. No model."""
+
+    def __init__(self):
         self.table = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float16)
 
     def encode_images(self, pixels_BHWC):
         rows, height, width, _ = pixels_BHWC.shape
         corners = pixels_BHWC[:, ::8, ::8].astype(np.float16).transpose(0, 3, 1, 2) / 255
         mean = np.concatenate([corners, corners[:, :1]], axis=1)
-        return np.stack([mean, np.full_like(mean, 0.1)], axis=1).reshape(rows, 2, 4, height // 8, width // 8)
+        moments = np.stack([mean, np.full_like(mean, 0.1)], axis=1).reshape(rows, 2, 4, height // 8, width // 8)
+        return moments, np.ones(rows, bool)
 
     def encode_captions(self, caption_ids_BL):
-        return self.table[np.asarray(caption_ids_BL) % 256]
+        return self.table[np.asarray(caption_ids_BL) % 256], np.ones(len(caption_ids_BL), bool)
 
 
 def session_memory(session_id):

@@ -20,7 +20,9 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers import ingest, schema, storage
+from helpers import storage
+from helpers.manifest import MANIFEST
+from helpers.read import latents_dataset
 from helpers.config import TrainingConfig
 from helpers.lesson import estimates
 from helpers.runtime import metrics_log, session
@@ -48,7 +50,7 @@ class PlayedEncoder:
 
 def online_stream(plan, first_step, num_steps, *, num_encoders, started):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
-    return ingest.latents_dataset(plan, first_step, num_steps).map_batches(
+    return latents_dataset(plan, first_step, num_steps).map_batches(
         PlayedEncoder,
         fn_constructor_args=[started],
         batch_size=None,
@@ -63,7 +65,7 @@ def loop(started, values):
     made_up.train_in(TRAINER_SECONDS, values)
 
 
-def measure(uri, name, num_steps, stream=ingest.latents_dataset):
+def measure(uri, name, num_steps, stream=latents_dataset):
     """(images a second, share of the time that the trainer waits for data)"""
     config = TrainingConfig(
         storage=uri,
@@ -89,7 +91,7 @@ def main():
         shapes = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (140, 128)}
         manifest = made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
         manifest.job["online"] = {"encoder": "played"}  # blocks are as small as those that encoders get
-        storage.write_json(storage.join(uri, schema.MANIFEST), manifest.to_dict())
+        storage.write_json(storage.join(uri, MANIFEST), manifest.to_dict())
         ceiling, _ = measure(uri, "offline", int(given.seconds / TRAINER_SECONDS))
         for count in given.encoders:
             expected = estimates.online_throughput(count, encoder_rate, trainer_rate)

@@ -27,7 +27,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, sampling, preprocess, schema
+from helpers import encoder, preprocess, sampling, schema
+from helpers.manifest import Manifest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -72,7 +73,7 @@ def encode(config, raw):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
         found.append(latent_encoder(preprocess.transform(rows, config=config)))
     job = {"validation_share": 0.0}
-    manifest = schema.Manifest(
+    manifest = Manifest(
         **preprocess.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job, segments=[]
     )
     layout = schema.latents_schema(pa.int64(), manifest.columns)
@@ -82,7 +83,7 @@ def encode(config, raw):
 
 def split(table, share):
     """(rows to train on, held-out rows)"""
-    held_out = schema.held_out(table[schema.ID].to_pylist(), share)
+    held_out = schema.held_out_mask(table[schema.ID].to_pylist(), share)
     return table.filter(pa.array(~held_out)).combine_chunks(), table.filter(pa.array(held_out)).combine_chunks()
 
 
@@ -124,9 +125,8 @@ def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
     samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
-    arguments = encoder.arguments(PreprocessingConfig(resolutions=[64]))
-    actor = encoder.LatentEncoder(*arguments, num_threads=torch.get_num_threads())
-    reconstructed = encoder.reconstruct("tiny-sd", actor.encode_images(np.stack(pictures)))
+    moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
+    reconstructed = encoder.reconstruct("tiny-sd", moments)
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
 

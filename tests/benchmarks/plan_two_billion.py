@@ -17,13 +17,15 @@ import resource
 import tempfile
 import time
 
-from helpers import ingest, run_setup, schema
+from helpers import run_setup, schema
+from helpers.manifest import SCHEMA_VERSION, read_manifests
+from helpers.plan import plan_run
 from helpers.config import TrainingConfig
 from tests.benchmarks import record
 
 
 def write_manifest(folder, num_files, rows_per_file, num_buckets):
-    """As `schema.Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
+    """As `Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
     sizes = [(256 + 64 * (number // 4), 256 - 64 * (number % 4)) for number in range(num_buckets)]
     columns = [
         {"name": schema.latents_column(*size), "shape": [2, 4, size[1] // 8, size[0] // 8], "resolution": 256}
@@ -40,7 +42,7 @@ def write_manifest(folder, num_files, rows_per_file, num_buckets):
     groups = json.dumps(list(itertools.chain.from_iterable(row_groups.values())))
     buckets = json.dumps({bucket: len(groups) for bucket, groups in row_groups.items()})
     head = {
-        "schema_version": schema.SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
         "resolutions": [256],
         "columns": [*columns, {"name": schema.EMBEDDINGS, "shape": [77, 1024]}],
@@ -67,18 +69,18 @@ def measure(num_files, rows_per_file, num_buckets):
         size = pathlib.Path(folder, "manifest.json").stat().st_size
         started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
-        manifests = ingest.read_manifests(config)
+        manifests = read_manifests(config)
         seconds = {"read the manifest": time.perf_counter() - started}
         run_setup.describe_data(manifests, config)
         seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
-        plan = ingest.plan_run(manifests, config)
+        plan = plan_run(manifests, config)
         del manifests
         seconds["plan"] = time.perf_counter() - started - sum(seconds.values())
         plan.chunk_rows(plan.chunks_per_epoch - 1)
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         started = time.perf_counter()
-        head = ingest.plan_run(ingest.read_manifests(config, heads=True), config)
+        head = plan_run(read_manifests(config, heads=True), config)
         worker_seconds = time.perf_counter() - started
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []

@@ -29,7 +29,10 @@ import torch
 from ray import cloudpickle
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from helpers import ingest, schema, storage
+from helpers import schema, storage
+from helpers.manifest import read_manifests
+from helpers.plan import plan_run
+from helpers.read import UNIT, execution_options, latents_dataset
 from helpers.config import TrainingConfig
 from helpers.runtime import session
 from helpers.train_step import Unit
@@ -45,10 +48,10 @@ def planned(uri, num_rows):
     config = TrainingConfig(
         latents_uri=uri, resolution=256, global_batch_size=UNIT, validation_share=0, max_steps=num_rows // UNIT
     )
-    manifests = ingest.read_manifests(config)
-    plan = ingest.plan_run(manifests, config)
-    data = ingest.latents_dataset(plan, 0, config.max_steps)
-    data.context.execution_options = ingest.execution_options(config)  # as Ray Train sets them
+    manifests = read_manifests(config)
+    plan = plan_run(manifests, config)
+    data = latents_dataset(plan, 0, config.max_steps)
+    data.context.execution_options = execution_options(config)  # as Ray Train sets them
     return data, manifests[uri]
 
 

@@ -14,8 +14,10 @@ import time
 import numpy as np
 import ray
 
-from helpers import ingest
+
 from helpers.config import TrainingConfig
+from helpers.plan import load_plan
+from helpers.read import UNIT, latents_dataset
 from helpers.runtime import session
 from tests.benchmarks import made_up, record
 
@@ -25,12 +27,12 @@ def first_batch(config, step):
     # All CPUs at once can only be had when the last measurement's tasks are gone.
     ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
-    plan = ingest.plan_run(ingest.read_manifests(config), config)
-    data = ingest.latents_dataset(plan, step, plan.steps_per_epoch)
+    plan = load_plan(config)
+    data = latents_dataset(plan, step, plan.steps_per_epoch)
     wanted = step * plan.units_per_step
     # Closed, or the rest of the epoch would be read beside the next measurement.
     with contextlib.closing(iter(data.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
-        while wanted not in np.asarray(next(batches)[ingest.UNIT]):
+        while wanted not in np.asarray(next(batches)[UNIT]):
             pass
         return time.perf_counter() - started
 

@@ -22,7 +22,7 @@ from helpers.evaluation import scores
 from helpers.evaluation.scores import CLIP
 from helpers.lesson import captioned_shapes
 from helpers.runtime import results
-from helpers.train_step import validation_loss
+from helpers.validation import validation_loss
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 

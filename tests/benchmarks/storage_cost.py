@@ -19,7 +19,7 @@ import pyarrow as pa
 from helpers import encoder, images, preprocess, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
-from helpers.train_step import validation_loss
+from helpers.validation import validation_loss
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, split
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import unet
+from helpers.runtime import profiling
 from tests.benchmarks import gpu_all, gpu_step, record, roofline, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +83,7 @@ def test_counted_work_is_that_of_the_flop_counter():
     """Forward and backward; attention's backward pass computes the scores again, which model FLOPs leave out."""
     work = roofline.step_work("tiny", 64, 2, num_tokens=6)
     flops = work[work["kind"] != "attention"]["flops"].sum()
-    blocks = unet.count_flops("tiny", (4, 8, 8), (6, 128))
+    blocks = profiling.count_flops("tiny", (4, 8, 8), (6, 128))
     attention = work[work["kind"] == "attention"]["flops"].sum()
     # Nothing is propagated to the latents, so the first convolution costs two passes, not three.
     first = 2 * 9 * 4 * 32 * 64

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import encoder, images, preprocess, resumable_job, run_setup, schema, storage, validation
+from helpers import encoder, images, preprocess, resumable_job, run_setup, schema, storage, held_out_rows
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import looks
@@ -18,7 +18,8 @@ from helpers.manifest import Manifest, encode_embedding, read_files, read_manife
 from helpers.plan import plan_run
 from helpers.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.runtime import profiling
-from helpers.train_step import TrainStep, Unit, validation_loss
+from helpers.train_step import TrainStep, Unit
+from helpers.validation import validation_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(64, 64), (96, 48), (48, 96), (40, 40), (20, 60), (90, 64), (8, 8)]
@@ -97,13 +98,13 @@ def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
 
 def test_latents_are_those_of_the_crop_alone(encoded):
     """The same as a picture has that is encoded by itself, cropped to its shape beforehand."""
-    rows, latent_encoder = raw_rows(SIZES * 10), encoder.LatentEncoder(*encoder.arguments(CONFIG))
+    rows, encode = raw_rows(SIZES * 10), encoder.Encoder(CONFIG.encoder_model)
     columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1]}
     picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
     pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
     squares = columns["image_latents_32"]
     stored, valid = squares.decode(encoded[squares.name].cast(squares.arrow_type))
-    expected = latent_encoder.encode_images(pixels[None])[0]
+    expected = encode({"pixels": pixels[None]})["latents"][0]
     assert valid[5]
     np.testing.assert_allclose(stored[5].astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
@@ -207,9 +208,9 @@ def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, mo
         groups.extend(ranges)
         return read_row_ranges(ranges, **options)
 
-    monkeypatch.setattr(validation, "read_row_ranges", read_noted)
+    monkeypatch.setattr(held_out_rows, "read_row_ranges", read_noted)
     config = config_of(uri, validation_share=0.1)  # not what the folder was encoded with
-    rows = validation.held_out_rows(config, 100)
+    rows = held_out_rows.first(config, 100)
     files = read_files(uri)
     names, buckets = files.bucket_names, files.group_buckets
     assert {names[buckets[one.row_group]] for one in groups} == {
@@ -218,14 +219,14 @@ def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, mo
     large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
     expected = np.flatnonzero(schema.held_out_mask(list(range(70)), 0.3) & large)
     assert sorted(rows["id"].to_pylist()) == expected.tolist()
-    assert len(validation.held_out_rows(config, 2)) == 2
-    assert validation.held_out_rows(dataclasses.replace(config, validation_share=0), 2) is None
+    assert len(held_out_rows.first(config, 2)) == 2
+    assert held_out_rows.first(dataclasses.replace(config, validation_share=0), 2) is None
 
 
 def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     uri, manifest = folder
     config = config_of(uri)
-    rows, state = validation.held_out_rows(config, 100), TrainStep(config, manifest)
+    rows, state = held_out_rows.first(config, 100), TrainStep(config, manifest)
     losses, counts = [], []
     for latents in manifest.latents_at(64):
         mine = rows.filter(rows[latents.name].is_valid())
@@ -239,7 +240,7 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
 def test_flops_are_counted_by_shape(folder):
     uri, manifest = folder
     meter = profiling.Meter(config_of(uri), manifest, "cpu")
-    line = meter.step_record((4, 6, 12), 0.5, 0.1, 0.0, 3)
+    line = meter.step_record(manifest.column("image_latents_96x48"), 0.5, 0.1, 0.0, 3)
     assert (line["resolution"], line["width"], line["height"]) == (64, 96, 48)
     assert line["masked_rows"] == 1 and line["images_per_second"] == 6
     assert meter.flops((4, 8, 8)) < meter.flops((4, 6, 12)) < 1.2 * meter.flops((4, 8, 8))

@@ -36,6 +36,7 @@ def test_drawing_leaves_the_global_generators_alone():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = diffusion.draw(0, 0, np.arange(4), SHAPE)
+    assert not first.dropped_B.any()
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
     np.random.seed(3)
@@ -83,13 +84,6 @@ def test_draws_are_normal_and_uniform():
     assert abs(dropped - 0.1) < 5 * np.sqrt(0.1 * 0.9 / 4096)
 
 
-def test_captions_are_dropped_independently_of_timesteps():
-    draws = diffusion.draw(0, 0, np.arange(4000), (1, 1, 1), caption_dropout=0.3)
-    early = draws.timesteps_B < 500
-    assert abs(draws.dropped_B[early].double().mean() - draws.dropped_B[~early].double().mean()) < 0.08
-    assert not diffusion.draw(0, 0, np.arange(4000), (1, 1, 1)).dropped_B.any()
-
-
 def test_important_timesteps_are_drawn_more_often():
     """As often as `timestep_density` says: chi-squared over its ten bins of the same probability."""
     schedule = diffusion.noise_schedule()
@@ -106,11 +100,6 @@ def test_important_timesteps_are_drawn_more_often():
     assert ((found - expected) ** 2 / expected).sum() < 30  # 9 degrees of freedom: 1 in 2,000
     assert diffusion.timestep_density(schedule, 5.0, "uniform") is None
     np.testing.assert_allclose(diffusion.timestep_density(schedule, None, "importance"), 1)
-
-
-def test_no_rows_give_empty_draws():
-    draws = diffusion.draw(0, 0, np.arange(0), SHAPE)
-    assert draws.noise_BCHW.shape == (0, *SHAPE) and draws.timesteps_B.shape == (0,)
 
 
 # ---- latents and captions
@@ -136,13 +125,6 @@ def test_dropped_captions_are_empty_and_others_unchanged():
 
 
 ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
-
-
-@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
-def test_the_schedule_is_stable_diffusions(prediction_type):
-    schedule = diffusion.noise_schedule(prediction_type)
-    assert np.abs(schedule.alphas_cumprod.numpy() - ALPHAS).max() < 1e-5
-    assert schedule.config.prediction_type == prediction_type
 
 
 class Recorder(torch.nn.Module):
@@ -180,17 +162,6 @@ def test_noise_targets_weights_and_losses_match_the_equations(prediction_type, g
     assert torch.equal(unet.timesteps, draws.timesteps_B) and unet.text is text
     assert found.shape == (6,) and found.dtype == torch.float32
     assert np.allclose(found.numpy(), expected, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
-def test_a_perfect_prediction_has_no_loss(prediction_type):
-    schedule = diffusion.noise_schedule(prediction_type)
-    draws = diffusion.draw(0, 0, np.arange(4), SHAPE)
-    latents = torch.randn(4, *SHAPE)
-    target = draws.noise_BCHW
-    if prediction_type == "v_prediction":
-        target = schedule.get_velocity(latents, draws.noise_BCHW, draws.timesteps_B)
-    assert diffusion.row_losses(Recorder(target), schedule, latents, None, draws, 5.0).max() == 0
 
 
 @pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
@@ -234,21 +205,9 @@ def test_the_ema_matches_a_plain_loop(decay, start):
             kept = min(decay, (1 + step - start) / (10 + step - start))
             values = {name: kept * expected[name] + (1 - kept) * value for name, value in values.items()}
         expected = values if step > start else None
+        assert (ema.shadow is None) == (step <= start)  # before its start it takes no memory
         for name, value in (expected or values).items():
             assert (ema.state_dict()[name] - value).abs().max() < 1e-5
-
-
-def test_before_its_start_the_ema_takes_no_memory():
-    model = Model()
-    ema = diffusion.EMA(model, 0.9, start=5)
-    for step in range(1, 6):
-        model.move(step)
-        ema.update(step)
-        assert ema.shadow is None
-        assert all(torch.equal(ema.state_dict()[name], parameter) for name, parameter in model.named_parameters())
-    model.move(6)
-    ema.update(6)
-    assert torch.equal(ema.shadow["a"], model.a) and ema.shadow["a"].data_ptr() != model.a.data_ptr()
 
 
 @pytest.mark.parametrize("start, stop", [(0, 5), (8, 5), (5, 5), (4, 5)])
@@ -267,15 +226,6 @@ def test_the_ema_resumes_from_its_state_in_any_order_of_names(start, stop):
     assert all(torch.equal(straight.state_dict()[name], tensor) for name, tensor in broken.state_dict().items())
 
 
-def test_the_ema_is_fp32_for_any_model():
-    model = Model().to(torch.bfloat16)
-    ema = diffusion.EMA(model, 0.9)
-    for step in (1, 2):
-        model.move(step)
-        ema.update(step)
-    assert {tensor.dtype for tensor in ema.state_dict().values()} == {torch.float32}
-
-
 # ---- the learning rate
 
 
@@ -289,13 +239,10 @@ def test_the_rate_warms_up_linearly_then_falls_as_a_cosine():
     ) == pytest.approx(0)
 
 
-def test_a_constant_rate_stays():
+def test_a_constant_rate_stays_and_a_short_run_still_trains():
     assert diffusion.lr_multiplier(0, TrainingConfig(warmup_steps=0)) == 1
     config = TrainingConfig(warmup_steps=2, lr_schedule="constant")
     assert [diffusion.lr_multiplier(step, config) for step in (0, 1, 2, 10**6)] == [0.5, 1, 1, 1]
-
-
-def test_a_run_shorter_than_its_warm_up_still_trains():
-    config = TrainingConfig(warmup_steps=60, max_steps=10)
+    config = TrainingConfig(warmup_steps=60, max_steps=10)  # shorter than its warm-up
     assert [diffusion.lr_multiplier(step, config) for step in (0, 9)] == pytest.approx([1 / 60, 1 / 6])
     assert 0 <= diffusion.lr_multiplier(60, config) <= 1

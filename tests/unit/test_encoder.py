@@ -1,20 +1,159 @@
-"""What `LatentEncoder` computes in."""
+"""`Encoder`, `LatentEncoder`, and `encoder_revision`: which commit of a model on the hub encodes. No Ray."""
 
+import json
+import shutil
+
+import huggingface_hub.constants
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
-from helpers import encoder, preprocess
-from helpers.config import PreprocessingConfig
+from helpers import encoder, images, preprocess, resumable_job, schema, storage
+from helpers.config import OnlineConfig, PreprocessingConfig
+from tests.faults import ROOT
+from tests.unit.test_buckets import raw_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COMMITS = {"v1": "a" * 40, "main": "b" * 40}
+
+
+def random_batch(num_rows=3):
+    random = np.random.default_rng(0)
+    pixels = {
+        f"pixels{size}": random.integers(0, 256, size=(num_rows, side, side, 3), dtype=np.uint8)
+        for size, side in (("", 32), ("_64", 64))
+    }
+    captions = images.tokenize(["a red circle", "", "two squares"][:num_rows], images.load_tokenizer("tiny-sd"))
+    return {"name": np.arange(num_rows), **pixels, "caption_ids": captions}
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_dict_of_arrays_is_encoded_without_a_schema(batch_size):
+    """Several sizes at once; what is neither pixels nor token ids stays."""
+    batch, latent_encoder = random_batch(), encoder.Encoder("tiny-sd", batch_size=batch_size)
+    found = latent_encoder(batch)
+    assert {name: (values.shape, values.dtype.name) for name, values in found.items()} == {
+        "name": ((3,), "int64"),
+        "latents": ((3, 2, 4, 4, 4), "float16"),
+        "latents_64": ((3, 2, 4, 8, 8), "float16"),
+        "embeddings": ((3, 24, 128), "float16"),
+        "finite": ((3,), "bool"),
+    }
+    assert found["finite"].all()
+    pixels = torch.from_numpy(batch["pixels"]).permute(0, 3, 1, 2) / 127.5 - 1
+    posterior = latent_encoder.vae.encode(pixels).latent_dist
+    np.testing.assert_allclose(found["latents"][:, 0], posterior.mean, rtol=0.01, atol=0.02)
+    np.testing.assert_allclose(found["latents"][:, 1], posterior.std, rtol=0.01, atol=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_on_a_cpu_computes_in_fp32(one_thread, monkeypatch, precision):
+def test_half_precision_on_a_cpu_computes_in_fp32(monkeypatch, precision):
     """And the manifest, by which a job is resumed wherever it goes on, names what was asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    half, full = (PreprocessingConfig(resolutions=[32], encoder_precision=name) for name in (precision, "fp32"))
-    pixels = np.random.default_rng(0).integers(0, 256, size=(2, 32, 32, 3), dtype=np.uint8)
-    found, expected = (encoder.LatentEncoder(*encoder.arguments(config)) for config in (half, full))
-    assert {p.dtype for net in (found.vae, found.text_encoder) for p in net.parameters()} == {torch.float32}
-    np.testing.assert_array_equal(found.encode_images(pixels), expected.encode_images(pixels))
-    assert preprocess.describe(half)["encoder"]["precision"] == precision
+    half, full = (encoder.Encoder("tiny-sd", name) for name in (precision, "fp32"))
+    assert {p.dtype for part in (half.vae, half.text_encoder) for p in part.parameters()} == {torch.float32}
+    np.testing.assert_array_equal(half(random_batch())["latents"], full(random_batch())["latents"])
+    config = PreprocessingConfig(resolutions=[32], encoder_precision=precision)
+    assert preprocess.describe(config)["encoder"]["precision"] == precision
+
+
+@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
+@pytest.mark.parametrize("overflowing", ["moments", "embeddings"])
+def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing, text_precision):
+    """The second batch of three rows, by its last values; a picture that was rejected before keeps its reason."""
+    config = PreprocessingConfig(resolutions=[32], text_precision=text_precision)
+    rows = preprocess.transform(raw_rows([(40, 40)] * 4 + [(8, 8)] + [(40, 40)] * 4), config=config)
+    actor, batches = encoder.LatentEncoder(*encoder.arguments(config), batch_size=3), []
+    encode = getattr(actor.encoder, overflowing)
+
+    def overflow(inputs):
+        values = encode(inputs)
+        batches.append(len(values))
+        if len(batches) == 2:
+            values[:, -1] = torch.inf
+        return values
+
+    monkeypatch.setattr(actor.encoder, overflowing, overflow)
+    found = actor(rows)
+    reasons = ["", "", "", "no finite", "smaller", "no finite", "no finite", "", ""]
+    assert batches == [3, 3, 2]
+    assert all(
+        reason in text and bool(reason) == bool(text)
+        for reason, text in zip(reasons, found["reason"].to_pylist(), strict=True)
+    )
+    for column in ("image_latents_32", schema.EMBEDDINGS):
+        assert pc.is_valid(found[column]).to_pylist() == [reason == "" for reason in reasons]
+
+
+# ---- revisions: the hub is a cache in its layout, and offline
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`org/model` with a tag and another commit, whose latents have another scale and captions are shorter."""
+    folder = tmp_path / "hub" / "models--org--model"
+    (folder / "refs").mkdir(parents=True)
+    for name, commit in COMMITS.items():
+        (folder / "refs" / name).write_text(commit)
+        shutil.copytree(ROOT / "helpers" / "tiny-sd", folder / "snapshots" / commit)
+    newer = folder / "snapshots" / COMMITS["main"]
+    for path, name, value in (
+        (newer / "vae" / "config.json", "scaling_factor", 7.0),
+        (newer / "tokenizer" / "tokenizer_config.json", "model_max_length", 12),
+        (newer / "text_encoder" / "config.json", "bos_token_id", 5),
+    ):
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder.parent))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    images.load_tokenizer.cache_clear()
+    yield "org/model"
+    images.load_tokenizer.cache_clear()
+
+
+def config(hub, revision, **options):
+    return PreprocessingConfig(encoder_model=hub, encoder_revision=revision, resolutions=[32], **options)
+
+
+def test_every_part_of_the_encoder_is_of_the_revision(hub):
+    for revision, scale, tokens, start in (("v1", None, 24, 0), (None, 7.0, 12, 5), (COMMITS["v1"], None, 24, 0)):
+        model, columns, _ = encoder.arguments(config(hub, revision))
+        found = encoder.Encoder(model)
+        assert (found.vae.config.scaling_factor == 7.0) == (scale == 7.0)
+        assert columns[-1].shape[0] == tokens
+        assert (found.text_encoder.config.bos_token_id == 5) == (start == 5)
+
+
+def test_the_commit_stands_in_the_manifest(hub):
+    for revision, commit in (("v1", COMMITS["v1"]), (COMMITS["v1"], COMMITS["v1"]), (None, COMMITS["main"])):
+        made = preprocess.describe(config(hub, revision))
+        model = f"{hub}@{revision}" if revision else hub
+        assert made["encoder"] == {"model": model, "revision": commit, "precision": "fp32"}
+        assert (made["scaling_factor"] == 7.0) == (revision is None)
+
+
+def test_another_revision_is_refused_on_resume(hub, tmp_path):
+    def job(revision):
+        made = preprocess.describe(config(hub, revision))
+        return resumable_job.Job(
+            str(tmp_path / "latents"), {}, made, plan=lambda: [None], listing={}, id_type=pa.int64()
+        )
+
+    first = job("v1")
+    storage.write_json(first.uri(resumable_job.SEGMENTS, resumable_job.JOB), first.parameters)
+    job("v1")
+    with pytest.raises(ValueError, match=rf"other parameters \(encoder=.*{COMMITS['v1']}.* not .*{COMMITS['main']}"):
+        job(None)
+
+
+def test_a_missing_revision_is_one_sentence(hub):
+    with pytest.raises(ValueError, match=r"^encoder_model='org/model@v2' holds no model in diffusers layout"):
+        preprocess.describe(config(hub, "v2"))
+
+
+def test_a_config_with_a_revision_survives_its_dict(hub):
+    for cls in (PreprocessingConfig, OnlineConfig):
+        made = cls(encoder_model=hub, encoder_revision="v1")
+        again = cls.from_dict(json.loads(json.dumps(made.to_dict())))
+        assert again == made and again.encoder_model == "org/model@v1"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import encoder, kept_latents, online, read, schema, storage, train, validation
+from helpers import encoder, kept_latents, online, read, schema, storage, train, held_out_rows
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.manifest import MANIFEST, read_files, read_manifest, write_manifest
 from helpers.plan import Plan, Shape, load_plan
@@ -90,7 +90,7 @@ class Run:
         patch.setattr(train, "last_step", lambda config: self.saved)
         patch.setattr(train, "choose_resume_point", lambda config: {"step": self.saved})
         patch.setattr(train, "join_blocks", lambda rows, *_: rows)
-        patch.setattr(validation, "run_rows", lambda config: None)
+        patch.setattr(held_out_rows, "of_run", lambda config: None)
         patch.setattr(train, "latents_dataset", self.stored)
 
     def stream(self, plan, first_step, end_step):

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_pictures_become_the_latents_that_are_stored():
     pictures = [np.asarray(captioned_shapes.sample(index)[0]) for index in range(3)]
     latents = memorisation.encode("tiny-sd", pictures, batch_size=2)
-    columns = encoder.stored_columns("tiny-sd", {64: [(64, 64)]})
-    stored = encoder.LatentEncoder("tiny-sd", columns).encode_images(np.stack(pictures))
+    stored, _ = encoder.Encoder("tiny-sd").encode_images(np.stack(pictures))
     assert latents.shape == (3, 4, 8, 8) and np.allclose(latents, stored[:, 0], atol=2e-2)
 
 

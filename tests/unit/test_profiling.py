@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from helpers import run_setup, schema
+from helpers import run_setup
+from helpers.manifest import Manifest
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
 from helpers.runtime import metrics_log, profiling
@@ -121,7 +122,7 @@ def local(tensor):
 def worker(rank, folder, manifest, rows, worlds):
     """Bytes held on rank 0 of groups of `worlds` ranks, by strategy; and the share of a step that is communication."""
     torch.set_num_threads(1)
-    manifest, found = schema.Manifest.from_dict(manifest), {}
+    manifest, found = Manifest.from_dict(manifest), {}
     for world in worlds:
         if rank >= world:
             continue
@@ -269,14 +270,14 @@ def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
 
 def test_speed_counts_unmasked_rows_only(build_manifest):
     assert not dist.is_initialized()
-    meter = profiling.Meter(TrainingConfig(), build_manifest(), "cpu")
+    meter, latents = profiling.Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
     with meter.watch():
         pass
-    found = meter.step_record((4, 8, 8), seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    found = meter.step_record(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
     assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
     assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
     assert found["mfu"] is None  # a CPU's peak is not known
     assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
     meter.peak = 1e9
     flops = profiling.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert meter.step_record((4, 8, 8), 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    assert meter.step_record(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)

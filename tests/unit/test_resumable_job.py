@@ -73,7 +73,7 @@ def test_a_segment_is_begun_again_when_something_is_lost(tmp_path, capsys, error
     job = job_of(tmp_path, max_failures=2)
     pipeline, begun = failing(job, [error, error])
     manifest = job.run(pipeline)
-    assert begun == [0, 0, 0, 1] and manifest.total("written") == 2 * ROWS
+    assert begun == [0, 0, 0, 1] and manifest.written == 2 * ROWS
     said = capsys.readouterr().out
     assert "Segment 0 is restarted (failure 1 of max_failures=2): " in said and "(failure 2 of max_failures=2)" in said
 
@@ -84,7 +84,7 @@ def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):
     with pytest.raises(ActorDiedError):
         job.run(pipeline)
     assert begun == [0, 0] and not job.written_files()
-    assert job_of(tmp_path).run(pipeline).total("written") == 2 * ROWS
+    assert job_of(tmp_path).run(pipeline).written == 2 * ROWS
 
 
 @pytest.mark.parametrize("error", WRONG.values(), ids=list(WRONG))
