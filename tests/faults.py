@@ -81,7 +81,7 @@ def is_listed(config, step):
 
 
 def loop_with(*events):
-    """The worker loop, in which things happen once each: (action, steps that are done, rank, flag).
+    """The worker loop, in which things happen once each: (action, steps that are done, rank, file that is its flag).
 
     Not before the last checkpoint that is due is complete: the time that its upload takes is not what is tested.
     """
@@ -102,8 +102,8 @@ def loop_with(*events):
     return loop
 
 
-def loop_with_cut_off_upload(flag, step):
-    """A worker loop whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
+def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
+    """`inner`, whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
 
     def half_a_checkpoint(folder, uri):
         target = pathlib.Path(uri)
@@ -127,7 +127,7 @@ def loop_with_cut_off_upload(flag, step):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_die
-        train.train_loop_per_worker(values)
+        inner(values)
 
     return loop
 
@@ -285,4 +285,4 @@ def assert_same_run(config, straight):
     assert (every.groupby("step")["samples_crc32"].nunique() == 1).all()
 
 
-variants = pytest.mark.variants
+slow = pytest.mark.slow

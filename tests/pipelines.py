@@ -10,6 +10,8 @@ import json
 import pathlib
 import types
 
+import numpy as np
+
 from helpers import encoder, ingest, kept_latents, online, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
@@ -141,37 +143,59 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def bare(config, num_steps, prepare=None):
-    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process.
+def read_alone(plan, num_steps, raw=None, seed=0):
+    """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
+    read = functools.partial(online.read_raw, config=raw) if raw else ingest.read_latents
+    numbers = {"id": range(len(plan.chunk_range(0, num_steps)))}
+    tables = ingest.read_chunks(numbers, plan=plan, first_chunk=0, first_step=0, num_steps=num_steps, read=read)
+    if raw is None:
+        yield from tables
+        return
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
+    for table in tables:
+        for start in range(0, len(table), plan.block_rows):  # as the blocks travel
+            block = table.slice(start, plan.block_rows).combine_chunks()
+            yield latent_encoder(online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed))
 
-    `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights.
-    """
-    manifests = ingest.read_manifests(config)
-    plan = ingest.plan_run(manifests, config)
-    chunks = plan.chunk_range(0, num_steps)
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": num_steps, "read": ingest.read_latents}
-    tables = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-    units = {}
+
+def train_alone(alone, manifest, plan, tables, steps):
+    """[(loss, samples_crc32)] of steps by a `TrainStep` in this process; `tables` begin with the first one's rows."""
+    config, units, found = alone.config, {}, []
     for table in tables:
         units.update(ingest.split_units(table, config.unit_rows))
-    manifest = next(iter(manifests.values()))
-    alone, found = train_step.TrainStep(config, manifest), []
-    if prepare:
-        prepare(alone)
-    for step in range(num_steps):
+    for place, step in enumerate(steps):
         batch = [
             train_step.Unit.from_arrow(
-                units[step * config.units_per_step + slot],
-                manifest,
-                plan.latents_at(step),
-                slot * config.unit_rows,
+                units[place * config.units_per_step + slot], manifest, plan.latents_at(place), slot * config.unit_rows
             )
             for slot in range(config.units_per_step)
         ]
-        found.append(
-            (alone.step(step, batch)["loss"], metrics_log.samples_crc32([i for unit in batch for i in unit.ids]))
-        )
+        loss = alone.step(step, batch)["loss"]
+        found.append((loss, metrics_log.samples_crc32([i for unit in batch for i in unit.ids])))
     return found
+
+
+def bare(config, prepare=None, raw=None):
+    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its steps, in this process.
+
+    `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights. `raw`: an online run's.
+    """
+    manifests = ingest.read_manifests(config)
+    plan, manifest = ingest.plan_run(manifests, config), next(iter(manifests.values()))
+    alone = train_step.TrainStep(config, manifest)
+    if prepare:
+        prepare(alone)
+    tables = read_alone(plan, config.max_steps, raw, config.seed)
+    return train_alone(alone, manifest, plan, tables, range(config.max_steps))
+
+
+def assert_bare(config, expected=None, **options):
+    """Every batch and loss of a run is that of `bare`."""
+    losses, samples = zip(*(expected or bare(config, **options)), strict=True)
+    found = metrics_log.read_metrics(config.run_uri)
+    assert found["step"].tolist() == list(range(1, config.max_steps + 1))
+    assert found["samples_crc32"].tolist() == list(samples)
+    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
 
 
 def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **changes):
