@@ -23,7 +23,7 @@ def results(tmp_path, monkeypatch):
 TINY = ["--unet", "tiny", "--resolution", "32", "--steps", "1"]
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     """And tells what the fastest spends its time on; on a CPU here, where nothing is compiled."""
 
@@ -48,7 +48,7 @@ def test_the_gpu_benchmark_measures_each_setting(monkeypatch, capsys, results):
     assert set(found["details"]["ceilings"]) == {"matrix product", "bytes", "convolution", "attention"}
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_each_result_is_written_when_it_is_there(monkeypatch, results):
     """So that one that crashes the process costs nothing else; and after the last minute none is begun."""
 
@@ -85,7 +85,7 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch, results):
     assert len(tried) == len(gpu_step.SETTINGS) + 2 + 1 + len(gpu_step.CONTROLS)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_plain_bf16_weights_learn_by_an_fp32_copy():
     """Updates too small for bf16 add up in the copy; losses stay near those of fp32 weights under autocast."""
     losses = {}
@@ -171,7 +171,7 @@ def test_one_command_merges_what_its_parts_left(monkeypatch, results):
     assert sum(part.share for part in gpu_all.PARTS.values()) == pytest.approx(1)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_everything_about_a_gpu_runs_in_one_command(monkeypatch, results):
     """Its parts are processes of their own; here on a CPU, with the tiny model."""
     monkeypatch.setattr(sys, "argv", ["gpu_all", "--minutes", "8"])
@@ -187,7 +187,7 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert gpu_all.run("hangs", part, 0.01, tmp_path, lambda: merged.append(1)) == "stopped: out of time"
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -203,15 +203,15 @@ def test_a_part_that_hangs_is_stopped(tmp_path, monkeypatch):
         pytest.param(
             "picture_quality",
             ["--rows", "300", "--scale", "0.002", "--seeds", "1", "--prompts", "4"],
-            marks=pytest.mark.variants,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "scores_and_agreement",
             ["--rows", "300", "--at", "1", "2", "3", "--seeds", "1", "--prompts", "4"],
-            marks=pytest.mark.variants,
+            marks=pytest.mark.slow,
         ),
         ("aspect_buckets", ["--rows", "600", "--scale", "0.002", "--prompts", "4"]),
-        pytest.param("storage_cost", ["--rows", "150", "--steps", "2", "--prompts", "2"], marks=pytest.mark.variants),
+        pytest.param("storage_cost", ["--rows", "150", "--steps", "2", "--prompts", "2"], marks=pytest.mark.slow),
     ],
 )
 def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, results):

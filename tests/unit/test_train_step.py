@@ -153,7 +153,7 @@ def write_small_unet(folder):
 # Ten steps on two ranks find the same mistakes as fifty on two and four, in a tenth of the time.
 @pytest.fixture(
     scope="module",
-    params=[(5, [2]), pytest.param((25, [2, 4]), marks=pytest.mark.variants)],
+    params=[(5, [2]), pytest.param((25, [2, 4]), marks=pytest.mark.slow)],
     ids=["2 ranks", "2 and 4 ranks"],
 )
 def size(request):
@@ -360,7 +360,7 @@ def compiled_worker(rank, folder, manifest, rows):
         torch.save(result, f"{folder}/compiled.pt")
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, manifest, build_latents):
     write_small_unet(tmp_path)

@@ -197,7 +197,7 @@ def test_without_a_compiler_compiling_is_skipped_with_a_sentence(monkeypatch, ca
     assert calls == [None, None] and "compile_unet=True is skipped: there is no C++ compiler" in capsys.readouterr().out
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_give_the_gradients_of_eager_ones():
     """Compiled as a whole, this U-Net gave other gradients with torch 2.13 on a CPU."""
