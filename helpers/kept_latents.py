@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from . import preprocess, resumable_job, storage, train, held_out_rows
+from . import held_out_rows, preprocess, resumable_job, storage, train
 from .config import OnlineConfig, TrainingConfig
 from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from .plan import BucketRows, Plan, Shape, load_plan

@@ -88,7 +88,7 @@ class Manifest:
 
     def rows_at(self, resolution: int) -> int | None:
         """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
-        if self.online and not self.online["width_column"]:
+        if self.online and not self.online.get("width_column"):
             return None
         names = {spec.name for spec in self.latents_at(resolution)}
         return sum(rows for bucket, rows in self.buckets.items() if not names.isdisjoint(schema.bucket_columns(bucket)))

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import ray
 from PIL import Image, ImageOps
 
-from . import images, preprocess, resumable_job, schema, storage, held_out_rows
+from . import held_out_rows, images, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
 from .manifest import MANIFEST, Manifest, RowRange, read_manifest, write_manifest

@@ -13,8 +13,8 @@ from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
 from . import checkpoint, diffusion, encoder, images, storage
-from .manifest import Manifest, read_manifest
 from .config import TrainingConfig
+from .manifest import Manifest, read_manifest
 from .unet import build_unet
 
 SAMPLERS = {

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import diffusion, schema
-from .manifest import Manifest
 from .config import TrainingConfig
 from .distributed import sum_over_ranks, world_size
+from .manifest import Manifest
 from .unet import autocast, build_model, computes_in_bf16, synchronise_gradients
 
 MAX_NORM = 1.0  # gradients are clipped to it

@@ -9,9 +9,9 @@ import pyarrow as pa
 import torch
 
 from . import diffusion
-from .manifest import Manifest
 from .config import TrainingConfig
 from .distributed import rank, sum_over_ranks, world_size
+from .manifest import Manifest
 from .train_step import Unit
 
 BATCH_SIZE = 64

@@ -4,7 +4,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -48,12 +47,6 @@ class Scheduling(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
-
-
-def pytest_runtest_setup(item):
-    until = os.environ.get("TESTS_BEGIN_UNTIL")  # in seconds since the epoch; `.ci/run` sets it
-    if until and time.time() > float(until):
-        pytest.skip("the time for these tests is over")
 
 
 def pytest_collection_modifyitems(items):

@@ -81,7 +81,7 @@ def is_listed(config, step):
 
 
 def loop_with(*events):
-    """The worker loop, in which things happen once each: (action, steps that are done, rank, flag).
+    """The worker loop, in which things happen once each: (action, steps that are done, rank, file that is its flag).
 
     Not before the last checkpoint that is due is complete: the time that its upload takes is not what is tested.
     """
@@ -102,8 +102,8 @@ def loop_with(*events):
     return loop
 
 
-def loop_with_cut_off_upload(flag, step):
-    """A worker loop whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
+def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
+    """`inner`, whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
 
     def half_a_checkpoint(folder, uri):
         target = pathlib.Path(uri)
@@ -112,7 +112,7 @@ def loop_with_cut_off_upload(flag, step):
             content = path.read_bytes()
             (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
 
-    def loop(values):
+    def loop(values, **options):
         config, copy_folder = TrainingConfig.from_dict(values), storage.copy_folder
         rank = ray.train.get_context().get_world_rank()
 
@@ -127,7 +127,7 @@ def loop_with_cut_off_upload(flag, step):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_die
-        train.train_loop_per_worker(values)
+        inner(values, **options)
 
     return loop
 
@@ -135,14 +135,14 @@ def loop_with_cut_off_upload(flag, step):
 def loop_with_nan(at_step, rank=1):
     """The worker loop, in which one rank's losses of a step are not a number, in every attempt."""
 
-    def loop(values):
+    def loop(values, **options):
         row_losses, here = TrainStep.row_losses, ray.train.get_context().get_world_rank()
 
         def spoilt(self, unit, step):
             return row_losses(self, unit, step) * (float("nan") if (step, here) == (at_step, rank) else 1)
 
         TrainStep.row_losses = spoilt
-        train.train_loop_per_worker(values)
+        train.train_loop_per_worker(values, **options)
 
     return loop
 
@@ -150,11 +150,11 @@ def loop_with_nan(at_step, rank=1):
 def loop_with_sick_device(rank):
     """The worker loop, in which one rank's device multiplies wrongly."""
 
-    def loop(values):
+    def loop(values, **options):
         if ray.train.get_context().get_world_rank() == rank:
             multiply = torch.bmm
             torch.bmm = lambda one, other: -multiply(one, other)
-        train.train_loop_per_worker(values)
+        train.train_loop_per_worker(values, **options)
 
     return loop
 
@@ -162,7 +162,7 @@ def loop_with_sick_device(rank):
 def loop_with_slow_parts(seconds):
     """The worker loop, whose rank 0 takes so long for the first step of the second size, and for each upload."""
 
-    def loop(values):
+    def loop(values, **options):
         if ray.train.get_context().get_world_rank() == 0:
             row_losses, copy_folder, sizes = TrainStep.row_losses, storage.copy_folder, set()
 
@@ -177,7 +177,7 @@ def loop_with_slow_parts(seconds):
                 copy_folder(folder, uri)
 
             TrainStep.row_losses, storage.copy_folder = compile_first, copy_slowly
-        train.train_loop_per_worker(values)
+        train.train_loop_per_worker(values, **options)
 
     return loop
 
@@ -285,4 +285,4 @@ def assert_same_run(config, straight):
     assert (every.groupby("step")["samples_crc32"].nunique() == 1).all()
 
 
-variants = pytest.mark.variants
+slow = pytest.mark.slow

@@ -10,10 +10,15 @@ import json
 import pathlib
 import types
 
-from helpers import encoder, ingest, kept_latents, online, preprocess, run_setup, train, train_step
+import numpy as np
+
+from helpers import encoder, kept_latents, online, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
+from helpers.manifest import read_manifest
+from helpers.plan import load_plan
+from helpers.read import latents_reader, read_chunks, split_units
 from helpers.runtime import lease, metrics_log, monitoring
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -141,37 +146,58 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def bare(config, num_steps, prepare=None):
-    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its first steps, in this process.
-
-    `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights.
-    """
-    manifests = ingest.read_manifests(config)
-    plan = ingest.plan_run(manifests, config)
-    chunks = plan.chunk_range(0, num_steps)
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": num_steps, "read": ingest.read_latents}
-    tables = ingest.read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-    units = {}
+def read_alone(plan, num_steps, raw=None, seed=0):
+    """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
+    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan)
+    numbers = {"id": range(len(plan.chunk_range(0, num_steps)))}
+    tables = read_chunks(numbers, plan=plan, first_chunk=0, first_step=0, end_step=num_steps, read=read)
+    if raw is None:
+        yield from tables
+        return
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
     for table in tables:
-        units.update(ingest.split_units(table, config.unit_rows))
-    manifest = next(iter(manifests.values()))
-    alone, found = train_step.TrainStep(config, manifest), []
-    if prepare:
-        prepare(alone)
-    for step in range(num_steps):
+        for start in range(0, len(table), plan.block_rows):  # as the blocks travel
+            block = table.slice(start, plan.block_rows).combine_chunks()
+            yield latent_encoder(online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed))
+
+
+def train_alone(alone, manifest, plan, tables, steps):
+    """[(loss, samples_crc32)] of steps by a `TrainStep` in this process; `tables` begin with the first one's rows."""
+    config, units, found = alone.config, {}, []
+    for table in tables:
+        units.update(split_units(table, config.unit_rows))
+    for place, step in enumerate(steps):
         batch = [
             train_step.Unit.from_arrow(
-                units[step * config.units_per_step + slot],
-                manifest,
-                plan.latents_at(step),
-                slot * config.unit_rows,
+                units[place * config.units_per_step + slot], manifest, plan.latents_at(place), slot * config.unit_rows
             )
             for slot in range(config.units_per_step)
         ]
-        found.append(
-            (alone.step(step, batch)["loss"], metrics_log.samples_crc32([i for unit in batch for i in unit.ids]))
-        )
+        loss = alone.step(step, batch)["loss"]
+        found.append((loss, metrics_log.samples_crc32([i for unit in batch for i in unit.ids])))
     return found
+
+
+def bare(config, prepare=None, raw=None):
+    """The run that Ray should reproduce, without Ray: [(loss, samples_crc32)] of its steps, in this process.
+
+    `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights. `raw`: an online run's.
+    """
+    plan, manifest = load_plan(config), read_manifest(next(iter(config.proportions)))
+    alone = train_step.TrainStep(config, manifest)
+    if prepare:
+        prepare(alone)
+    tables = read_alone(plan, config.max_steps, raw, config.seed)
+    return train_alone(alone, manifest, plan, tables, range(config.max_steps))
+
+
+def assert_bare(config, expected=None, **options):
+    """Every batch and loss of a run is that of `bare`."""
+    losses, samples = zip(*(expected or bare(config, **options)), strict=True)
+    found = metrics_log.read_metrics(config.run_uri)
+    assert found["step"].tolist() == list(range(1, config.max_steps + 1))
+    assert found["samples_crc32"].tolist() == list(samples)
+    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
 
 
 def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **changes):
@@ -185,33 +211,34 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
-def fit(config, loop=train.train_loop_per_worker, stream=ingest.latents_dataset, evaluation=None, **changes):
-    """Run the trainer of Training.ipynb, or with a `stream` that of the online notebook; returns Ray Train's result.
+def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
+    """Run the trainer of Training.ipynb; with a `stream` or another `source` that of the online notebook.
 
-    `stream=None`: without Ray Data. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of
-    the notebook's parameters, or names that its cells import or make, such as `detector`.
+    Returns Ray Train's result. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of the
+    notebook's parameters, or names that its cells import or make, such as `detector`.
     """
     run_setup.open_run(config)
     changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
     validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
     changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
-    notebook, given = (TRAINING, {}) if stream is ingest.latents_dataset else (ONLINE, {"stream": stream})
-    build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes), config=config, **given)
+    source = train.OnlineSource(config, stream) if stream else source
+    notebook, made_for = (ONLINE, source) if source else (TRAINING, config)
+    build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
-        return build(config, loop=loop).fit()
+        return build(made_for, loop=loop).fit()
 
 
 def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
-    """Run the trainers of an online run, one with `keep_latents` after the other; `fitted(part)` is called after each.
+    """Run the trainers of an online run, with `keep_latents` one after the other; `fitted(source)` is called after each.
 
     As a cell of the online notebook does.
     """
     online.prepare(raw, config)
     run_setup.open_run(config)
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
-    build = from_notebook(ONLINE, "build_trainer", **parameters(ONLINE, config), config=config, stream=stream)
+    build = from_notebook(ONLINE, "build_trainer", **parameters(ONLINE, config))
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
-        for part in kept_latents.parts(raw, config, stream, loop):
-            build(*part).fit()
+        for source in kept_latents.sources(raw, config, stream):
+            build(source, loop).fit()
             if fitted:
-                fitted(part)
+                fitted(source)

@@ -24,9 +24,9 @@ import ray.train.collective
 import torch
 from PIL import Image
 
-from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, train, validation
-from ..manifest import Manifest
+from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, validation
 from ..config import TrainingConfig
+from ..manifest import Manifest
 from ..runtime import ray_errors, results
 from ..unet import build_unet
 from ..validation import losses_by_noise
@@ -233,9 +233,7 @@ def held_out_losses(
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
 
 
-def draw(
-    unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]
-) -> list[np.ndarray]:
+def draw(unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]) -> list[np.ndarray]:
     """This rank's part of the pictures. All ranks draw equally many, because they gather sharded weights together."""
     device, count = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
     first = distributed.rank() * count

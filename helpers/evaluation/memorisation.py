@@ -25,10 +25,10 @@ import ray
 import ray.data
 
 from .. import schema, storage, validation
+from ..config import TrainingConfig
 from ..manifest import Manifest, read_manifests
 from ..plan import Source
 from ..read import read_row_ranges
-from ..config import TrainingConfig
 
 TASK_BYTES = 2**30  # read by one task of the pass
 STEP_BYTES = 64 * 2**20  # of latents, or of distances, held by a task at a time
@@ -94,9 +94,7 @@ def search(
     for number, group, row in nearest[PLACE].itertuples(index=False):
         source = data_sets[number].source
         columns = [schema.ID, schema.CAPTION, spec.name]
-        tables.append(
-            read_row_ranges([source.row_range(group, row, 1)], columns, storage.join(source.uri, "data"))
-        )
+        tables.append(read_row_ranges([source.row_range(group, row, 1)], columns, storage.join(source.uri, "data")))
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
     nearest["latents_uri"] = [data_sets[number].source.uri for number in nearest["data_set"]]
@@ -104,9 +102,7 @@ def search(
     return nearest.drop(columns=PLACE), held_out
 
 
-def find_column(
-    manifests: dict[str, Manifest], config: TrainingConfig, latents_NCHW: np.ndarray
-) -> schema.ColumnSpec:
+def find_column(manifests: dict[str, Manifest], config: TrainingConfig, latents_NCHW: np.ndarray) -> schema.ColumnSpec:
     """The column that holds latents of this shape. Raises ValueError if there is none."""
     known = next(iter(manifests.values())).latents_at(config.largest_resolution)
     for spec in known:

@@ -21,10 +21,10 @@ import pyarrow as pa
 import torch
 
 from .. import diffusion, validation
+from ..config import TrainingConfig
 from ..manifest import Manifest, read_manifest, read_manifests
 from ..plan import plan_run
 from ..read import read_chunks, read_latents, worker_units
-from ..config import TrainingConfig
 from ..train_step import TrainStep, Unit
 
 NUM_ROWS = 256  # held-out rows that errors are measured on

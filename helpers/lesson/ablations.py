@@ -14,8 +14,8 @@ import ray.train.torch
 import torch
 
 from .. import distributed, schema, storage
-from ..manifest import Manifest, encode_embedding
 from ..config import TrainingConfig
+from ..manifest import Manifest, encode_embedding
 from ..runtime import profiling
 from ..train_step import TrainStep, Unit, to_tensor
 from ..unet import has_compiler, load_unet_config

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from .. import images, preprocess, schema, storage, validation
-from ..manifest import Manifest, read_manifest
 from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..data_io import filters, inputs
 from ..evaluation import at_checkpoints
+from ..manifest import Manifest, read_manifest
 from . import captioned_shapes
 
 

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import schema
-from ..manifest import Manifest
 from ..config import TrainingConfig
 from ..distributed import rank, world_size
+from ..manifest import Manifest
 from ..unet import load_unet_config
 
 # (name, start, end) in microseconds of a kernel or an operation.

@@ -13,10 +13,10 @@ import tempfile
 import numpy as np
 
 from helpers import sampling
-from helpers.plan import plan_run
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import trials
 from helpers.lesson import captioned_shapes, looks
+from helpers.plan import plan_run
 from helpers.runtime import session
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import lesson_recipe, shape_score

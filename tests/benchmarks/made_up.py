@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pyarrow as pa
 
-from helpers import preprocess, resumable_job, schema, storage, train
-from helpers.manifest import MANIFEST, Manifest, encode_embedding
+from helpers import preprocess, resumable_job, schema, train
+from helpers.manifest import Manifest, encode_embedding, write_manifest
 from helpers.train_step import TrainStep
 
 
-def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0):
+def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0, job=None):
     """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`.
 
     `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
@@ -39,21 +39,22 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
             validation_share=validation_share,
         )
         reports.append(report)
-    manifest = Manifest(
+    segments = [resumable_job.segment_entry(segment, reports)]
+    manifest = Manifest.of(
+        segments,
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
         resolutions=[int(column.rsplit("_", 1)[1]) for column in shapes if column != schema.EMBEDDINGS],
         columns=specs,
         scaling_factor=1.0,
         id_type="int64",
         empty_caption_embedding=encode_embedding(np.zeros(shapes[schema.EMBEDDINGS])),
-        job={"validation_share": 0.0},
-        segments=[resumable_job.segment_entry(segment, reports)],
+        job={"validation_share": 0.0, **(job or {})},
     )
-    storage.write_json(storage.join(uri, MANIFEST), manifest.to_dict())
+    write_manifest(uri, manifest, segments)
     return manifest
 
 
-def train_in(step_seconds, values):
+def train_in(step_seconds, values, **options):
     """The worker loop, with steps that take a fixed time and compute nothing."""
 
     def played_step(self, step, units):
@@ -62,7 +63,7 @@ def train_in(step_seconds, values):
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0, "num_kept": num_kept}
 
     TrainStep.step = played_step
-    train.train_loop_per_worker(values)
+    train.train_loop_per_worker(values, **options)
 
 
 SD2_256 = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}

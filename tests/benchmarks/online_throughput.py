@@ -20,11 +20,9 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers import storage
-from helpers.manifest import MANIFEST
-from helpers.read import latents_dataset
 from helpers.config import TrainingConfig
 from helpers.lesson import estimates
+from helpers.read import latents_dataset
 from helpers.runtime import metrics_log, session
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
@@ -48,9 +46,9 @@ class PlayedEncoder:
         return rows
 
 
-def online_stream(plan, first_step, num_steps, *, num_encoders, started):
+def online_stream(plan, first_step, end_step, *, num_encoders, started):
     """Planned rows through `num_encoders` played encoders; one CPU task reads."""
-    return latents_dataset(plan, first_step, num_steps).map_batches(
+    return latents_dataset(plan, first_step, end_step).map_batches(
         PlayedEncoder,
         fn_constructor_args=[started],
         batch_size=None,
@@ -60,12 +58,12 @@ def online_stream(plan, first_step, num_steps, *, num_encoders, started):
     )
 
 
-def loop(started, values):
+def loop(started, values, **options):
     open(started, "w").close()
-    made_up.train_in(TRAINER_SECONDS, values)
+    made_up.train_in(TRAINER_SECONDS, values, **options)
 
 
-def measure(uri, name, num_steps, stream=latents_dataset):
+def measure(uri, name, num_steps, stream=None):
     """(images a second, share of the time that the trainer waits for data)"""
     config = TrainingConfig(
         storage=uri,
@@ -89,9 +87,8 @@ def main():
     with tempfile.TemporaryDirectory() as uri:
         # So wide that each step's rows travel by themselves, as they do at the full size, and not eight steps together.
         shapes = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (140, 128)}
-        manifest = made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000)
-        manifest.job["online"] = {"encoder": "played"}  # blocks are as small as those that encoders get
-        storage.write_json(storage.join(uri, MANIFEST), manifest.to_dict())
+        job = {"online": {"encoder": "played"}}  # blocks are as small as those that encoders get
+        made_up.write_latents(uri, 4_000, shapes, rows_per_file=1_000, job=job)
         ceiling, _ = measure(uri, "offline", int(given.seconds / TRAINER_SECONDS))
         for count in given.encoders:
             expected = estimates.online_throughput(count, encoder_rate, trainer_rate)

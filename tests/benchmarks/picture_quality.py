@@ -28,10 +28,10 @@ import pyarrow.parquet as pq
 import torch
 
 from helpers import encoder, preprocess, sampling, schema
-from helpers.manifest import Manifest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
+from helpers.manifest import Manifest
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import load_unet_config
 from tests.benchmarks import record

@@ -8,6 +8,7 @@ epoch's order, which travel in Ray's object store, a node holds one copy, and ea
 array. With all rows of one shape, and with `--buckets` shapes; the goal: at most 1.5 times the seconds and the memory.
 """
 
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -18,17 +19,17 @@ import tempfile
 import time
 
 from helpers import run_setup, schema
-from helpers.manifest import SCHEMA_VERSION, read_manifests
-from helpers.plan import plan_run
 from helpers.config import TrainingConfig
+from helpers.manifest import FILES, MANIFEST, Manifest, read_manifests
+from helpers.plan import load_plan, plan_run
 from tests.benchmarks import record
 
 
 def write_manifest(folder, num_files, rows_per_file, num_buckets):
-    """As `Manifest.to_dict` gives it, but one file at a time, so that writing it takes no memory of its own."""
+    """As `manifest.write_manifest`, but one file at a time, so that writing it takes no memory of its own."""
     sizes = [(256 + 64 * (number // 4), 256 - 64 * (number % 4)) for number in range(num_buckets)]
     columns = [
-        {"name": schema.latents_column(*size), "shape": [2, 4, size[1] // 8, size[0] // 8], "resolution": 256}
+        schema.ColumnSpec(schema.latents_column(*size), (2, 4, size[1] // 8, size[0] // 8), resolution=256)
         for size in sizes
     ]
     # A fiftieth of the rows is held out.
@@ -36,16 +37,15 @@ def write_manifest(folder, num_files, rows_per_file, num_buckets):
     rows = {}
     for number, column in enumerate(columns):
         mine = rows_per_file // num_buckets + (number < rows_per_file % num_buckets)
-        rows[schema.bucket_name([column["name"]], held_out=False)] = mine - held_out
-        rows[schema.bucket_name([column["name"]], held_out=True)] = held_out
+        rows[schema.bucket_name([column.name], held_out=False)] = mine - held_out
+        rows[schema.bucket_name([column.name], held_out=True)] = held_out
     row_groups = {bucket: schema.row_groups(count) for bucket, count in rows.items()}
     groups = json.dumps(list(itertools.chain.from_iterable(row_groups.values())))
     buckets = json.dumps({bucket: len(groups) for bucket, groups in row_groups.items()})
     head = {
-        "schema_version": SCHEMA_VERSION,
         "encoder": {"model": "none", "revision": "0", "precision": "fp16"},
         "resolutions": [256],
-        "columns": [*columns, {"name": schema.EMBEDDINGS, "shape": [77, 1024]}],
+        "columns": [*columns, schema.ColumnSpec(schema.EMBEDDINGS, (77, 1024))],
         "scaling_factor": 0.18215,
         "id_type": "int64",
         "empty_caption_embedding": "",
@@ -54,41 +54,42 @@ def write_manifest(folder, num_files, rows_per_file, num_buckets):
     written = num_files * rows_per_file
     counts = {"index": 0, "rejects": [], "read": written, "written": written, "rejected": {}, "filtered": 0}
     counts["buckets"] = {bucket: num_files * count for bucket, count in rows.items()}
-    with open(pathlib.Path(folder, "manifest.json"), "w") as file:
-        file.write(json.dumps({**head, **counts})[:-1] + ', "segments": [' + json.dumps(counts)[:-1] + ', "files": [')
+    with open(pathlib.Path(folder, FILES), "w") as file:
+        file.write("[" + json.dumps(counts)[:-1] + ', "files": [')
         for number in range(num_files):
             name = f"{number:06d}-0123456789ab.parquet"
             file.write(("," if number else "") + f'{{"name": "{name}", "row_groups": {groups}, "buckets": {buckets}}}')
-        file.write("]}]}")
+        file.write("]}]")
+    manifest = Manifest.of([{**counts, "files": []}], **head)
+    pathlib.Path(folder, MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)))
 
 
 def measure(num_files, rows_per_file, num_buckets):
     """{"seconds" by part, "memory_gib", ...} of this process, which must not have planned before."""
     with tempfile.TemporaryDirectory() as folder:
         write_manifest(folder, num_files, rows_per_file, num_buckets)
-        size = pathlib.Path(folder, "manifest.json").stat().st_size
+        size = pathlib.Path(folder, FILES).stat().st_size
         started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
         manifests = read_manifests(config)
         seconds = {"read the manifest": time.perf_counter() - started}
         run_setup.describe_data(manifests, config)
         seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
-        plan = plan_run(manifests, config)
-        del manifests
-        seconds["plan"] = time.perf_counter() - started - sum(seconds.values())
+        plan = load_plan(config)
+        seconds["read files.json, plan"] = time.perf_counter() - started - sum(seconds.values())
         plan.chunk_rows(plan.chunks_per_epoch - 1)
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         started = time.perf_counter()
-        head = plan_run(read_manifests(config, heads=True), config)
+        head = plan_run(read_manifests(config), config)
         worker_seconds = time.perf_counter() - started
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []
-    own = len(pickle.dumps((plan, plan.row_group_order(0)), protocol=5, buffer_callback=buffers.append))
+    own = len(pickle.dumps((plan, plan.epoch_orders(0)), protocol=5, buffer_callback=buffers.append))
     shared = sum(buffer.raw().nbytes for buffer in buffers)
     return {
         "rows": plan.num_rows,
-        "row_groups": len(plan.sources[0].group_rows),
+        "row_groups": len(plan.sources[0].files.group_rows),
         "manifest_mib": size / 2**20,
         "steps": plan.steps_per_epoch,
         "chunks": plan.chunks_per_epoch,

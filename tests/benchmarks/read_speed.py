@@ -30,15 +30,15 @@ from ray import cloudpickle
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from helpers import schema, storage
-from helpers.manifest import read_manifests
-from helpers.plan import plan_run
-from helpers.read import UNIT, execution_options, latents_dataset
 from helpers.config import TrainingConfig
+from helpers.manifest import read_manifest
+from helpers.plan import load_plan
+from helpers.read import execution_options, latents_dataset
 from helpers.runtime import session
 from helpers.train_step import Unit
 from tests.benchmarks import made_up, record
 
-UNIT, FILE = 128, 1024
+UNIT_ROWS, FILE = 128, 1024
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -46,13 +46,15 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def planned(uri, num_rows):
     """`(dataset of the plan's blocks, manifest)` of an epoch."""
     config = TrainingConfig(
-        latents_uri=uri, resolution=256, global_batch_size=UNIT, validation_share=0, max_steps=num_rows // UNIT
+        latents_uri=uri,
+        resolution=256,
+        global_batch_size=UNIT_ROWS,
+        validation_share=0,
+        max_steps=num_rows // UNIT_ROWS,
     )
-    manifests = read_manifests(config)
-    plan = plan_run(manifests, config)
-    data = latents_dataset(plan, 0, config.max_steps)
+    data = latents_dataset(load_plan(config), 0, config.max_steps)
     data.context.execution_options = execution_options(config)  # as Ray Train sets them
-    return data, manifests[uri]
+    return data, read_manifest(uri)
 
 
 class Worker:
@@ -84,7 +86,7 @@ def unordered(uri, num_rows):
     """Ray's own reader."""
     data = ray.data.read_parquet(f"{uri}/data")
     data.context.execution_options.preserve_order = False
-    batches = data.iter_torch_batches(batch_size=UNIT, collate_fn=ToTensors(), prefetch_batches=4)
+    batches = data.iter_torch_batches(batch_size=UNIT_ROWS, collate_fn=ToTensors(), prefetch_batches=4)
     return timed(batch["caption_embeddings"] for batch in batches)
 
 
@@ -94,7 +96,7 @@ def by_pyarrow(uri, num_rows):
     def batches():
         for path in storage.list_files(f"{uri}/data"):
             with pq.ParquetFile(path) as file:
-                for group in range(0, file.metadata.num_row_groups, UNIT // schema.ROWS_PER_ROW_GROUP):
+                for group in range(0, file.metadata.num_row_groups, UNIT_ROWS // schema.ROWS_PER_ROW_GROUP):
                     table = file.read_row_groups([group, group + 1], use_threads=False)
                     yield ToTensors()(table)["caption_embeddings"]
 

@@ -14,7 +14,6 @@ import time
 import numpy as np
 import ray
 
-
 from helpers.config import TrainingConfig
 from helpers.plan import load_plan
 from helpers.read import UNIT, latents_dataset

@@ -8,7 +8,6 @@ worker takes the bare loop's batch at every step. All rates are by the clock ove
 The three take turns; the ratios of their medians are printed. The goal is 0.97. Wants an otherwise idle machine.
 """
 
-import functools
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from ray import cloudpickle
 from helpers import distributed, preprocess, run_setup, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
+from helpers.manifest import read_manifest
 from helpers.runtime import metrics_log, session
 from tests.benchmarks import record
 from tests.pipelines import encode, fit
@@ -43,16 +43,26 @@ def bare(config, manifest):
     return config.global_batch_size * (config.max_steps - WARM_UP) / (time.perf_counter() - started)
 
 
-def same_batch(config, manifest, steps, rejects):
-    """As `train.train_steps`, without data: the same batch at every step."""
-    batch = first_batch(config, manifest)
-    for _ in steps:
-        yield [batch], 0.0
+class SameBatch(train.StepSource):
+    """Without data: the same batch at every step."""
+
+    datasets = None
+
+    def start(self):
+        pass
+
+    def resume_point(self):
+        return train.choose_resume_point(self.config)
+
+    def steps(self, step, rejects):
+        batch = first_batch(self.config, read_manifest(self.config.latents_uri))
+        for _ in range(step, self.end_step):
+            yield [batch], 0.0
 
 
-def through_ray(config, **parts):
+def through_ray(config, make_source=None):
     """Images a second under Ray Train."""
-    fit(config, **parts)
+    fit(config, source=make_source and make_source(config))
     rate, waits = metrics_log.throughput(metrics_log.read_metrics(config.run_uri), skip=WARM_UP)
     print(f"waiting for data {waits:.1%} of the time")
     return rate
@@ -74,11 +84,10 @@ def main():
         def without_ray(_):
             return bare(config("bare"), run_setup.open_run(config("bare")))
 
-        loop = functools.partial(train.train_loop_per_worker, steps=same_batch)
         measures = {
             "bare": without_ray,
             "through Ray": lambda number: through_ray(config(f"round-{number}")),
-            "data apart": lambda number: through_ray(config(f"apart-{number}"), loop=loop, stream=None),
+            "data apart": lambda number: through_ray(config(f"apart-{number}"), SameBatch),
         }
         rates = record.in_turns(given.rounds, measures)
     names = {"through Ray": "training through Ray against a bare loop", "data apart": "the same, one batch in memory"}

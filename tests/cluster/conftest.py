@@ -1,12 +1,13 @@
-"""One preprocessing job and one training run, which most tests of this folder look at or go on from."""
+"""One preprocessing job, one training run and one cluster of several nodes, which the tests of this folder share."""
 
 import functools
+import os
 
 import pytest
 
 from helpers.config import PreprocessingConfig
 from helpers.lesson import captioned_shapes
-from tests.faults import is_evaluated, loop_with, wait_until
+from tests.faults import is_evaluated, loop_with, simulated_cluster, wait_until
 from tests.pipelines import TWO_WORKERS, encode, fit, short_run
 
 ROWS = 600
@@ -28,3 +29,11 @@ def run(encoded, tmp_path_factory):
     flag = tmp_path_factory.mktemp("flags") / "evaluated"
     wait = functools.partial(wait_until, functools.partial(is_evaluated, config, 20))
     return config, fit(config, loop=loop_with((wait, 30, 0, flag)))  # or step 40 would be evaluated in its place
+
+
+@pytest.fixture(scope="session")
+def nodes(encoded):
+    """A head node that reads and decodes, to which tests add nodes. The cluster that the others share is stopped."""
+    os.environ.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # set where Ray is started locally
+    with simulated_cluster(3) as made:
+        yield made

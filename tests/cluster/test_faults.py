@@ -8,6 +8,7 @@ import socket
 import sys
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
@@ -15,8 +16,11 @@ import ray
 from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
-from helpers import checkpoint, encoder, ingest, preprocess, storage, train
-from helpers.config import TrainingConfig
+from helpers import checkpoint, encoder, preprocess, storage, train
+from helpers.config import PreprocessingConfig
+from helpers.data_io import inputs
+from helpers.lesson import captioned_shapes
+from helpers.manifest import read_manifest
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
 from tests.faults import (
     assert_same_run,
@@ -29,13 +33,13 @@ from tests.faults import (
     loop_with_slow_parts,
     once,
     run_driver,
+    slow,
     steps_done,
     stop,
     truncate_newest,
-    variants,
     wait_for_ever,
 )
-from tests.pipelines import TWO_WORKERS, build_pipeline, encode, fit, short_run
+from tests.pipelines import TWO_WORKERS, build_pipeline, fit, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -72,22 +76,39 @@ def test_killed_driver_and_damaged_checkpoint_lose_nothing(run, straight, tmp_pa
     assert newest == [checkpoint.checkpoint_name(40, 2), checkpoint.checkpoint_name(30, 2)]
 
 
-@variants
-def test_a_worker_killed_while_it_uploads_loses_nothing(run, straight, tmp_path, capsys):
-    """What it wrote of the checkpoint of step 20 is not used; running the command again deletes it."""
-    config = run_of(run, "torn", max_failures=1)
+@slow
+def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, capsys):
+    """One dies while it uploads the checkpoint of step 20: that is not used, and the next command deletes it."""
+    config = run_of(run, "killed", max_failures=2)
+    killed = loop_with((die, 13, 1, tmp_path / "rank 1"))
     with monitoring.monitor_run(config):
-        fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "worker"), 20))
-    assert "lost: worker" in capsys.readouterr().out and fault_tolerance.read_failures(config.run_uri)
-    assert attempts_of(config) == [1, 11]
+        fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "rank 0"), 20, inner=killed))
+    assert "lost: worker" in capsys.readouterr().out and len(fault_tolerance.read_failures(config.run_uri)) == 2
+    assert attempts_of(config) == [1, 11, 11]
     assert_same_run(config, straight)
-    torn = storage.join(config.run_uri, checkpoint.checkpoint_name(20, 1))
+    torn = storage.join(config.run_uri, checkpoint.checkpoint_name(20, 2))
     assert "bytes of" in checkpoint.find_corruption(torn)
     fit(config)
     assert not storage.exists(torn)
 
 
-@variants
+@slow
+def test_workers_that_hang_are_replaced_wherever_they_hang(run, straight, tmp_path):
+    """One is stopped, and the other waits for it in a collective. Then one never goes on by itself."""
+    config = run_of(run, "hanging", hang_timeout=10)
+    fit(config, loop=loop_with((stop, 13, 1, tmp_path / "stopped"), (wait_for_ever, 17, 0, tmp_path / "waiting")))
+    assert_same_run(config, straight)
+    assert sum("made no step in" in failure for failure in fault_tolerance.read_failures(config.run_uri)) >= 2
+
+
+@slow
+def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
+    config = run_of(run, "slow", hang_timeout=6, max_failures=0, max_steps=15, checkpoint_every=5)
+    fit(config, loop=loop_with_slow_parts(9))
+    assert attempts_of(config) == [1] and fault_tolerance.read_failures(config.run_uri) == []
+
+
+@slow
 def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
     config = run_of(run, "interrupted")
 
@@ -97,7 +118,7 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
             return True
 
     with pytest.raises(KeyboardInterrupt), monitoring.poll_in_background(interrupt, every=0.1):
-        fit(config, loop=loop_with((wait_for_ever, 33, 0, str(tmp_path / "interrupted"))))
+        fit(config, loop=loop_with((wait_for_ever, 33, 0, tmp_path / "interrupted")))
     # All CPUs at once can only be had when no worker and no task is left.
     assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -106,8 +127,8 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
     assert_same_run(config, straight)
 
 
-@variants
-def test_a_nan_ends_a_run_at_once(run):
+@slow
+def test_a_nan_ends_a_run_at_once_or_its_step_is_skipped(run, straight):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
     config = run_of(run, "not-finite", max_failures=3)
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
@@ -115,20 +136,15 @@ def test_a_nan_ends_a_run_at_once(run):
         fit(config, loop=loop_with_nan(13))
     assert attempts_of(config) == [1] and steps_done(config) == 13 and train.last_step(config) == 10
     assert fault_tolerance.read_failures(config.run_uri) == []
-
-
-@variants
-def test_a_step_with_a_nan_may_be_skipped(run, straight):
-    config = run_of(run, "skipped", max_skipped_steps=1)
     with monitoring.monitor_run(config):
-        fit(config, loop=loop_with_nan(13))
+        fit(dataclasses.replace(config, max_skipped_steps=1), loop=loop_with_nan(13))
     found = metrics_log.read_metrics(config.run_uri)
-    assert found["step"].tolist() == straight["step"].tolist() and attempts_of(config) == [1]
+    assert attempts_of(config) == [1, 11] and found["step"].tolist() == straight["step"].tolist()
     assert found["skipped_steps"].fillna(0).tolist() == [float(step == 14) for step in found["step"]]
     assert found["loss"].isna().tolist() == [step == 14 for step in found["step"]]
 
 
-@variants
+@slow
 def test_a_sick_device_is_named_and_ends_the_run(run):
     config = run_of(run, "sick", max_failures=3)
     sentence = rf"^cpu of {socket.gethostname()} \(worker 1\) multiplies matrices wrongly: start the same command again"
@@ -136,31 +152,6 @@ def test_a_sick_device_is_named_and_ends_the_run(run):
         fit(config, loop=loop_with_sick_device(1))
     (failure,) = fault_tolerance.read_failures(config.run_uri)
     assert "(worker 1) multiplies matrices wrongly" in failure and attempts_of(config) == []
-
-
-@variants
-def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
-    sizes = {"resolution": {32: 0.5, 64: 0.5}, "max_steps": 15, "checkpoint_every": 5}
-    config = run_of(run, "slow", hang_timeout=10, max_failures=0, **sizes)
-    fit(config, loop=loop_with_slow_parts(15))
-    assert attempts_of(config) == [1] and fault_tolerance.read_failures(config.run_uri) == []
-
-
-@variants
-def test_killed_workers_of_either_rank(run, straight, tmp_path):
-    config = run_of(run, "killed")
-    fit(config, loop=loop_with((die, 13, 0, f"{tmp_path}/first"), (die, 17, 1, f"{tmp_path}/second")))
-    assert_same_run(config, straight)
-    assert attempts_of(config)[1:3] == [11, 11] and len(fault_tolerance.read_failures(config.run_uri)) >= 2
-
-
-@variants
-def test_workers_that_hang_are_replaced_wherever_they_hang(run, straight, tmp_path):
-    """One is stopped, and the other waits for it in a collective. Then one never goes on by itself."""
-    config = run_of(run, "hanging", hang_timeout=10)
-    fit(config, loop=loop_with((stop, 13, 1, f"{tmp_path}/stopped"), (wait_for_ever, 17, 0, f"{tmp_path}/waiting")))
-    assert_same_run(config, straight)
-    assert sum("made no step in" in failure for failure in fault_tolerance.read_failures(config.run_uri)) >= 2
 
 
 @pytest.mark.parametrize("harm", ["missing", "folder", "list"])
@@ -214,41 +205,6 @@ def table_of(latents_uri, manifest):
     return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name, _ in manifest.files])
 
 
-def test_killed_encoder_and_transform_give_the_same_rows(encoded, tmp_path):
-    """Every row is there once, in the order and with the bytes of a job that nothing happened to."""
-    finished, expected = encoded
-    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
-    flags = [str(tmp_path / name) for name in ("encoder", "transform")]
-
-    class MortalEncoder(encoder.LatentEncoder):
-        def __call__(self, rows):
-            self.calls = getattr(self, "calls", 0) + 1
-            if self.calls == 2:
-                once(flags[0], die)
-            return super().__call__(rows)
-
-    def mortal_transform(rows, config):
-        once(flags[1], die)
-        return preprocess.transform(rows, config=config)
-
-    manifest = encode(config, latent_encoder=MortalEncoder, transform=mortal_transform)
-    assert all(map(os.path.exists, flags))
-    assert manifest.total("read") == expected.total("read") and manifest.rejected == expected.rejected
-    assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
-
-
-@pytest.mark.variants
-def test_a_pool_of_encoders_that_grows_writes_the_same_rows(encoded, tmp_path):
-    finished, expected = encoded
-    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"), num_encoders=(1, 2))
-    manifest = encode(config)
-    rows, others = (
-        table_of(*one).sort_by("id") for one in ((config.latents_uri, manifest), (finished.latents_uri, expected))
-    )
-    assert rows["id"] == others["id"] and manifest.buckets == expected.buckets
-    assert 1 <= manifest.segments[0]["encoders"] <= 2
-
-
 class FooterlessFiles(pa.fs.FSSpecHandler):
     """Files on a disk, of which the first actor that opens one is killed: Ray Data's, which reads Parquet footers."""
 
@@ -262,54 +218,74 @@ class FooterlessFiles(pa.fs.FSSpecHandler):
         return super().open_input_file(path)
 
 
-@variants
-def test_a_lost_reader_of_footers_begins_the_segment_again(encoded, tmp_path, monkeypatch, capsys):
-    """Ray Data does not replace it (`FooterReader`), so that its loss ends a dataset."""
+def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeypatch, capsys):
+    """Every row once, in the order and with the bytes of a job that nothing happened to.
+
+    Ray Data replaces encoders and transforms. It does not replace its reader of footers: the segment begins again.
+    """
     finished, expected = encoded
     config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
-    flag = str(tmp_path / "killed")
-    job = preprocess.prepare(config)
-    build, opened = build_pipeline(job, config), storage.open_filesystem
+    reader, encoding, transforming = flags = [str(tmp_path / name) for name in ("reader", "encoder", "transform")]
+
+    class MortalEncoder(encoder.LatentEncoder):
+        def __call__(self, rows):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                once(encoding, die)
+            return super().__call__(rows)
+
+    def mortal_transform(rows, config):
+        once(transforming, die)
+        return preprocess.transform(rows, config=config)
+
+    job, opened = preprocess.prepare(config), storage.open_filesystem
+    build = build_pipeline(job, config, latent_encoder=MortalEncoder, transform=mortal_transform)
 
     def pipeline(segment):
         with monkeypatch.context() as patch:
-            mortal = pa.fs.PyFileSystem(FooterlessFiles(flag))
+            mortal = pa.fs.PyFileSystem(FooterlessFiles(reader))
             patch.setattr(storage, "open_filesystem", lambda uri: (mortal, opened(uri)[1]))
             return build(segment)
 
     manifest = job.run(pipeline)
-    assert os.path.exists(flag)
-    assert "Segment 0 is restarted (failure 1 of max_failures=3): " in capsys.readouterr().out
-    assert table_of(config.latents_uri, manifest) == table_of(finished.latents_uri, expected)
+    assert all(map(os.path.exists, flags))
+    said = capsys.readouterr().out
+    assert "Segment 0 is restarted (failure 1 of max_failures=3): " in said and "failure 2" not in said
+    assert manifest.read == expected.read and manifest.rejected == expected.rejected
+    rows, others = (
+        pa.concat_tables([pq.read_table(f"{one.latents_uri}/data/{name}") for name, _ in described.files])
+        for one, described in ((config, manifest), (finished, expected))
+    )
+    assert rows == others
 
 
-@variants
-def test_a_killed_driver_of_preprocessing_is_followed_up(encoded, tmp_path):
-    finished, expected = encoded
-    config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
+def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch):
+    """With a filter, whose rows are counted, and a limit, which bounds what is read. No input is counted again."""
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], row_filter="width > 64", limit=70)
+    captioned_shapes.write_parquet(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
         config = PreprocessingConfig.from_dict({config.to_dict()!r})
-        job = preprocess.prepare(config, rows_per_segment=200)
-        build, started = build_pipeline(job, config), []
+        job = preprocess.prepare(config, rows_per_segment=40)
+        build = build_pipeline(job, config)
         def pipeline(segment):
             if segment.index == 1:  # the first segment is committed, the second one about to start
                 os.kill(os.getpid(), signal.SIGKILL)
             return build(segment)
         job.run(pipeline)
     """)
-    job = preprocess.prepare(config, rows_per_segment=200)
-    assert list(job.committed()) == [0]
-    started = []
-
-    def pipeline(segment):
-        started.append(segment.index)
-        return build_pipeline(job, config)(segment)
-
-    manifest = job.run(pipeline)
-    assert started == [1, 2] and manifest.total("read") == expected.total("read")
-    ids, wanted = (
-        sorted(table_of(uri, m)["id"].to_pylist())
-        for uri, m in ((config.latents_uri, manifest), (finished.latents_uri, expected))
-    )
-    assert ids == wanted
-    assert ingest.read_manifests(TrainingConfig(latents_uri=config.latents_uri))
+    with pytest.raises(FileNotFoundError, match="No latents at"):
+        read_manifest(config.latents_uri)
+    data = storage.join(config.latents_uri, "data")
+    first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
+    pathlib.Path(data, "000001-0123456789ab.parquet").write_bytes(b"half")
+    monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
+    job = preprocess.prepare(config, rows_per_segment=40)
+    assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
+    manifest = job.run(build_pipeline(job, config))
+    raw = pa.concat_tables([pq.read_table(path) for path in storage.list_files(config.raw_uri)])[:70]
+    wanted = raw.filter(pc.greater(raw["width"], 64))["hash"].to_pylist()
+    files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
+    assert first.items() < files.items()
+    assert sorted(sum((pq.read_table(path)["id"].to_pylist() for path in files), [])) == sorted(wanted)
+    counts = [manifest.total(count) for count in ("read", "written", "filtered")]
+    assert counts == [70, len(wanted), 70 - len(wanted)] and 0 < len(wanted) < 70

@@ -7,16 +7,17 @@ import json
 import pathlib
 import tarfile
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import images, ingest, online, preprocess, schema, storage
+from helpers import held_out_rows, images, online, preprocess, schema, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.data_io import filters, inputs, readers
-from helpers.lesson import captioned_shapes, looks
-from tests.faults import variants
-from tests.pipelines import encode
+from helpers.lesson import captioned_shapes
+from helpers.manifest import read_manifest
+from helpers.plan import plan_run
 
 ROWS = 150
 COLUMNS = {
@@ -59,48 +60,41 @@ def drawn_rows():
 
 @pytest.fixture(scope="module")
 def input_folders(tmp_path_factory):
-    """The same rows in each format: {name: folder}."""
-    rows, root = drawn_rows(), tmp_path_factory.mktemp("inputs")
-    folder = root / "parquet"
-    folder.mkdir()
-    keys, pictures, captions, widths = zip(*rows, strict=True)
-    table = pa.table({"hash": keys, "jpg": pictures, "caption": captions, "width": widths})
-    pq.write_table(table[:100], folder / "0.parquet", row_group_size=30)
-    pq.write_table(table[100:], folder / "1.parquet")
-    extensions = ("jpg", "png", "webp")
-    samples = [
-        {
-            f"{key}.{extensions[int(key) % 3]}": data,
-            f"{key}.txt": caption.encode(),
-            f"{key}.json": json.dumps({"key": key, "caption": caption, "width": width, "exif": None}).encode(),
-        }
-        for key, data, caption, width in rows
-    ]
-    write_tar(root / "webdataset" / "00000.tar", samples[:100])
-    write_tar(root / "webdataset" / "00001.tar", samples[100:])
-    for number, (part, how) in enumerate((("train", "csv"), ("more/deep", "jsonl"))):
-        folder = root / "imagefolder" / part
-        folder.mkdir(parents=True)
-        mine = rows[:100] if number == 0 else rows[100:]
-        for key, data, _, _ in mine:
-            (folder / f"{key}.bin").write_bytes(data)
-        lines = [
-            {"file_name": f"{key}.bin", "text": caption, "key": key, "width": width} for key, _, caption, width in mine
-        ]
-        if how == "jsonl":
-            (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-        else:
-            quoted = [
-                ",".join([line["file_name"], f'"{line["text"]}"', line["key"], str(line["width"])]) for line in lines
-            ]
-            (folder / "metadata.csv").write_text("\n".join(["file_name,text,key,width", *quoted]) + "\n")
-    folder = root / "paths"
-    (folder / "pictures").mkdir(parents=True)
-    for key, data, _, _ in rows:
-        (folder / "pictures" / key).write_bytes(data)
-    names = pa.table({"file_name": [f"pictures/{key}" for key in keys], "text": captions, "key": keys, "width": widths})
-    pq.write_table(names, folder / "rows.parquet")
+    """The same rows in each format, in two files: {name: folder}."""
+    root = tmp_path_factory.mktemp("inputs")
+    rows = pd.DataFrame(drawn_rows(), columns=["hash", "jpg", "caption", "width"])
+    for number, part in enumerate((rows[:100], rows[100:])):
+        (root / "parquet").mkdir(exist_ok=True)
+        part.to_parquet(root / "parquet" / f"{number}.parquet", row_group_size=30, index=False)
+        write_tar(root / "webdataset" / f"{number:05d}.tar", [sample(row) for row in part.itertuples()])
+        write_pictures(root / "imagefolder" / ("train", "more/deep")[number], part, ".bin")
+    write_pictures(root / "paths" / "pictures", rows)
+    table = listed(rows).assign(file_name=[f"pictures/{key}" for key in rows["hash"]])
+    table.to_parquet(root / "paths" / "rows.parquet", index=False)
+    listed(rows[:100], ".bin").to_csv(root / "imagefolder/train/metadata.csv", index=False)
+    lines = listed(rows[100:], ".bin").to_json(orient="records", lines=True)
+    (root / "imagefolder/more/deep/metadata.jsonl").write_text(lines + "\n\n")
     return {name: root / name for name in COLUMNS}
+
+
+def sample(row):
+    """A row as a WebDataset sample: {name in the tar: bytes}."""
+    columns = {"key": row.hash, "caption": row.caption, "width": row.width, "exif": None}
+    extension = ("jpg", "png", "webp")[int(row.hash) % 3]
+    files = {extension: row.jpg, "txt": row.caption.encode(), "json": json.dumps(columns).encode()}
+    return {f"{row.hash}.{name}": data for name, data in files.items()}
+
+
+def write_pictures(folder, rows, extension=""):
+    folder.mkdir(parents=True)
+    for row in rows.itertuples():
+        (folder / f"{row.hash}{extension}").write_bytes(row.jpg)
+
+
+def listed(rows, extension=""):
+    """The rows as a table of pictures' files."""
+    table = rows.rename(columns={"caption": "text", "hash": "key"}).drop(columns="jpg")
+    return table.assign(file_name=table["key"] + extension)
 
 
 def config_of(input_folders, name, tmp_path, **changes):
@@ -118,66 +112,50 @@ def config_of(input_folders, name, tmp_path, **changes):
 # ---- through Ray
 
 
-@pytest.fixture(scope="module")
-def from_parquet(input_folders, cluster, tmp_path_factory):
-    config = config_of(
-        input_folders, "parquet", tmp_path_factory.mktemp("parquet"), row_filter="width >= 48 and caption != 'x'"
-    )
-    return encode(config), read(config)
-
-
-def read(config):
-    tables = [pq.read_table(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
-    return pa.concat_tables(tables).sort_by("id")
-
-
-@variants
-@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_gives_the_same_latents(input_folders, from_parquet, tmp_path, name):
-    expected, latents = from_parquet
+def filtered(input_folders, name, tmp_path, **changes):
+    """The config of a format, with a filter that uses a column of numbers and one of text."""
     caption = COLUMNS[name].get("caption_column", "caption")
-    config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'")
-    manifest = encode(config)
-    assert read(config).equals(latents)
-    assert manifest.rejected == expected.rejected == {"not an image": 3, "empty caption": 2}
-    assert {count: manifest.total(count) for count in ("read", "written", "filtered")} == {
-        "read": ROWS,
-        "written": expected.total("written"),
-        "filtered": 16,
+    return config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'", **changes)
+
+
+def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_path):
+    """Through Ray Data, all in one job, as far as the encoder: the same ids, captions, pixels and reasons."""
+    datasets = []
+    for name in COLUMNS:
+        config = filtered(input_folders, name, tmp_path / name)
+        datasets += [inputs.read_rows(segment, config) for segment in preprocess.prepare(config).segments]
+    rows = datasets[0].union(*datasets[1:])
+    rows = rows.map_batches(functools.partial(preprocess.transform, config=config), batch_format="pyarrow")
+    found = collections.defaultdict(list)
+    formats = {
+        "0.parquet": "parquet",
+        "1.parquet": "parquet",
+        "00000.tar": "webdataset",
+        "00001.tar": "webdataset",
+        "train/metadata.csv": "imagefolder",
+        "more/deep/metadata.jsonl": "imagefolder",
+        "rows.parquet": "paths",
     }
-    files = {"webdataset": "00000.tar", "imagefolder": "train/metadata.csv", "paths": "rows.parquet"}
-    assert files[name] in set(looks.read_rejects(config.latents_uri)["source"])
+    for row in rows.take_all():
+        values = (row["id"], row["caption"] or "", row["reason"], bytes(row["pixels_32"] or b""))
+        found[formats[row["source"]]].append(values)
+    expected = sorted(found["parquet"])
+    assert {name: sorted(values) for name, values in found.items()} == dict.fromkeys(COLUMNS, expected)
+    assert len(expected) == ROWS - 16
+    reasons = collections.Counter(reason for _, _, reason, _ in expected if reason)
+    assert reasons == {"not an image": 3, "empty caption": 2}
 
 
-@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_path, name):
-    """Through Ray Data, as far as the encoder: the same ids, captions, pixels and reasons as from Parquet."""
-
-    def transformed(name):
-        caption = COLUMNS[name].get("caption_column", "caption")
-        config = config_of(input_folders, name, tmp_path / name, row_filter=f"width >= 48 and {caption} != 'x'")
-        rows = []
-        for segment in preprocess.prepare(config).segments:
-            made = inputs.read_rows(segment, config).map_batches(
-                functools.partial(preprocess.transform, config=config), batch_format="pyarrow"
-            )
-            rows += made.take_all()
-        return sorted((row["id"], row["caption"] or "", row["reason"], bytes(row["pixels_32"] or b"")) for row in rows)
-
-    expected, found = transformed("parquet"), transformed(name)
-    assert found == expected and len(found) == ROWS - 16
-    assert collections.Counter(reason for _, _, reason, _ in found if reason) == {"not an image": 3, "empty caption": 2}
-
-
-@pytest.mark.parametrize("name", ["webdataset", "imagefolder"])
-def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path, name):
-    first, last = preprocess.prepare(config_of(input_folders, name, tmp_path, limit=120), rows_per_segment=40).segments
-    files = 50 if name == "imagefolder" else 100  # more/deep/metadata.jsonl comes before train/metadata.csv
-    assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
-    rows = inputs.read_rows(last, config_of(input_folders, name, tmp_path)).take_all()
+def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path):
     keys = [key for key, *_ in drawn_rows()]
-    assert [row["id"] for row in rows] == (keys[:70] if name == "imagefolder" else keys[100:120])
-    assert {row["source"] for row in rows} == {inputs.below(path, str(input_folders[name])) for path in last.paths}
+    # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
+    for name, files, wanted in (("webdataset", 100, keys[100:120]), ("imagefolder", 50, keys[:70])):
+        config = config_of(input_folders, name, tmp_path, limit=120)
+        first, last = preprocess.prepare(config, rows_per_segment=40).segments
+        assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
+        rows = inputs.read_rows(last, config).take_all()
+        assert [row["id"] for row in rows] == wanted
+        assert {row["source"] for row in rows} == {inputs.below(path, config.input_uri) for path in last.paths}
 
 
 # ---- on the way to the trainers
@@ -185,8 +163,7 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
 
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
 def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, tmp_path, name):
-    caption = COLUMNS[name].get("caption_column", "caption")
-    config = config_of(input_folders, name, tmp_path, row_filter=f"width >= 48 and {caption} != 'x'", limit=130)
+    config = filtered(input_folders, name, tmp_path, limit=130)
     training = TrainingConfig(
         storage=str(tmp_path),
         latents_uri=str(tmp_path / "online"),
@@ -195,8 +172,8 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
         validation_share=0.1,
     )
     manifest = online.prepare(config, training)
-    assert manifest.total("read") == 130
-    plan = ingest.plan_run({training.latents_uri: manifest}, training)
+    assert manifest.read == 130
+    plan = plan_run({training.latents_uri: manifest}, training)
     found = {}
     for index in range(plan.chunks_per_epoch):
         (mine,), (source,) = plan.chunk_rows(index)[0], plan.sources
@@ -207,16 +184,16 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     if name == "imagefolder":  # more/deep stands before train
         drawn = drawn_rows()[100:] + drawn_rows()[:80]
     expected = {key: caption for key, _, caption, width in drawn if width >= 48 and caption.strip()}
-    held_out = {key for key in expected if schema.held_out([key], 0.1)[0]}
+    held_out = {key for key in expected if schema.held_out_mask([key], 0.1)[0]}
     missing = expected.keys() - held_out - found.keys()  # rows at the end of an epoch that do not fill a batch
     assert len(missing) < 10 and plan.num_rows == len(expected) - len(held_out)
     assert {key: text for key, (text, _) in found.items()} == {
         key: expected[key] for key in expected.keys() - held_out - missing
     }
     assert {reason for _, reason in found.values() if reason} <= {"not an image"}
-    assert set(manifest.rejected) == {"empty caption"} and manifest.total("filtered") > 0
-    validation = ingest.read_manifest(storage.join(training.latents_uri, ingest.VALIDATION))
-    assert 0 < validation.total("written") <= validation.total("read")
+    assert set(manifest.rejected) == {"empty caption"} and manifest.filtered > 0
+    stored = read_manifest(storage.join(training.latents_uri, held_out_rows.FOLDER))
+    assert 0 < stored.written <= stored.read
 
 
 # ---- finding files
@@ -458,7 +435,8 @@ def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
     with pytest.raises(ValueError, match=has):
         preprocess.prepare(config_of(input_folders, "webdataset", tmp_path, id_column="hash"))
     with pytest.raises(
-        ValueError, match=r"row_filter='punsafe' is not a column of .*metadata.jsonl: it has file_name, text"
+        ValueError,
+        match=r"row_filter='punsafe' is not a column of .*metadata.jsonl: it has key, text, width, file_name",
     ):
         preprocess.prepare(config_of(input_folders, "imagefolder", tmp_path, row_filter="punsafe < 0.5"))
     assert not pathlib.Path(tmp_path, "latents").exists()

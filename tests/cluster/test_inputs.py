@@ -214,13 +214,6 @@ def test_truth_values_can_be_compared():
         filters.check_filter(text, table.schema)
 
 
-def test_and_binds_closer_than_or():
-    table = pa.table({"a": [0, 0, 1, 1], "b": [0, 1, 0, 1]})
-    for text in ("a == 0 or a == 1 and b == 1", " a == 0 or a == 1 and b == 1\n", "a==0 or(a==1 and b==1)"):
-        assert table.filter(filters.parse_filter(text).to_pyarrow()).num_rows == 3
-    assert table.filter(filters.parse_filter("not a == 0 and b == 0").to_pyarrow()).num_rows == 1
-
-
 @pytest.mark.parametrize("text", ["", "  ", "\n"])
 def test_no_filter_is_none(text):
     assert filters.parse_filter(text) is None and filters.filter_columns(text) == []
@@ -234,55 +227,31 @@ def test_the_columns_of_a_filter_are_known():
 REFUSED = [
     "__import__('os').system('touch /tmp/owned') == 0",
     "width.__class__ == 1",
-    "().__class__.__bases__[0] == 1",
-    "exec('x') > 0",
     "(lambda: 1)() > 0",
-    "lambda: width > 1",
-    "f'{width}' == 'a'",
     "caption == f'{open(0)}'",
     "width[0] > 1",
     "[x for x in width] == 1",
     "width if width > 1 else width > 2",
     "(x := 3) > width",
     "width in (1, 2)",
-    "width is None",
     "width == None",
-    "width + 1 > 2",
     "width ** 9 ** 9 > 1",
-    "~(width > 1)",
     "width > 1 & width < 3",
     "width",
     "not width",
-    "width and width > 1",
     "3 < 4",
-    "'a' == 'a'",
-    "width > 3 > 2",
-    "1 < 2 < width",
     "'a' < 3 < width",
     "True",
-    "width > 3j",
     "caption == b'x'",
-    "-'abc' < width",
     "width > -width",
-    "width > --3",
     "width > 1, width > 2",
-    "await width",
-    "{width} > 1",
-    "... > width",
     "width > (width > 1)",
 ]
 UNREADABLE = [
     "width >",
-    "width > 1 width",
     "width = 3",
-    "import os",
     "width > 1; import os",
-    "width > 1\nimport os",
-    "and",
     ")",
-    "*width",
-    "yield width",
-    "\0",
     "width > 1\0",
     "width == '\ud800'",
     "(" * 400 + "width > 1" + ")" * 400,
@@ -362,21 +331,6 @@ def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
 # ---- through Ray
 
 
-def test_a_filter_is_pushed_down_into_the_read(tmp_path, cluster, capsys):
-    """Where no limit cuts the file: a limit counts the rows before the filter."""
-    paths = [raw(tmp_path, number, 20) for number in range(2)]
-    config = PreprocessingConfig(row_filter="width >= 3", limit=30)
-    whole, cut = resumable_job.plan_segments(paths, config, rows_per_segment=20)
-    plans = []
-    for segment in (whole, cut):
-        inputs.read_rows(segment, config).explain()
-        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
-    assert "Filter" not in plans[0] and "Limit" not in plans[0]
-    assert "Filter" in plans[1] and "limit=10" in plans[1]
-    expected = pq.read_table(paths[0]).filter(filters.parse_filter(config.row_filter).to_pyarrow())
-    assert [row["id"] for row in inputs.read_rows(whole, config).take_all()] == expected["hash"].to_pylist()
-
-
 def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
     table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
@@ -392,16 +346,26 @@ def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
         looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
 
 
-def test_ray_reads_the_columns_that_are_used(tmp_path, cluster):
-    """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
+def test_ray_reads_only_what_is_used(tmp_path, cluster, capsys):
+    """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops.
+
+    Where no limit cuts the file, the filter is pushed down into the read.
+    """
     paths = [raw(tmp_path, number, 20) for number in range(2)]
     text = "not width < 3 and hash != 7 or caption == 'none' and width > 100"
-    config = PreprocessingConfig(row_filter=text, limit=25)
-    (segment,) = resumable_job.plan_segments(paths, config)
-    rows = inputs.read_rows(segment, config).take_all()
-    first = pa.concat_tables([pq.read_table(path) for path in paths])[:25]
-    expected = first.filter(filters.parse_filter(text).to_pyarrow())
-    assert segment.rows == 25 and 0 < len(expected) < 25
-    assert sorted(row["id"] for row in rows) == expected["hash"].to_pylist()
-    assert {row["source"] for row in rows} == {storage.name(path) for path in paths}
-    assert set(rows[0]) == {"id", "caption", "image", "error", "source"}
+    config = PreprocessingConfig(row_filter=text, limit=30)
+    segments = resumable_job.plan_segments(paths, config, rows_per_segment=20)
+    assert [segment.rows for segment in segments] == [20, 10]
+    plans = []
+    for path, segment in zip(paths, segments, strict=True):
+        dataset = inputs.read_rows(segment, config)
+        rows, table = dataset.take_all(), pq.read_table(path)[: segment.rows]
+        expected = table.filter(filters.parse_filter(text).to_pyarrow())["hash"].to_pylist()
+        assert [row["id"] for row in rows] == expected and 0 < len(expected) < segment.rows
+        assert {row["source"] for row in rows} == {storage.name(path)}
+        assert set(rows[0]) == {"id", "caption", "image", "error", "source"}
+        capsys.readouterr()
+        dataset.explain()
+        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
+    assert "Filter" not in plans[0] and "Limit" not in plans[0]
+    assert "Filter" in plans[1] and "limit=10" in plans[1]

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from helpers import ingest, schema, storage
+from helpers import schema, storage, validation
 from helpers.config import TrainingConfig
 from helpers.evaluation import memorisation
+from helpers.manifest import RowRange, read_manifest
+from helpers.read import read_row_ranges
 from tests.benchmarks import made_up
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (2, 4)}
@@ -24,18 +26,18 @@ def mixture(tmp_path_factory):
 
 def stored(uri, spec):
     """(ids, (N, D) means) of the rows that are trained on, read without the manifest's buckets."""
-    manifest = ingest.read_manifest(uri)
-    ranges = [ingest.RowRange(name, n, 0, rows) for name, groups in manifest.files for n, rows in enumerate(groups)]
-    rows = ingest.read_row_ranges(ranges, [schema.ID, spec.name], storage.join(uri, "data"))
+    manifest = read_manifest(uri)
+    ranges = [RowRange(name, n, 0, rows) for name, groups in manifest.files for n, rows in enumerate(groups)]
+    rows = read_row_ranges(ranges, [schema.ID, spec.name], storage.join(uri, "data"))
     rows = rows.filter(rows[spec.name].is_valid())
-    keep = ~schema.held_out(rows["id"].to_pylist(), 0.1)
+    keep = ~schema.held_out_mask(rows["id"].to_pylist(), 0.1)
     means = spec.decode(rows[spec.name])[0][:, 0].reshape(len(rows), -1).astype(np.float64)
     return np.array(rows["id"].to_pylist())[keep], means[keep]
 
 
 def brute_force(config, queries):
     """[(distance, folder, id)] of the nearest rows: by comparing every query with every row."""
-    spec = ingest.read_manifest(next(iter(config.proportions))).column(COLUMN)
+    spec = read_manifest(next(iter(config.proportions))).column(COLUMN)
     found = []
     for query in queries.reshape(len(queries), -1).astype(np.float64):
         rows = []
@@ -51,7 +53,7 @@ def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
     config, random = mixture, np.random.default_rng(0)
     queries = random.uniform(0, 2, size=(5, 4, 8, 8)).astype(np.float32)
     uri = list(config.proportions)[1]
-    ids, means = stored(uri, ingest.read_manifest(uri).column(COLUMN))
+    ids, means = stored(uri, read_manifest(uri).column(COLUMN))
     queries[3] = means[7].reshape(4, 8, 8)  # a copy
     found, held_out = memorisation.search(config, queries, num_held_out=40)
     assert found["query"].tolist() == [*range(5)]
@@ -61,9 +63,9 @@ def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
     copy = found.iloc[3]
     assert (copy["id"], copy["latents_uri"], copy["nearer"]) == (ids[7], uri, 0)
     assert copy["distance"] == pytest.approx(0, abs=1e-7) and (copy["latents"].ravel() == means[7]).all()
-    unseen = ingest.validation_rows(config, 40)
+    unseen = validation.held_out_rows(config, 40)
     unseen = unseen.filter(unseen[COLUMN].is_valid())
-    means = ingest.read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
+    means = read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
     nearest = [distance for distance, _, _ in brute_force(config, means)]
     assert sorted(held_out) == pytest.approx(sorted(nearest), abs=1e-7) and min(held_out) > 0.1
 

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import io
 import os
-import pathlib
 import signal
 
 import numpy as np
@@ -16,37 +15,22 @@ import ray
 import torch
 from PIL import Image
 
-from helpers import diffusion, encoder, images, ingest, preprocess, storage
+from helpers import diffusion, encoder, images, preprocess, storage
 from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes, looks
+from helpers.manifest import read_manifest
 from helpers.train_step import Unit
+from tests.faults import slow
 from tests.pipelines import build_pipeline, encode
 
 ROWS = 600
 
 
-def picture(size=(64, 64), mode="RGB", file_format="PNG", **options):
+def picture(size):
     data = io.BytesIO()
-    Image.new("RGB", size, (200, 30, 60)).convert(mode).save(data, file_format, **options)
+    Image.new("RGB", size, (200, 30, 60)).save(data, "PNG")
     return data.getvalue()
-
-
-def write_rows(folder, rows, row_group_size=50, rows_per_file=None):
-    """LAION-style Parquet of [(id, caption, bytes)]."""
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    rows_per_file = rows_per_file or len(rows)
-    for number, start in enumerate(range(0, len(rows), rows_per_file)):
-        ids, captions, data = zip(*rows[start : start + rows_per_file], strict=True)
-        table = pa.table(
-            {
-                "hash": pa.array(ids, pa.int64()),
-                "caption": pa.array(captions, pa.string()),
-                "width": pa.array([64.0] * len(ids)),
-                "jpg": pa.array(data, pa.binary()),
-            }
-        )
-        pq.write_table(table, f"{folder}/{number:03d}.parquet", row_group_size=row_group_size)
 
 
 def read_latents(latents_uri, name="data"):
@@ -66,8 +50,8 @@ def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
     raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
     written, rejected = read_latents(config.latents_uri), read_latents(config.latents_uri, "rejects")
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
-    assert manifest.total("read") == ROWS == manifest.total("written") + sum(manifest.rejected.values())
-    assert manifest.total("written") == written.num_rows
+    assert manifest.read == ROWS == manifest.written + sum(manifest.rejected.values())
+    assert manifest.written == written.num_rows
     assert manifest.rejected == collections.Counter(rejected["reason"].to_pylist())
     assert set(rejected["source"].to_pylist()) <= {
         "shapes-00000.parquet",
@@ -78,7 +62,7 @@ def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
 
 def test_the_manifest_knows_each_file_and_its_row_groups(finished):
     config, manifest = finished
-    assert ingest.read_manifest(config.latents_uri) == manifest
+    assert read_manifest(config.latents_uri) == manifest
     names = [storage.name(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
     assert sorted(names) == sorted(name for name, _ in manifest.files)
     for name, row_groups in manifest.files:
@@ -91,12 +75,12 @@ def test_the_manifest_knows_each_file_and_its_row_groups(finished):
 def test_the_manifest_says_what_a_job_took(finished):
     config, manifest = finished
     on_disk = sum(os.path.getsize(path) for path in storage.list_files(f"{config.latents_uri}/data"))
-    assert manifest.total("bytes") == on_disk and manifest.segments[0]["encoders"] == 1
+    assert manifest.bytes == on_disk and manifest.segments[0]["encoders"] == 1
     assert all(looks.stage_rates(manifest, config)["images_per_second"] > 0)
     assert list(looks.encoder_timeline(manifest)) == ["seconds", "busy", "images_per_second"]
     # One call of the encoder is time too.
-    assert 0 < manifest.total("encode_seconds") <= manifest.total("encoding_seconds") + 0.1
-    assert manifest.total("encoding_seconds") < manifest.total("seconds")
+    assert 0 < manifest.encode_seconds <= manifest.encoding_seconds + 0.1
+    assert manifest.encoding_seconds < manifest.seconds
 
 
 def test_a_survey_knows_sizes_and_whole_captions(finished):
@@ -186,45 +170,6 @@ def test_small_and_long_pictures_are_used_only_if_asked():
     )
 
 
-def test_a_rerun_does_only_the_segments_that_are_missing(cluster, tmp_path, monkeypatch):
-    """With a filter, whose rows are counted, and a limit, which bounds what is read."""
-    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(80)], rows_per_file=40)
-    config = PreprocessingConfig(
-        storage=str(tmp_path),
-        input_uri=str(tmp_path / "raw"),
-        resolutions=[32],
-        row_filter="hash >= 20 and hash < 65",
-        limit=70,
-    )
-    job = preprocess.prepare(config, rows_per_segment=40)
-    pipeline = build_pipeline(job, config)
-
-    def interrupted(segment):
-        if segment.index == 1:
-            raise KeyboardInterrupt  # what a stopped cell raises
-        return pipeline(segment)
-
-    with pytest.raises(KeyboardInterrupt):
-        job.run(interrupted)
-    assert not storage.exists(storage.join(config.latents_uri, "manifest.json"))
-    with pytest.raises(FileNotFoundError, match="No latents at"):
-        ingest.read_manifest(config.latents_uri)
-    first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(storage.join(config.latents_uri, "data"))}
-    assert sum(pq.read_metadata(path).num_rows for path in first) == 20
-
-    pathlib.Path(config.latents_uri, "data", "000001-0123456789ab.parquet").write_bytes(b"half")
-    monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
-    again = preprocess.prepare(config, rows_per_segment=40)
-    assert [segment.index for segment in again.pending()] == [1]
-    manifest = again.run(build_pipeline(again, config))
-    assert sorted(read_latents(config.latents_uri)["id"].to_pylist()) == list(range(20, 65))
-    assert (manifest.total("read"), manifest.total("written"), manifest.total("filtered")) == (70, 45, 25)
-    assert (
-        first.items()
-        <= {p: os.stat(p).st_mtime_ns for p in storage.list_files(storage.join(config.latents_uri, "data"))}.items()
-    )
-
-
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_parquet(config.raw_uri, 2500, rows_per_file=500)
@@ -280,8 +225,8 @@ def test_wrong_input_is_one_sentence(finished, tmp_path, change, error, sentence
 
 
 def test_files_of_somebody_else_are_not_deleted(tmp_path):
-    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(20)])
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    captioned_shapes.write_parquet(config.raw_uri, 20)
     (tmp_path / "latents/data").mkdir(parents=True)
     (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
     with pytest.raises(
@@ -292,10 +237,10 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
     assert (tmp_path / "latents/data/train-00000.parquet").exists()
 
 
-def test_an_input_that_changed_is_refused(cluster, tmp_path):
+def test_an_input_that_changed_is_refused(tmp_path):
     """A job cleans up behind an interrupted one, and leaves the files that it did not write."""
-    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(20)])
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    captioned_shapes.write_parquet(config.raw_uri, 20)
     job = preprocess.prepare(config)
 
     def interrupted(segment):
@@ -306,7 +251,7 @@ def test_an_input_that_changed_is_refused(cluster, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         job.run(interrupted)
     assert (tmp_path / "latents/data/notes.txt").exists()
-    write_rows(tmp_path / "raw", [(n, "a caption", picture()) for n in range(30)])
+    captioned_shapes.write_parquet(config.raw_uri, 30)
     with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
         preprocess.prepare(config)
 
@@ -372,7 +317,7 @@ def test_an_input_without_rows_is_refused(tmp_path):
         preprocess.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
 
-@pytest.mark.variants
+@slow
 def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
     config, manifest = finished
     small = PreprocessingConfig(

@@ -1,8 +1,8 @@
 """Each profile on simulated nodes that carry the accelerators' names: where its encoders and trainers are placed.
 
 What a profile asks for is taken from the notebooks' cells, with the profile's values. The full counts are placed as the
-bundles of a placement group, which stand for the actors without a process each. Then one encoder and one trainer of
-each profile really start, with the tiny models on the CPU, and say on which node they are.
+bundles of a placement group, which stand for the actors without a process each. Then one encoder and one trainer
+really start, with the tiny models on the CPU, and say on which node they are.
 """
 
 import functools
@@ -18,11 +18,11 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers import encoder, ingest, storage, train
+from helpers import encoder, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes, full_run
-from tests.faults import add_node, placed_encoder, simulated_cluster, this_node
+from tests.faults import add_node, placed_encoder, slow, this_node
 from tests.pipelines import PREPROCESSING, TRAINING, encode, fit, from_notebook, stand_in
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -69,7 +69,7 @@ def trainer_requests(profile):
         config=config,
         TorchTrainer=trainer,
         ScalingConfig=ScalingConfig,
-        ingest=stand_in(ingest, execution_options=lambda config: None),  # which read the latents
+        execution_options=lambda config: None,  # which read the latents
         at_checkpoints=stand_in(at_checkpoints, validation_config=lambda *_: None),
         **{"evaluating_loop": None, "test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
@@ -81,14 +81,16 @@ def trainer_requests(profile):
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory):
-    """{node id: kind of GPU} of a simulated cluster of four A100 nodes and 58 A10Gs; the shared cluster is stopped."""
+def kinds(nodes):
+    """{node id: kind of GPU} of four A100 nodes and 58 A10Gs, which carry their names alone."""
     small = dict(object_store_memory=80_000_000)
-    with simulated_cluster(2) as cluster:
-        a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1})
-        nodes = {add_node(cluster, **a100, **small).node_id: "A100" for _ in range(A100_NODES)}
-        a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1})
-        yield {**nodes, add_node(cluster, **a10g, **small).node_id: "A10G"}
+    a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1})
+    a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1})
+    added = {add_node(nodes, **a100, **small): "A100" for _ in range(A100_NODES)}
+    added[add_node(nodes, **a10g, **small)] = "A10G"
+    yield {node.node_id: kind for node, kind in added.items()}
+    for node in added:
+        nodes.remove_node(node, allow_graceful=False)
 
 
 def place(requests):
@@ -100,21 +102,21 @@ def place(requests):
     return [placed[number] for number in range(len(requests))]
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_is_placed_as_it_says(kinds, name, tmp_path):
-    profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
-    encoders, trainers = encoder_requests(profile), trainer_requests(profile)
-    assert (len(encoders), len(trainers)) == (profile["num_encoders"], profile["num_training_workers"])
-    together = [encoders + trainers] if name in ("laptop", "full-sd2-256", "full-sd2-512") else [encoders, trainers]
-    places = [node for requests in together for node in place(requests)]
-    wanted = [profile.get("encoder_accelerator_type")] * len(encoders)
-    wanted += [profile.get("training_accelerator_type")] * len(trainers)
-    for node, kind, request in zip(places, wanted, encoders + trainers, strict=True):
-        assert kind is None or kinds[node] == kind
-        assert "GPU" not in request or node in kinds
-    gpus = [sum(request.get("GPU", 0) for request in requests) for requests in together]
-    assert max(gpus) <= {"laptop": 0, "one-gpu": 1, "8xa100": 8}.get(name, 8 * A100_NODES + A10GS)
+@slow
+def test_profiles_are_placed_as_they_say(kinds, tmp_path):
+    for name in PROFILES:
+        profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
+        encoders, trainers = encoder_requests(profile), trainer_requests(profile)
+        assert (len(encoders), len(trainers)) == (profile["num_encoders"], profile["num_training_workers"]), name
+        together = [encoders + trainers] if name in ("laptop", "full-sd2-256", "full-sd2-512") else [encoders, trainers]
+        places = [node for requests in together for node in place(requests)]
+        wanted = [profile.get("encoder_accelerator_type")] * len(encoders)
+        wanted += [profile.get("training_accelerator_type")] * len(trainers)
+        for node, kind, request in zip(places, wanted, encoders + trainers, strict=True):
+            assert kind is None or kinds[node] == kind, name
+            assert "GPU" not in request or node in kinds, name
+        gpus = [sum(request.get("GPU", 0) for request in requests) for requests in together]
+        assert max(gpus) <= {"laptop": 0, "one-gpu": 1, "8xa100": 8}.get(name, 8 * A100_NODES + A10GS), name
 
 
 # What a CPU can do in place of a profile's values. Where its workers are placed stays as the profile says.
@@ -152,22 +154,20 @@ def loop_that_says_where(file, values):
     train.train_loop_per_worker(values)
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize("name", PROFILES)
-def test_one_encoder_and_one_trainer_of_a_profile_start_where_it_says(kinds, name, tmp_path):
-    profile = {**full_run.read_profile(name), **TINY, "storage": str(tmp_path), "input_uri": ""}
+@slow
+def test_an_encoder_and_a_trainer_of_the_full_run_start_where_it_says(kinds, tmp_path):
+    profile = {**full_run.read_profile("full-sd2-256"), **TINY, "storage": str(tmp_path), "input_uri": ""}
     raw, config = PreprocessingConfig.from_parameters(profile), TrainingConfig.from_parameters(profile)
     captioned_shapes.write_parquet(raw.raw_uri, 48)
-    assert encode(raw, latent_encoder=placed_encoder(str(tmp_path / "encoders"))).total("written") == 48
+    assert encode(raw, latent_encoder=placed_encoder(str(tmp_path / "encoders"))).written == 48
     fit(
         config,
         loop=functools.partial(loop_that_says_where, str(tmp_path / "trainer")),
-        use_gpu=profile.get("use_gpu", False),
-        training_accelerator_type=profile.get("training_accelerator_type"),
+        use_gpu=True,
+        training_accelerator_type=profile["training_accelerator_type"],
         TorchTrainer=functools.partial(TorchTrainer, torch_config=TorchConfig(backend="gloo")),  # NCCL wants real GPUs
     )
     assert train.last_step(config) == 2
     (encoder_node,) = (storage.name(path) for path in storage.list_files(str(tmp_path / "encoders")))
-    trainer_node = (tmp_path / "trainer").read_text()
-    for node, kind in ((encoder_node, "encoder_accelerator_type"), (trainer_node, "training_accelerator_type")):
-        assert profile.get(kind) in (None, kinds.get(node))
+    placed = (kinds[encoder_node], kinds[(tmp_path / "trainer").read_text()])
+    assert placed == (profile["encoder_accelerator_type"], profile["training_accelerator_type"]) == ("A10G", "A100")

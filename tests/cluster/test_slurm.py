@@ -62,7 +62,7 @@ def slurm(tmp_path):
     shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_the_slurm_script_starts_ray_on_all_nodes(slurm, tmp_path):
     """Both components' nodes have joined when the command runs, and its exit status is the job's."""
     command = ["bash", SCRIPT, "python", "-c", COMMAND + "; raise SystemExit(3)"]

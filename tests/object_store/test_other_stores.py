@@ -69,7 +69,7 @@ def test_any_key_can_be_written_listed_read_and_deleted(store, tmp_path, name):
     assert not storage.exists(folder)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_a_job_and_a_run_keep_everything_in_the_store(store):
     """Their variables reach Ray's workers."""
     script = f"""

@@ -7,7 +7,7 @@ from helpers.runtime import metrics_log
 from tests.pipelines import draw_and_encode, fit, short_run
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_resuming_workers_of_a_node_download_once(store, cluster):
     """And so do those of a run that starts from another."""
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from helpers import unet
 from helpers.runtime import profiling
 from tests.benchmarks import gpu_all, gpu_step, record, roofline, table
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers import encoder, images, preprocess, resumable_job, run_setup, schema, storage, held_out_rows
+from helpers import encoder, held_out_rows, images, preprocess, resumable_job, run_setup, schema, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import looks

@@ -178,7 +178,7 @@ def test_a_hung_process_tells_where_it_hangs_and_ends_itself():
     assert code == -signal.SIGKILL and "hung True\n" in said and "threading.py" in said
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
 def test_a_hung_process_ends_itself_even_if_its_report_hangs(on_hang):
     """As where the storage that it would write to is what does not answer."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import encoder, kept_latents, online, read, schema, storage, train, held_out_rows
+from helpers import encoder, held_out_rows, kept_latents, online, read, schema, storage, train
 from helpers.config import OnlineConfig, TrainingConfig
 from helpers.manifest import MANIFEST, read_files, read_manifest, write_manifest
 from helpers.plan import Plan, Shape, load_plan

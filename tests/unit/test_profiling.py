@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from helpers import run_setup
-from helpers.manifest import Manifest
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
+from helpers.manifest import Manifest
 from helpers.runtime import metrics_log, profiling
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
@@ -168,7 +168,7 @@ def worker(rank, folder, manifest, rows, worlds):
 
 @pytest.fixture(
     scope="module",
-    params=[[2], pytest.param([2, 4], marks=pytest.mark.variants)],
+    params=[[2], pytest.param([2, 4], marks=pytest.mark.slow)],
     ids=["2 ranks", "2 and 4 ranks"],
 )
 def held(tmp_path_factory, build_manifest, build_latents, request):
@@ -178,7 +178,7 @@ def held(tmp_path_factory, build_manifest, build_latents, request):
     return json.loads((folder / "memory.json").read_text())
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_ranks_hold_the_bytes_that_were_estimated(held):
     assert len(held) in (4, 8)
     for name, found in held.items():
@@ -192,7 +192,7 @@ def test_ranks_hold_the_bytes_that_were_estimated(held):
         assert found["kept"] == expected["gathered" if strategy in ("fsdp", "hsdp") else "parameters"], name
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_communication_is_a_share_of_the_step(held):
     assert all(0 < found["communication"] < 1 for found in held.values())
 
@@ -200,7 +200,7 @@ def test_communication_is_a_share_of_the_step(held):
 # ---- the ablation
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_the_ablation_compares_each_setting_with_the_first(monkeypatch):
     monkeypatch.setattr(ablations, "has_compiler", lambda: False)  # compiling has tests of its own, and takes a minute
     config = TrainingConfig(global_batch_size=4, resolution=32)

@@ -121,9 +121,9 @@ def held_on_rank_0(name, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.variants) for name in ("fsdp-full", "hsdp"))]
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp-full", "hsdp"))]
 )
-@pytest.mark.parametrize("name", ["tiny", pytest.param("sd2-base", marks=pytest.mark.variants)])
+@pytest.mark.parametrize("name", ["tiny", pytest.param("sd2-base", marks=pytest.mark.slow)])
 def test_a_rank_of_32_holds_the_bytes_that_were_estimated(ranks, name, strategy):
     expected = estimates.memory(name, strategy, RANKS, precision="bf16", ranks_per_node=RANKS_PER_NODE)
     assert held_on_rank_0(name, strategy) == expected

@@ -7,6 +7,7 @@ import ray
 
 from helpers.config import TrainingConfig
 from helpers.runtime import session
+from helpers.runtime import throttle as throttle_module
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, caps
 
 
 def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
-    now, throttle = 0.0, throttle.SchedulerThrottle()
+    now, throttle = 0.0, throttle_module.SchedulerThrottle()
 
     def sleep(seconds):
         nonlocal now
@@ -88,6 +89,6 @@ def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
             throttle.on_execution_step(None)
             yield now - before
 
-    monkeypatch.setattr(session, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    monkeypatch.setattr(throttle_module, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
     assert list(pauses(0.001))[-1] == pytest.approx(0.05)
     assert list(pauses(0.1))[-1] < 0.001

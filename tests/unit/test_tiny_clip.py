@@ -58,7 +58,7 @@ def test_the_clip_score_falls_with_the_share_of_wrong_pictures(clip):
     assert found == sorted(found, reverse=True) and len(set(found)) == 6
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_the_card_states_the_retrieval_accuracy_of_these_files(clip):
     card = (FOLDER / "README.md").read_text()
     found = build_tiny_clip.retrieval_scores(clip)
@@ -68,7 +68,7 @@ def test_the_card_states_the_retrieval_accuracy_of_these_files(clip):
         assert float(stated.strip(" %")) == pytest.approx(100 * value, abs=1), name
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_a_build_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(build_tiny_clip, "NUM_FAMILIES", 40)
     monkeypatch.setattr(build_tiny_clip, "NUM_UNSEEN", 4)

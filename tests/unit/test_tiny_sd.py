@@ -82,7 +82,7 @@ def test_scaled_latents_have_unit_variance(vae):
     assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_the_text_encoder_separates_every_attribute(text_encoder, tokenizer):
     separation = build_tiny_sd.attribute_separation(text_encoder, tokenizer)
     assert set(build_tiny_sd.ATTRIBUTES) < set(separation)
@@ -131,7 +131,7 @@ def test_the_card_states_the_scores_of_these_files(reconstruction):
     assert float(stated["Detector, one object, 64x64"].rstrip("%")) >= 95
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 def test_a_short_build_replaces_the_old_model(tmp_path, monkeypatch):
     for name in ("draw_shapes", "draw_textures", "draw_families"):
         monkeypatch.setattr(build_tiny_sd, name, few(getattr(build_tiny_sd, name)))

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import checkpoint, schema, validation
-from helpers.manifest import Manifest
-from helpers.read import UNIT
 from helpers import train as worker_loop
 from helpers.config import TrainingConfig
+from helpers.manifest import Manifest
+from helpers.read import UNIT
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet, has_compiler, load_unet_config
 from tests.conftest import SHAPES
@@ -297,7 +297,7 @@ def compiled_worker(rank, folder, configs, manifest, rows):
         torch.save(found, f"{folder}/compiled.pt")
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, recipe, manifest, rows):
     configs = {
@@ -407,8 +407,8 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     monkeypatch.setattr(Unit, "from_arrow", record)
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
-    monkeypatch.setattr(ingest, "read_manifests", lambda config, heads: dict.fromkeys(config.proportions, manifest))
-    steps = worker_loop.train_steps(config, manifest, range(3), rejects)
+    monkeypatch.setattr(worker_loop, "read_manifests", lambda config: dict.fromkeys(config.proportions, manifest))
+    steps = worker_loop.StepSource(config).steps(0, rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)

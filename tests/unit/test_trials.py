@@ -9,9 +9,9 @@ import torch
 from scipy import stats
 
 from helpers import diffusion, validation
-from helpers.manifest import read_manifest
 from helpers.config import TrainingConfig
 from helpers.evaluation import trials
+from helpers.manifest import read_manifest
 from helpers.unet import build_unet
 from tests.benchmarks import made_up
 
