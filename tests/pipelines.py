@@ -229,7 +229,7 @@ def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, eval
 
 
 def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
-    """Run the trainers of an online run, with `keep_latents` one after the other; `fitted(source)` is called after each.
+    """Run the trainers of an online run, one after the other; `fitted(source)` is called after each.
 
     As a cell of the online notebook does.
     """
