@@ -1,15 +1,18 @@
 """Pre-training a text-to-image diffusion model: what goes inside the Ray Data and Ray Train calls of the notebooks.
 
-Read the six modules marked * first: they hold the core. The list is in reading order: a module imports only modules
+Read the seven modules marked * first: they hold the core. The list is in reading order: a module imports only modules
 above it, plus data_io/, runtime/ and evaluation/.
 
 Core
     storage         files on a disk or an object store, by one path or URI
     config          the notebooks' parameters, checked when they are built
-    schema          the layout of latents on disk: columns, their shapes and codecs, the manifest
+    schema          the columns of latents on disk: names, shapes, bytes
+    manifest        what a latents folder says about itself: counts, encoder, files with their row groups
     images          encoded bytes to RGB pictures of a given shape; captions to token ids
   * encoder         the actor that turns pictures and captions into latents and embeddings
-  * ingest          the epoch plan: which rows make which step, on any number of workers
+  * plan            which rows make which step, on any number of workers
+  * read            how they get to the workers: Ray Data's tasks, blocks in order
+    held_out_rows   the latents that a run is validated on
     resumable_job   the commit protocol of a preprocessing job
   * preprocess      the stages around the encoder: transform, write
     online          the epoch plan over raw pictures, encoded on the way to the trainers
@@ -39,6 +42,7 @@ runtime/            support at run time
     profiling       FLOPs, MFU, the profile of a step
     fault_tolerance hung workers, spot notices, records of failures
     ray_errors      what Ray's errors mean: was something lost?
+    throttle        keeps Ray Data's scheduling loop from taking a core from the trainer
 evaluation/         is the model getting better?
     prompts         prompts from a list, a file, COCO's captions
     scores          CLIP score and CMMD, and the CLIP model behind them

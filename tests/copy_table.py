@@ -18,10 +18,11 @@ BEGIN, END = "<!-- copy table -->", "<!-- end of copy table -->"
 COPIED = {
     "encoder": "the actor that turns pictures and captions into latents and embeddings",
     "preprocess": "what the preprocessing pipeline maps over rows: transform, write",
-    "ingest": "the epoch plan: which rows make which step, on any number of workers",
+    "plan": "which rows make which step, on any number of workers",
+    "read": "how these rows get to the workers, by Ray Data",
     "unet": "the U-Net, sharded and compiled",
     "train": "the function that each Ray Train worker runs",
-    "evaluate": "pictures from prompts, validation, export as a diffusers pipeline",
+    "sampling": "pictures from prompts, export as a diffusers pipeline",
 }
 PACKAGES = {"PIL": "pillow"}  # imported name -> what pip calls it, where they differ
 

@@ -24,10 +24,9 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from .. import schema, storage, validation
+from .. import held_out_rows, schema, storage
 from ..config import TrainingConfig
-from ..manifest import Manifest, read_manifests
-from ..plan import Source
+from ..manifest import Files, Manifest, read_files, read_manifests
 from ..read import read_row_ranges
 
 TASK_BYTES = 2**30  # read by one task of the pass
@@ -38,7 +37,7 @@ PLACE = ["data_set", "group", "row"]
 class DataSet(NamedTuple):
     """A data set, and its row groups that hold rows to search."""
 
-    source: Source
+    files: Files
     groups: np.ndarray
 
 
@@ -77,10 +76,10 @@ def search(
     spec = find_column(manifests, config, latents_NCHW)
     scale = next(iter(manifests.values())).scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)
-    unseen = validation.held_out_rows(config, num_held_out)
+    unseen = held_out_rows.first(config, num_held_out)
     if unseen is not None and spec.name in unseen.column_names:
         queries = np.concatenate([queries, read_means(unseen.filter(unseen[spec.name].is_valid()), spec)])
-    data_sets = [training_groups(uri, manifest, spec) for uri, manifest in manifests.items()]
+    data_sets = [training_groups(uri, spec) for uri in manifests]
     nearest = run_pass(data_sets, spec, queries)
     if nearest.empty:
         raise ValueError(f"No row of {config.latents_uri} is trained on with latents in {spec.name!r}.")
@@ -92,12 +91,11 @@ def search(
         nearest["nearer"] = np.searchsorted(np.sort(held_out), nearest["distance"], side="right") / len(held_out)
     tables = []
     for number, group, row in nearest[PLACE].itertuples(index=False):
-        source = data_sets[number].source
-        columns = [schema.ID, schema.CAPTION, spec.name]
-        tables.append(read_row_ranges([source.row_range(group, row, 1)], columns, storage.join(source.uri, "data")))
+        files, columns = data_sets[number].files, [schema.ID, schema.CAPTION, spec.name]
+        tables.append(read_row_ranges([files.row_range(group, row, 1)], columns, storage.join(files.uri, "data")))
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
-    nearest["latents_uri"] = [data_sets[number].source.uri for number in nearest["data_set"]]
+    nearest["latents_uri"] = [data_sets[number].files.uri for number in nearest["data_set"]]
     nearest["latents"] = list(read_means(rows, spec).reshape(-1, *spec.shape[1:]))
     return nearest.drop(columns=PLACE), held_out
 
@@ -115,15 +113,12 @@ def find_column(manifests: dict[str, Manifest], config: TrainingConfig, latents_
     )
 
 
-def training_groups(uri: str, manifest: Manifest, spec: schema.ColumnSpec) -> DataSet:
+def training_groups(uri: str, spec: schema.ColumnSpec) -> DataSet:
     """The row groups of a data set whose rows are trained on and have latents in a column."""
-    names, bucket_of_group = manifest.group_buckets
-    buckets = [
-        number
-        for number, name in enumerate(names)
-        if not name.startswith(schema.HELD_OUT) and spec.name in schema.bucket_columns(name)
-    ]
-    return DataSet(Source.of(uri, manifest.files), np.flatnonzero(np.isin(bucket_of_group, buckets)))
+    files = read_files(uri)
+    trained = [bucket for bucket in files.bucket_names if not bucket.startswith(schema.HELD_OUT)]
+    groups = [files.groups_of(bucket) for bucket in trained if spec.name in schema.bucket_columns(bucket)]
+    return DataSet(files, np.sort(np.concatenate(groups)) if groups else np.zeros(0, np.int32))
 
 
 def read_means(rows: pa.Table, spec: schema.ColumnSpec) -> np.ndarray:
@@ -166,9 +161,9 @@ def search_groups(
 
 def read_groups(data_set: DataSet, groups: np.ndarray, spec: schema.ColumnSpec) -> tuple[pd.DataFrame, np.ndarray]:
     """`(columns group and row, (B, D) means)` of the rows of these row groups that are searched."""
-    counts = data_set.source.group_rows[groups]
-    ranges = [data_set.source.row_range(group, 0, count) for group, count in zip(groups, counts, strict=True)]
-    rows = read_row_ranges(ranges, [spec.name], storage.join(data_set.source.uri, "data"))
+    counts = data_set.files.group_rows[groups]
+    ranges = [data_set.files.row_range(group, 0, count) for group, count in zip(groups, counts, strict=True)]
+    rows = read_row_ranges(ranges, [spec.name], storage.join(data_set.files.uri, "data"))
     row_numbers = np.concatenate([np.arange(count) for count in counts])
     return pd.DataFrame({"group": np.repeat(groups, counts), "row": row_numbers}), read_means(rows, spec)
 

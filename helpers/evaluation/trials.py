@@ -22,9 +22,9 @@ import torch
 
 from .. import diffusion, validation
 from ..config import TrainingConfig
-from ..manifest import Manifest, read_manifest, read_manifests
-from ..plan import plan_run
-from ..read import read_chunks, read_latents, worker_units
+from ..manifest import Manifest, read_manifest
+from ..plan import load_plan
+from ..read import latents_reader, read_chunks, worker_units
 from ..train_step import TrainStep, Unit
 
 NUM_ROWS = 256  # held-out rows that errors are measured on
@@ -82,10 +82,10 @@ def train(config: TrainingConfig) -> torch.nn.Module:
 
 def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     """The global batches of a run's steps, as Ray Train's workers get them, read in this process."""
-    manifests, steps = read_manifests(config), range(config.max_steps)
-    manifest, plan = next(iter(manifests.values())), plan_run(manifests, config)
+    plan, steps = load_plan(config), range(config.max_steps)
+    manifest = read_manifest(next(iter(config.proportions)))
     chunks = plan.chunk_range(0, len(steps))
-    options = {"first_chunk": chunks.start, "first_step": 0, "num_steps": len(steps), "read": read_latents}
+    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": latents_reader(plan)}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):
         latents = plan.latents_at(step)

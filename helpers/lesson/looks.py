@@ -24,15 +24,15 @@ def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame
     """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     rows = manifest.read - manifest.filtered
-    seconds = {stage: manifest.total(f"{stage}_seconds") for stage in workers}
+    seconds = {stage: manifest.work[f"{stage}_seconds"] for stage in workers}
     rates = [(stage, number * rows / seconds[stage], number) for stage, number in workers.items() if seconds[stage]]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
 
 
-def encoder_timeline(manifest: Manifest) -> pd.DataFrame:
-    """A frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
+def encoder_timeline(segments: list[dict]) -> pd.DataFrame:
+    """Segments -> a frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
     points, before = [], 0.0
-    for segment in manifest.segments:
+    for segment in segments:
         points += [(before + seconds, *values) for seconds, *values in segment["timeline"]]
         before += segment["seconds"]
     return pd.DataFrame(points, columns=["seconds", "busy", "images_per_second"])

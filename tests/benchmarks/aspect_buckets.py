@@ -12,7 +12,7 @@ import tempfile
 
 import numpy as np
 
-from helpers import sampling
+from helpers import run_setup, sampling
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import trials
 from helpers.lesson import captioned_shapes, looks
@@ -46,7 +46,7 @@ def main():
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
-            buckets[name] = plan_run({raw.latents_uri: manifest}, config).describe_buckets()
+            buckets[name] = run_setup.describe_shapes(plan_run({raw.latents_uri: manifest}, config))
             pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config.prediction_type)
             pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]

@@ -28,6 +28,7 @@ from helpers import encoder, preprocess, resumable_job, storage
 from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
+from helpers.manifest import read_segments
 from helpers.runtime import session
 from tests.benchmarks import record
 from tests.pipelines import build_pipeline
@@ -121,11 +122,12 @@ def main():
             f"last tenth / first tenth: throughput {rates[-1] / rates[0]:.3f}, "
             f"memory {memory[-1, 0] / memory[0, 0]:.3f}, a process {each[-1] / each[0]:.3f}"
         )
-        shares = [share for segment in manifest.segments for _, share, _ in segment["timeline"]]
+        segments = read_segments(config.latents_uri)
+        shares = [share for segment in segments for _, share, _ in segment["timeline"]]
         busy = statistics.median(shares) if shares else None
         if busy is not None:
             print(f"the encoder computes for {busy:.1%} of its time (median over the job)")
-        estimate(manifest, config, given.rows)
+        estimate(manifest, segments, config, given.rows)
         record.write(
             "million_rows",
             {
@@ -138,25 +140,25 @@ def main():
         )
 
 
-def estimate(manifest, config, rows, request_seconds=0.03, encoders=58):
+def estimate(manifest, segments, config, rows, request_seconds=0.03, encoders=58):
     """Costs of a file, a row and a commit, and 2 billion rows of them on an object store."""
     paths = inputs.list_inputs(config.input_uri)
     started = time.perf_counter()
     inputs.count_rows(paths, config)
     footer = (time.perf_counter() - started) / len(paths)
-    gaps = [segment["seconds"] - segment["encoding_seconds"] for segment in manifest.segments]
+    gaps = [segment["seconds"] - segment["encoding_seconds"] for segment in segments]
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        storage.write_json(storage.join(folder, "entry.json"), manifest.segments[0])
+        storage.write_json(storage.join(folder, "entry.json"), segments[0])
         commit = time.perf_counter() - started
-    stages = {stage: manifest.total(f"{stage}_seconds") for stage in ("transform", "encode", "write")}
-    files, size = len(manifest.files), len(json.dumps(manifest.to_dict()))
+    stages = {stage: manifest.work[f"{stage}_seconds"] for stage in ("transform", "encode", "write")}
+    files, size = sum(len(segment["files"]) for segment in segments), len(json.dumps(segments))
     print(f"a file: {footer * 1e3:.1f} ms to count its rows (16 at a time, on this disk)")
     print("a row: " + ", ".join(f"{seconds / rows * 1e3:.2f} ms {stage}" for stage, seconds in stages.items()))
     print(
         f"a segment: {statistics.median(gaps):.1f} s in which nothing is encoded, {commit * 1e3:.1f} ms for its commit"
     )
-    print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of the manifest")
+    print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of files.json")
     scale, number = 2e9 / rows, 2e9 / (resumable_job.ROWS_PER_SEGMENT * encoders)
     print(
         f"2,000,000,000 rows in 200,000 files, {encoders} encoders, "

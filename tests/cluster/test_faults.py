@@ -20,7 +20,7 @@ from helpers import checkpoint, encoder, preprocess, storage, train
 from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_manifest
+from helpers.manifest import read_files, read_manifest
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
 from tests.faults import (
     assert_same_run,
@@ -202,7 +202,8 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
 
 def table_of(latents_uri, manifest):
     """All rows that a job wrote, in its order."""
-    return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name, _ in manifest.files])
+    names = read_files(latents_uri).names.to_pylist()
+    return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name in names])
 
 
 class FooterlessFiles(pa.fs.FSSpecHandler):
@@ -287,5 +288,5 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     assert first.items() < files.items()
     assert sorted(sum((pq.read_table(path)["id"].to_pylist() for path in files), [])) == sorted(wanted)
-    counts = [manifest.total(count) for count in ("read", "written", "filtered")]
+    counts = [manifest.read, manifest.written, manifest.filtered]
     assert counts == [70, len(wanted), 70 - len(wanted)] and 0 < len(wanted) < 70

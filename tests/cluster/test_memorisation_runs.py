@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from helpers import schema, storage, validation
+from helpers import held_out_rows, schema, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import memorisation
-from helpers.manifest import RowRange, read_manifest
+from helpers.manifest import read_files, read_manifest
 from helpers.read import read_row_ranges
 from tests.benchmarks import made_up
 
@@ -26,8 +26,8 @@ def mixture(tmp_path_factory):
 
 def stored(uri, spec):
     """(ids, (N, D) means) of the rows that are trained on, read without the manifest's buckets."""
-    manifest = read_manifest(uri)
-    ranges = [RowRange(name, n, 0, rows) for name, groups in manifest.files for n, rows in enumerate(groups)]
+    files = read_files(uri)
+    ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows)]
     rows = read_row_ranges(ranges, [schema.ID, spec.name], storage.join(uri, "data"))
     rows = rows.filter(rows[spec.name].is_valid())
     keep = ~schema.held_out_mask(rows["id"].to_pylist(), 0.1)
@@ -63,7 +63,7 @@ def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
     copy = found.iloc[3]
     assert (copy["id"], copy["latents_uri"], copy["nearer"]) == (ids[7], uri, 0)
     assert copy["distance"] == pytest.approx(0, abs=1e-7) and (copy["latents"].ravel() == means[7]).all()
-    unseen = validation.held_out_rows(config, 40)
+    unseen = held_out_rows.first(config, 40)
     unseen = unseen.filter(unseen[COLUMN].is_valid())
     means = read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
     nearest = [distance for distance, _, _ in brute_force(config, means)]

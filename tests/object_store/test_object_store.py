@@ -10,7 +10,7 @@ import pytest
 from helpers import checkpoint, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_manifest
+from helpers.manifest import read_files, read_manifest
 from helpers.plan import load_plan
 from helpers.read import read_chunks, read_latents
 from tests.benchmarks import made_up
@@ -144,7 +144,7 @@ def test_a_server_that_fails_now_and_then_loses_no_row(finished):
     )
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
     assert manifest == read_manifest(config.latents_uri) and manifest.read == ROWS
-    assert sorted(name for name, _ in manifest.files) == sorted(
+    assert sorted(read_files(config.latents_uri).names.to_pylist()) == sorted(
         storage.name(path) for path in storage.list_files(f"{config.latents_uri}/data")
     )
 

@@ -14,6 +14,7 @@ from helpers import distributed, sampling, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
+from helpers.manifest import write_manifest
 from helpers.runtime import results
 from helpers.unet import build_unet
 
@@ -54,7 +55,7 @@ def build_run(tmp_path, build_manifest, build_latents):
         values = {"storage": str(tmp_path), "resolution": 32, "sampling_steps": 1, "checkpoint_every": 10}
         config = TrainingConfig(**{**values, "validate_every": 10, "max_steps": 40, **changes})
         manifest = build_manifest(encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"})
-        storage.write_json(storage.join(config.latents_uri, "manifest.json"), manifest.to_dict())
+        write_manifest(config.latents_uri, manifest, [])
         rows = storage.join(config.run_uri, "validation", "rows.parquet")
         storage.write_text(rows, "")
         pq.write_table(build_latents(held_out), rows)

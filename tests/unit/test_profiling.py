@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from helpers import run_setup
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
-from helpers.manifest import Manifest
 from helpers.runtime import metrics_log, profiling
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
@@ -122,7 +121,7 @@ def local(tensor):
 def worker(rank, folder, manifest, rows, worlds):
     """Bytes held on rank 0 of groups of `worlds` ranks, by strategy; and the share of a step that is communication."""
     torch.set_num_threads(1)
-    manifest, found = Manifest.from_dict(manifest), {}
+    found = {}
     for world in worlds:
         if rank >= world:
             continue
@@ -173,7 +172,7 @@ def worker(rank, folder, manifest, rows, worlds):
 )
 def held(tmp_path_factory, build_manifest, build_latents, request):
     folder = tmp_path_factory.mktemp("memory")
-    arguments = (str(folder), build_manifest().to_dict(), build_latents(8), request.param)
+    arguments = (str(folder), build_manifest(), build_latents(8), request.param)
     start_ranks(worker, arguments, nprocs=max(request.param))
     return json.loads((folder / "memory.json").read_text())
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import checkpoint, schema, validation
 from helpers import train as worker_loop
 from helpers.config import TrainingConfig
-from helpers.manifest import Manifest
 from helpers.read import UNIT
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet, has_compiler, load_unet_config
@@ -190,7 +189,7 @@ def continue_from(folder, name, config, manifest, rows, rank, world):
 def worker(rank, folder, configs, manifest, rows):
     """One of four processes, which take part in the runs of so many ranks."""
     torch.set_num_threads(1)
-    manifest, found, previous = Manifest.from_dict(manifest), {}, "alone"
+    found, previous = {}, "alone"
     for name, (world, _) in RUNS.items():
         if rank < world:
             with group(folder, f"group of {name}", rank, world):
@@ -220,7 +219,7 @@ def runs(tmp_path_factory, recipe, manifest, rows):
         name: recipe(num_training_workers=ranks, **options, **changes).to_dict()
         for name, (ranks, changes) in RUNS.items()
     }
-    start_ranks(worker, (str(folder), configs, manifest.to_dict(), rows), nprocs=4)
+    start_ranks(worker, (str(folder), configs, manifest, rows), nprocs=4)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
     return {name: [found[name] for found in ranks if name in found] for name in RUNS}, folder
 
@@ -283,7 +282,7 @@ def test_all_ranks_skip_a_step_in_which_one_has_a_nan(run):
 def compiled_worker(rank, folder, configs, manifest, rows):
     """One of two processes that train eager and compiled: losses of all steps, and the gradients of the first."""
     torch.set_num_threads(1)
-    manifest, found = Manifest.from_dict(manifest), {}
+    found = {}
     with group(folder, "compiled", rank, 2):
         for name, config in configs.items():
             state, gradients = TrainStep(TrainingConfig.from_dict(config), manifest), []
@@ -305,7 +304,7 @@ def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, recipe, 
         for strategy in ("ddp", "fsdp")
         for compiled in (False, True)
     }
-    start_ranks(compiled_worker, (str(tmp_path), configs, manifest.to_dict(), rows), nprocs=2)
+    start_ranks(compiled_worker, (str(tmp_path), configs, manifest, rows), nprocs=2)
     found = torch.load(tmp_path / "compiled.pt", weights_only=False)
     expected_losses, expected = found["ddp", False]
     for (strategy, compiled), (values, gradients) in found.items():
