@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from .. import diffusion, validation
+from .. import diffusion, held_out_rows
 from ..config import TrainingConfig
 from ..manifest import Manifest, read_manifest
 from ..plan import load_plan
@@ -54,7 +54,7 @@ def run(
         )
     configs = {name: dataclasses.replace(config, **changes) for name, changes in settings.items()}
     if measure is None:
-        rows = validation.held_out_rows(config, NUM_ROWS)
+        rows = held_out_rows.first(config, NUM_ROWS)
         if rows is None:
             raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
         manifest = read_manifest(next(iter(config.proportions)))

@@ -37,7 +37,8 @@ def random_batch(
     unet = load_unet_config(config.unet_config)
     resolution, width, random = config.largest_resolution, unet["cross_attention_dim"], np.random.default_rng(rank)
     shape = (2, unet["in_channels"], resolution // 8, resolution // 8)
-    manifest = Manifest(
+    manifest = Manifest.of(
+        [],
         encoder={"model": "random", "revision": "0", "precision": "fp16"},
         resolutions=[resolution],
         columns=[
@@ -48,7 +49,6 @@ def random_batch(
         id_type="int64",
         empty_caption_embedding=encode_embedding(np.zeros((num_tokens, width))),
         job={},
-        segments=[],
     )
     units, latents_spec = [], manifest.latents(resolution)
     for slot in range(rank, config.units_per_step, world):

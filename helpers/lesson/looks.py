@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from .. import images, preprocess, schema, storage, validation
+from .. import held_out_rows, images, preprocess, schema, storage
 from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..data_io import filters, inputs
 from ..evaluation import at_checkpoints
@@ -215,7 +215,7 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
-    rows = validation.held_out_rows(config, num_prompts) if given is None else None
+    rows = held_out_rows.first(config, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:
         for caption in captions:

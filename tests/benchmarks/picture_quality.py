@@ -73,8 +73,8 @@ def encode(config, raw):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
         found.append(latent_encoder(preprocess.transform(rows, config=config)))
     job = {"validation_share": 0.0}
-    manifest = Manifest(
-        **preprocess.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job, segments=[]
+    manifest = Manifest.of(
+        [], **preprocess.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job
     )
     layout = schema.latents_schema(pa.int64(), manifest.columns)
     table = pa.concat_tables(found).select(layout.names).cast(layout)

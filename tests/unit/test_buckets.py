@@ -265,9 +265,9 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
     run_setup.open_run(config)
     said = capsys.readouterr().out
     described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
-    assert {one["bucket"] for one in described} == {"64x64", "48x96", "96x48"}
+    assert {one["shape"] for one in described} == {"64x64", "48x96", "96x48"}
     for one in described:
-        sentence = f"Pictures of {one['bucket']} are left out: their {one['rows']} rows do not fill a batch of 9."
+        sentence = f"Pictures of {one['shape']} are left out: their {one['rows']} rows do not fill a batch of 9."
         assert (sentence in said) == (one["steps"] == 0)
     assert "Pictures of" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
 

@@ -124,11 +124,12 @@ def test_a_list_that_names_a_damaged_checkpoint_is_deleted(run_uri):
 def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
     """Even if another one is completed in between, by a worker that is being replaced."""
     config = TrainingConfig(storage=str(tmp_path), run_name="run")
-    assert train.choose_resume_point(config) == {"checkpoint": None, "step": 0} == train.read_resume_point(config)
+    source = train.StepSource(config)
+    assert train.choose_resume_point(config) == {"checkpoint": None, "step": 0} == source.resume_point()
     write_checkpoint(config.run_uri, 10)
     point = train.choose_resume_point(config)
     write_checkpoint(config.run_uri, 20)
-    assert train.read_resume_point(config) == point == {"checkpoint": checkpoint.checkpoint_name(10, 1), "step": 10}
+    assert source.resume_point() == point == {"checkpoint": checkpoint.checkpoint_name(10, 1), "step": 10}
     assert train.choose_resume_point(config)["step"] == 20 == train.last_step(config)
 
 

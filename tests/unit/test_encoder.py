@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from helpers import encoder, images, preprocess, resumable_job, schema, storage
+from helpers import encoder, images, preprocess, resumable_job, schema
 from helpers.config import OnlineConfig, PreprocessingConfig
 from tests.faults import ROOT
 from tests.unit.test_buckets import raw_rows
@@ -136,12 +136,11 @@ def test_the_commit_stands_in_the_manifest(hub):
 def test_another_revision_is_refused_on_resume(hub, tmp_path):
     def job(revision):
         made = preprocess.describe(config(hub, revision))
-        return resumable_job.Job(
-            str(tmp_path / "latents"), {}, made, plan=lambda: [None], listing={}, id_type=pa.int64()
-        )
+        segments = [resumable_job.Segment(0, [], 1)]
+        return resumable_job.Job(str(tmp_path / "latents"), {}, made, plan=lambda: segments, id_type=pa.int64())
 
     first = job("v1")
-    storage.write_json(first.uri(resumable_job.SEGMENTS, resumable_job.JOB), first.parameters)
+    first.save()
     job("v1")
     with pytest.raises(ValueError, match=rf"other parameters \(encoder=.*{COMMITS['v1']}.* not .*{COMMITS['main']}"):
         job(None)

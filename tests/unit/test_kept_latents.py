@@ -251,7 +251,7 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
     job = kept_latents.open_job(run.config, plan)
     options = {"stream": run.stream, "keep": job.write_arguments(None)}
     for _ in range(2):
-        for number, _ in enumerate(kept_latents.encode(plan, 0, 100, **options).iter_batches()):
+        for number, _ in enumerate(kept_latents.encode(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
         assert len(storage.list_files(job.uri("data"))) == len(job.committed())
 

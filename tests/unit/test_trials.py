@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from helpers import diffusion, validation
+from helpers import diffusion, held_out_rows
 from helpers.config import TrainingConfig
 from helpers.evaluation import trials
 from helpers.manifest import read_manifest
@@ -54,7 +54,7 @@ def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
         assert seen["a", seed][0] == seen["b", seed][0] and torch.equal(seen["a", seed][1], seen["b", seed][1])
     assert seen["a", 3][0] != seen["a", 4][0]
     ids = list(itertools.chain.from_iterable(seen["a", 3][0]))
-    held_out = validation.held_out_rows(config, 1000)["id"].to_pylist()
+    held_out = held_out_rows.first(config, 1000)["id"].to_pylist()
     assert len(set(ids)) == 24 and not set(ids) & set(held_out)
 
 
@@ -75,7 +75,7 @@ class AsVelocity(torch.nn.Module):
 
 
 def test_errors_of_noise_and_v_predictions_are_comparable(config):
-    unet, rows = build_unet("tiny", seed=0).eval(), validation.held_out_rows(config, 20)
+    unet, rows = build_unet("tiny", seed=0).eval(), held_out_rows.first(config, 20)
     known = {"manifest": read_manifest(config.latents_uri), "rows": rows, "timesteps": [50, 500, 950]}
     of_noise = trials.held_out_errors(unet, TrainingConfig(**{**vars(config), "prediction_type": "epsilon"}), **known)
     of_v = trials.held_out_errors(AsVelocity(unet), config, **known)
