@@ -24,7 +24,7 @@ import ray.train.collective
 import torch
 from PIL import Image
 
-from .. import checkpoint, distributed, encoder, images, sampling, schema, storage, validation
+from .. import checkpoint, distributed, encoder, held_out_rows, images, sampling, schema, storage
 from ..config import TrainingConfig
 from ..manifest import Manifest
 from ..runtime import ray_errors, results
@@ -169,7 +169,7 @@ class OnWorkers:
 
     def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> tuple[dict[str, Any], bool]:
         if distributed.rank() == 0:
-            validation.run_rows(config)  # caches them for the other ranks
+            held_out_rows.of_run(config)  # caches them for the other ranks
         ray.train.collective.barrier()
         result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
         is_best = distributed.rank() == 0 and results.is_best(config, result)
@@ -188,7 +188,7 @@ def evaluate_unet(
     recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
     """
     started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
-    rows = validation.run_rows(config)
+    rows = held_out_rows.of_run(config)
     result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
     if distributed.rank() == 0:
         results.write(config.run_uri, {**result, "unfinished": True})
