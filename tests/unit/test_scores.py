@@ -94,9 +94,8 @@ def test_embeddings_are_those_of_transformers_own_pipeline(clip):
     assert clip.images([]).shape == clip.texts([]).shape == (0, clip.model.config.projection_dim)
 
 
-def test_a_text_that_is_too_long_is_cut_at_the_models_length(clip):
-    long = "a red circle " * 50
-    assert np.isfinite(clip.texts([long])).all() and clip.max_tokens == 24
+def test_a_text_that_is_too_long_is_cut(clip):
+    assert np.isfinite(clip.texts(["a red circle " * 50])).all()
 
 
 def copy_of(folder, tmp_path, *without, **config):
