@@ -27,7 +27,8 @@ def test_cmmd_of_known_gaussians():
     assert scores.cmmd(x, y) == pytest.approx(1000 * 2 * (within - across), rel=0.1)
 
 
-def test_cmmd_pair_by_pair():
+def test_cmmd_pair_by_pair(monkeypatch):
+    monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 2)
     x, y = np.random.default_rng(0).normal(size=(2, 5, 3))
 
     def mean(a, b):
@@ -35,13 +36,6 @@ def test_cmmd_pair_by_pair():
 
     assert scores.cmmd(x, y[:4]) == pytest.approx(1000 * (mean(x, x) + mean(y[:4], y[:4]) - 2 * mean(x, y[:4])))
     assert scores.cmmd(x, x) == pytest.approx(0, abs=1e-9)
-
-
-def test_cmmd_does_not_depend_on_the_blocks_it_is_summed_in(monkeypatch):
-    x, y = np.random.default_rng(0).normal(size=(2, 50, 3))
-    whole = scores.cmmd(x, y)
-    monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 7)
-    assert scores.cmmd(x, y) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(
