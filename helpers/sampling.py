@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 
 import diffusers
@@ -126,10 +127,14 @@ def sample(
 
 def save_pictures(pictures: list[np.ndarray], uri: str) -> None:
     """Write images as `00.png`, `01.png`, ... to a folder or URI."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, picture in enumerate(pictures):
-            Image.fromarray(picture).save(f"{folder}/{number:02d}.png")
-        storage.copy_folder(folder, uri)
+    for number, picture in enumerate(pictures):
+        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(picture))
+
+
+def to_png(picture: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(picture).save(data, "PNG")
+    return data.getvalue()
 
 
 def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> UNet2DConditionModel:
@@ -141,9 +146,6 @@ def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = 
 
 def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
     """Save a pipeline for `StableDiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
-    if storage.is_local(uri):
-        pipeline.save_pretrained(uri)
-        return uri
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
         storage.copy_folder(folder, uri)

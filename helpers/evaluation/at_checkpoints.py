@@ -22,7 +22,6 @@ import ray
 import ray.train
 import ray.train.collective
 import torch
-from PIL import Image
 
 from .. import checkpoint, distributed, encoder, held_out_rows, images, sampling, schema, storage
 from ..config import TrainingConfig
@@ -36,17 +35,13 @@ from .prompts import read_prompts
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # pictures kept per checkpoint, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
-Work = Callable[[ray.train.Checkpoint, dict, list[str] | None, Agreement | None], dict[str, Any]]
 
 
 def validation_config(
     config: TrainingConfig,
     prompts: list[str] | None = None,
     agreement: Agreement | None = None,
-    *,
-    work: Work | None = None,
-    where: dict[str, Any] | None = None,
-    timeout_s: float = 3600,
+    **options,
 ) -> ray.train.ValidationConfig:
     """The `validation_config` argument of `TorchTrainer`.
 
@@ -55,10 +50,7 @@ def validation_config(
         prompts: used if `config.prompts` is None; None: captions of held-out rows.
         agreement: `agreement(pictures, prompts)` returns the share of pictures that show what their prompt says, as
             "all" and by attribute, for data whose pictures a program can judge. None: not measured.
-        work: your own function in place of `evaluate_checkpoint`, with the same arguments.
-        where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
-            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU.
-        timeout_s: seconds after which an evaluation is abandoned.
+        options: `where`, `timeout_s` and `work`, as for `validate`.
 
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
     """
@@ -68,8 +60,7 @@ def validation_config(
         raise ValueError(
             "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
         )
-    inputs = {"prompts": prompts, "agreement": agreement}
-    fn = functools.partial(validate, config=config.to_dict(), **inputs, work=work, where=where, timeout_s=timeout_s)
+    fn = functools.partial(validate, config=config.to_dict(), prompts=prompts, agreement=agreement, **options)
     # It only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
     return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
@@ -92,14 +83,21 @@ def validate(
     prompts: list[str] | None = None,
     agreement: Agreement | None = None,
     *,
-    work: Work | None = None,
+    work: Callable[..., dict[str, Any]] | None = None,
     where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
     """Ray Train's validation function: has a checkpoint evaluated, and returns the results as its metrics.
 
     The newest checkpoint goes first: older ones are recorded as skipped. An evaluation that fails, is killed or takes
-    longer than `timeout_s` is recorded as failed, and the run continues. Arguments as for `validation_config`.
+    longer than `timeout_s` is recorded as failed, and the run continues.
+
+    Args:
+        config, prompts, agreement: as for `validation_config`, the config as a dict.
+        work: your own function in place of `evaluate_checkpoint`, with the same arguments.
+        where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
+            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU.
+        timeout_s: seconds after which an evaluation is abandoned.
     """
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
@@ -122,7 +120,7 @@ def validate(
     return results.note(config.run_uri, step, failed={"evaluation": reason})
 
 
-def call(work: Work, *arguments) -> dict[str, Any]:
+def call(work: Callable, *arguments) -> dict[str, Any]:
     """`work(*arguments)`: what Ray runs as a task must be a plain function, and `work` may be any callable."""
     return work(*arguments)
 
@@ -255,13 +253,9 @@ def score(
 ) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     """Yield `(name, values)` for each score that is asked for, or its exception in place of the values."""
 
-    @functools.cache
-    def clip():
-        return scores.CLIP(config.clip_model, device="cuda" if torch.cuda.is_available() else "cpu")
-
-    @functools.cache
-    def embedded():
-        return clip().images(pictures)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    clip = functools.cache(lambda: scores.CLIP(config.clip_model, device=device))
+    embedded = functools.cache(lambda: clip().images(pictures))
 
     def rate():
         shares = agreement(pictures, prompts)
@@ -315,8 +309,6 @@ def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingCo
     blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
-    grid = io.BytesIO()
-    Image.fromarray(np.concatenate(rows)).save(grid, "PNG")
-    storage.write_bytes(storage.join(uri, "grid.png"), grid.getvalue())
+    storage.write_bytes(storage.join(uri, "grid.png"), sampling.to_png(np.concatenate(rows)))
     sampling.save_pictures(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))

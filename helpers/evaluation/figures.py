@@ -1,6 +1,5 @@
 """Figures of evaluation, drawn from plain arrays and frames; see `drawing` for what they return."""
 
-import functools
 import itertools
 
 import matplotlib.ticker
@@ -29,8 +28,9 @@ from .drawing import (
 
 # ---- a run over time
 
-# The scores in the order of their curves: column of `results.scores`, label, colour.
-SCORES = [("clip_score", "CLIP score", GREEN), ("cmmd", "CMMD", ORANGE), ("agreement", "agreement", PURPLE)]
+# Of the columns of `results.scores`, in the order of their curves.
+LABELS = {"validation_loss": "held-out loss", "clip_score": "CLIP score", "cmmd": "CMMD", "agreement": "agreement"}
+SCORE_COLORS = {"clip_score": GREEN, "cmmd": ORANGE, "agreement": PURPLE}
 NOISE = "loss_by_noise/"
 
 
@@ -42,19 +42,19 @@ def run_over_time(run_uri, *, num_prompts=4, num_steps=6):
     """
     metrics, scores, pictures = read_metrics(run_uri), results.scores(run_uri), read_pictures(run_uri)
     by_noise = [name for name in scores if name.startswith(NOISE)]
-    panels = [functools.partial(draw_loss, metrics=metrics, scores=scores)]
-    if by_noise:
-        panels.append(functools.partial(draw_by_noise, scores=scores, columns=by_noise))
-    for name, label, color in SCORES:
-        if name in scores and scores[name].notna().any():
-            panels.append(functools.partial(draw_score, scores=scores, name=name, label=label, color=color))
+    known = [column for column in SCORE_COLORS if column in scores and scores[column].notna().any()]
     steps = choose_evenly(sorted(pictures), num_steps)
     prompts = list(next(iter(pictures.values())))[:num_prompts] if steps else []
     side = min(1.6, (WIDTH - 2) / max(1, len(steps)))
-    heights = [2.6 * -(-len(panels) // 3)] + ([side * len(prompts) + 0.4] if prompts else [])
+    num_panels = 1 + bool(by_noise) + len(known)
+    heights = [2.6 * -(-num_panels // 3)] + ([side * len(prompts) + 0.4] if prompts else [])
     fig = DescribedFigure(sum(heights))
     top, *bottom = np.atleast_1d(fig.subfigures(len(heights), 1, height_ratios=heights))
-    said = [draw(ax) for draw, ax in zip(panels, panel_axes(top, len(panels)), strict=True)]
+    loss_ax, *score_axes = panel_axes(top, num_panels)
+    said = [draw_loss(loss_ax, metrics, scores)]
+    if by_noise:
+        said.append(draw_by_noise(score_axes.pop(0), scores, by_noise))
+    said += [draw_score(ax, scores, column, SCORE_COLORS[column]) for ax, column in zip(score_axes, known, strict=True)]
     if prompts:
         said.append(draw_pictures(bottom[0], pictures, steps, prompts))
     return fig.described(f"A run over {metrics['step'].iloc[-1]:,} steps: {'; '.join(said)}.")
@@ -69,40 +69,36 @@ def compare_runs(runs):
     if not runs:
         raise ValueError("runs is empty: give at least one name and URI.")
     scores = {name: results.scores(uri) for name, uri in runs.items()}
-    labels = {"validation_loss": "held-out loss", **{column: label for column, label, _ in SCORES}}
-    columns = [column for column in labels if any(column in frame for frame in scores.values())]
+    columns = [column for column in LABELS if any(column in frame for frame in scores.values())]
     num_panels = 1 + len(columns)
     fig = DescribedFigure(2.8 * -(-num_panels // 3), width=WIDTH if columns else 6)
-    loss_ax, *other_axes = panel_axes(fig, num_panels)
+    loss_ax, *score_axes = panel_axes(fig, num_panels)
+    label_over_steps(loss_ax, "loss")
     said = []
     for (name, uri), color in zip(runs.items(), itertools.cycle(CYCLE), strict=False):
         metrics = read_metrics(uri)
         curve = smoothed_loss(metrics)
         loss_ax.plot(metrics["step"], curve, color=color, label=name)
-        numbers = [f"loss {curve.iloc[-1]:.3g}"]
-        for ax, column in zip(other_axes, columns, strict=True):
+        said.append(f"{name}: loss {curve.iloc[-1]:.3g}")
+        for ax, column in zip(score_axes, columns, strict=True):
             if column in scores[name]:
-                known = scores[name].dropna(subset=[column])
-                ax.plot(known["step"], known[column], "o-", color=color, ms=4, label=name)
-                numbers.append(f"{labels[column]} {known[column].iloc[-1]:.3g}")
-        said.append(f"{name}: {', '.join(numbers)}")
-    for ax, label in zip([loss_ax, *other_axes], ["loss", *(labels[column] for column in columns)], strict=True):
-        label_over_steps(ax, label)
+                said.append(draw_score(ax, scores[name], column, color))
     loss_ax.legend(frameon=False, fontsize=SMALL)
     return fig.described(f"{len(runs)} runs over their steps. {'; '.join(said)}.")
 
 
 def strip(run_uri, prompt, *, num_steps=8):
     """One prompt's picture at the checkpoints of a run, `num_steps` of them at most, evenly chosen."""
-    pictures = pictures_of(run_uri, prompt)
-    steps = choose_evenly(sorted(pictures), num_steps)
-    side = min(WIDTH / len(steps), 2.2)
-    fig = DescribedFigure(side + 0.5, max(4, side * len(steps)))
-    for ax, step in zip(fig.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
-        show(ax, pictures[step])
-        ax.set_title(f"step {step:,}", fontsize=SMALL)
-    fig.suptitle(wrap(prompt, fig.get_figwidth(), 2), fontsize=SMALL + 1, parse_math=False)
-    return fig.described(f"Pictures of {prompt!r} at steps {', '.join(f'{step:,}' for step in steps)}.")
+    pictures = {step: shown for step, shown in read_pictures(run_uri).items() if prompt in shown}
+    if not pictures:
+        raise ValueError(
+            f"no picture of {prompt!r} in {run_uri}: give one of the prompts of its checkpoints, and train with a "
+            "validate_every of more than 0."
+        )
+    steps = choose_evenly(list(pictures), num_steps)
+    side = min(WIDTH / (len(steps) + 1), 2.2)
+    fig = DescribedFigure(side + 0.5, max(4, side * (len(steps) + 1)))
+    return fig.described(draw_pictures(fig, pictures, steps, [prompt]))
 
 
 # ---- parts of the figures of runs
@@ -126,18 +122,6 @@ def read_pictures(run_uri):
                 for number, prompt in enumerate(storage.read_json(prompts))
             }
     return dict(sorted(pictures.items()))
-
-
-def pictures_of(run_uri, prompt):
-    """{step: picture} of a prompt."""
-    by_step = read_pictures(run_uri)
-    if not by_step:
-        raise ValueError(f"no pictures of checkpoints in {run_uri}: train with validate_every of more than 0.")
-    pictures = {step: pictures[prompt] for step, pictures in by_step.items() if prompt in pictures}
-    if not pictures:
-        known = "; ".join(map(repr, next(reversed(by_step.values()))))
-        raise ValueError(f"{prompt!r} is none of the prompts whose pictures {run_uri} keeps: {known}.")
-    return pictures
 
 
 def choose_evenly(values, most):
@@ -189,11 +173,11 @@ def draw_by_noise(ax, scores, columns):
     return f"by noise level from {first.min():.3g} to {first.max():.3g} at first, {last.min():.3g} to {last.max():.3g}"
 
 
-def draw_score(ax, scores, name, label, color):
-    known = scores.dropna(subset=[name])
-    ax.plot(known["step"], known[name], "o-", color=color, ms=4)
-    label_over_steps(ax, label)
-    return f"{label} from {known[name].iloc[0]:.3g} to {known[name].iloc[-1]:.3g}"
+def draw_score(ax, scores, column, color):
+    known = scores.dropna(subset=[column])
+    ax.plot(known["step"], known[column], "o-", color=color, ms=4)
+    label_over_steps(ax, LABELS[column])
+    return f"{LABELS[column]} from {known[column].iloc[0]:.3g} to {known[column].iloc[-1]:.3g}"
 
 
 def draw_pictures(fig, pictures, steps, prompts):
@@ -209,7 +193,7 @@ def draw_pictures(fig, pictures, steps, prompts):
                 ax.set_axis_off()
     for ax, prompt in zip(grid[:, 0], prompts, strict=True):
         ax.set_ylabel(wrap(prompt, 1.6, max(1, lines)), fontsize=SMALL, rotation=0, ha="right", va="center")
-    return f"pictures of {len(prompts)} prompts at steps {', '.join(f'{step:,}' for step in steps)}"
+    return f"pictures of {'; '.join(prompts)} at steps {', '.join(f'{step:,}' for step in steps)}"
 
 
 # ---- trials, preferences, memorisation

@@ -8,11 +8,11 @@ no pictures.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import io
 import json
+import pathlib
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image
 from ray.data import ActorPoolStrategy
 
 from .. import encoder, images, sampling, schema, storage
@@ -154,58 +153,40 @@ class PartGenerator:
         self.clip = scores.CLIP(settings.clip, device)
 
     def __call__(self, part: dict) -> dict:
-        prompts = [str(prompt) for prompt in part["prompts"]]
-        return {"pictures": self.make(part["file"], int(part["first"]), prompts, float(part["guidance_scale"]))}
-
-    def make(self, file: str, first: int, prompts: list[str], guidance_scale: float) -> int:
+        first, prompts = int(part["first"]), [str(prompt) for prompt in part["prompts"]]
         pictures = sampling.generate(
             self.pipeline,
             prompts,
             resolution=self.settings.resolution,
             seed=self.settings.seed + first,
             steps=self.settings.steps,
-            guidance_scale=guidance_scale,
+            guidance_scale=float(part["guidance_scale"]),
             batch_size=self.batch_size,
         )
         columns = {
             INDEX: pa.array(range(first, first + len(prompts)), pa.int64()),
             PROMPT: pa.array(prompts, pa.string()),
-            PICTURE: pa.array([encode_png(picture) for picture in pictures], pa.binary()),
+            PICTURE: pa.array([sampling.to_png(picture) for picture in pictures], pa.binary()),
             IMAGE_EMBEDDING: schema.to_binary(self.clip.images(pictures), dtype=np.float32),
             TEXT_EMBEDDING: schema.to_binary(self.clip.texts(prompts), dtype=np.float32),
         }
         data = io.BytesIO()
         pq.write_table(pa.table(columns), data, compression="none")
-        storage.write_bytes(file, data.getvalue())
-        return len(prompts)
-
-
-def encode_png(picture: np.ndarray) -> bytes:
-    data = io.BytesIO()
-    Image.fromarray(picture).save(data, "PNG")
-    return data.getvalue()
+        storage.write_bytes(part["file"], data.getvalue())
+        return {"pictures": len(prompts)}
 
 
 # ---- what a notebook calls
 
 
 def generate(
-    prompts: list[str],
-    uri: str,
-    settings: Settings,
-    placement: Placement | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    jobs: list[Job], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None
 ) -> int:
-    """Make the pictures that are missing at `uri`; returns how many were made.
+    """Make the pictures that are missing in the jobs' folders; returns how many were made.
 
-    Ray Data restarts an actor that dies and repeats its part. `progress(pictures, of_pictures)` is called as parts are
-    written. Raises ValueError as `Job` does.
+    The same actors work for all jobs, which may differ in their prompts, folder and guidance scale. Ray Data restarts
+    an actor that dies and repeats its part. `progress(pictures, of_pictures)` is called as parts are written.
     """
-    return run([Job(prompts, uri, settings)], placement, progress)
-
-
-def run(jobs: list[Job], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None) -> int:
-    """`generate` for several jobs on the same actors: jobs may differ in their prompts, folder and guidance scale."""
     placement = placement or Placement()
     parts = [job.part(number) for job in jobs for number in job.pending()]
     made, total = 0, sum(len(job.prompts) for job in jobs)
@@ -247,26 +228,9 @@ def read_columns(uri: str, columns: list[str]) -> pa.Table:
             f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate` again, which makes the others."
         )
 
-    def read(path):
-        filesystem, name = storage.open_filesystem(path)
-        return pq.read_table(name, filesystem=filesystem, columns=columns)
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
-        return pa.concat_tables(pool.map(read, files))
-
-
-class Pictures(torch.utils.data.Dataset):
-    """The pictures of a folder as (3, H, W) uint8 tensors, decoded one by one; for `scores.fid_and_kid`."""
-
-    def __init__(self, uri: str):
-        self.encoded = read_columns(uri, [PICTURE])[PICTURE]
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        picture = images.to_pixels(images.decode(self.encoded[number].as_py()))
-        return torch.from_numpy(picture).permute(2, 0, 1)
+    filesystem, _ = storage.open_filesystem(uri)
+    paths = [storage.open_filesystem(file)[1] for file in files]
+    return pq.read_table(paths, filesystem=filesystem, columns=columns)
 
 
 def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = None) -> dict[str, float]:
@@ -286,7 +250,10 @@ def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = No
         values["cmmd"] = scores.cmmd(pictures, real)
     if real_folder:
         side = storage.read_json(storage.join(uri, JOB))["resolution"]
-        values |= scores.fid_and_kid(Pictures(uri), real_folder, samples_resize_and_crop=side)
+        with tempfile.TemporaryDirectory() as folder:
+            for number, picture in enumerate(read_columns(uri, [PICTURE])[PICTURE]):
+                pathlib.Path(folder, f"{number:09d}.png").write_bytes(picture.as_py())
+            values |= scores.fid_and_kid(folder, real_folder, samples_resize_and_crop=side)
     return values
 
 
@@ -306,5 +273,5 @@ def guidance_sweep(
     """
     folders = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
     settings_of = {scale: dataclasses.replace(settings, guidance_scale=scale) for scale in folders}
-    run([Job(prompts, folder, settings_of[scale]) for scale, folder in folders.items()], placement, progress)
+    generate([Job(prompts, folder, settings_of[scale]) for scale, folder in folders.items()], placement, progress)
     return pd.DataFrame([{"guidance_scale": scale, **score(folder, **real)} for scale, folder in folders.items()])

@@ -7,24 +7,21 @@ import io
 import json
 import pathlib
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from .. import images, storage
 
 COLUMNS = ("prompt", "caption", "text", "Prompts")  # the last one: as DrawBench and PartiPrompts are published
-KINDS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet")
+KINDS = (".txt", ".json", ".csv", ".tsv")
 
 
 def read_prompts(prompts: list[str] | str, *, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
     """The prompts of a list, or of a file (path or URI).
 
     `.txt`: one per line; `.json`: a list of texts or objects, or COCO's captions_*.json as published, from which each
-    image gives its caption with the lowest annotation id, in order of image ids; `.jsonl`: a text or object per line;
-    `.csv` (`.tsv`) and `.parquet`: one per row. The column or object key is the first of `COLUMNS` that exists, or the
-    only one. Blank lines are skipped; spaces around a prompt are removed. Duplicate prompts are kept and reported: each
-    makes its own picture.
+    image gives its caption with the lowest annotation id, in order of image ids; `.csv` and `.tsv`: one per row. The
+    column or object key is the first of `COLUMNS` that exists, or the only one. Blank lines are skipped; spaces around
+    a prompt are removed. Duplicate prompts are kept and reported: each makes its own picture.
 
     `tokenizer`: rejects prompts that are longer than its limit. Raises ValueError for files without prompts and, naming
     the line (or row), for text that is not UTF-8 and for prompts that are empty or too long.
@@ -68,15 +65,10 @@ def read_file(uri: str) -> list[tuple[int, object]]:
     with filesystem.open_input_file(path) as file:
         data = file.readall()
     try:
-        if kind == ".parquet":
-            table = pq.read_table(pa.BufferReader(data))
-            return list(enumerate(table[choose_column(table.column_names, uri)].to_pylist(), 1))
         text = data.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"prompts={uri!r}, line {line:,} is not UTF-8: save the file as UTF-8.") from None
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"prompts={uri!r} is not a Parquet file ({error}): give another.") from None
     if kind in (".csv", ".tsv"):
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",")
         column = choose_column(rows.fieldnames, uri) if rows.fieldnames else ""
@@ -84,22 +76,19 @@ def read_file(uri: str) -> list[tuple[int, object]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if kind == ".txt":
         return lines
-    if kind == ".jsonl":
-        values = [(number, parse_json(line, uri, number)) for number, line in lines]
-    else:
-        whole = parse_json(text, uri) if lines else []
-        values = list(enumerate(coco_captions(whole, uri) if isinstance(whole, dict) else whole, 1))
-    return [(line, v[choose_column(list(v), uri)] if isinstance(v, dict) else v) for line, v in values]
+    values = parse_json(text, uri) if lines else []
+    if isinstance(values, dict):
+        values = coco_captions(values, uri)
+    return [(n, v[choose_column(list(v), uri)] if isinstance(v, dict) else v) for n, v in enumerate(values, 1)]
 
 
-def parse_json(text: str, uri: str, line: int | None = None) -> object:
-    """A line's value; without `line`, a whole file's: a list or a dict."""
+def parse_json(text: str, uri: str) -> list | dict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        where = line or error.lineno
-        raise ValueError(f"prompts={uri!r}, line {where:,} is not valid JSON ({error.msg}): correct it.") from None
-    if line is None and not isinstance(value, (list, dict)):
+        where = f"prompts={uri!r}, line {error.lineno:,}"
+        raise ValueError(f"{where} is not valid JSON ({error.msg}): correct it.") from None
+    if not isinstance(value, (list, dict)):
         raise ValueError(f"prompts={uri!r} holds {value!r}, not a list: give a list of prompts.")
     return value
 

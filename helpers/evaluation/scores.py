@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PretrainedConfig
 from transformers import logging as transformers_logging
 
@@ -77,13 +76,13 @@ def mean_kernel(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     return total / (len(x_ND) * len(y_MD))
 
 
-def fid_and_kid(generated: str | Dataset, real: str | Dataset, **options) -> dict[str, float]:
+def fid_and_kid(generated: str, real: str, **options) -> dict[str, float]:
     """FID and KID of generated and real pictures, computed by torch-fidelity.
 
     Args:
-        generated, real: a folder of PNG or JPEG files on disk, or a PyTorch data set of (3, H, W) uint8 tensors, such
-            as `generation.Pictures`. FID depends on the number of pictures: give 10,000 or more of each.
-        options: of `torch_fidelity.calculate_metrics`, such as samples_resize_and_crop=256 (applied to folders only).
+        generated, real: a folder of PNG or JPEG files on disk. FID depends on the number of pictures: give 10,000 or
+            more of each.
+        options: of `torch_fidelity.calculate_metrics`, such as samples_resize_and_crop=256.
 
     Raises ImportError if torch-fidelity is not installed, and what it raises, such as for fewer than 1,000 pictures.
     """
@@ -137,11 +136,6 @@ class CLIP:
             ) from None
         self.model = loaded.eval().requires_grad_(False).to(self.device)
 
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of a text that are read, including start and end; the rest is cut off."""
-        return self.model.config.text_config.max_position_embeddings
-
     def images(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
         """N pictures, uint8 (H, W, 3) of any sizes -> (N, D) float32 with unit rows."""
 
@@ -152,10 +146,11 @@ class CLIP:
         return self.unit_rows(embed, pictures)
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """N texts -> (N, D) float32 with unit rows."""
+        """N texts -> (N, D) float32 with unit rows; what the model does not read of a long text is cut off."""
+        most = self.model.config.text_config.max_position_embeddings
 
         def embed(batch):
-            options = {"padding": True, "truncation": True, "max_length": self.max_tokens, "return_tensors": "pt"}
+            options = {"padding": True, "truncation": True, "max_length": most, "return_tensors": "pt"}
             ids = self.tokenizer(list(batch), **options).to(self.device)
             return self.model.get_text_features(ids.input_ids, attention_mask=ids.attention_mask).pooler_output
 

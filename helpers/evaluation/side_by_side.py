@@ -23,7 +23,6 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image
 
 from .. import sampling, storage
 from . import generation
@@ -111,7 +110,7 @@ class SideBySide(widgets.VBox):
             return
         title = widgets.Label(f"Pair {len(judged) + 1} of {len(self.pairs)}")
         left, right = self.pair.left_model, 1 - self.pair.left_model
-        pictures = [widgets.Image(value=to_png(self.pair.by_model[model])) for model in (left, right)]
+        pictures = [widgets.Image(value=enlarged_png(self.pair.by_model[model])) for model in (left, right)]
         self.questions = []
         for text in QUESTIONS.values():
             options, style = ["left", NO_PREFERENCE, "right"], {"description_width": "15em"}
@@ -134,12 +133,10 @@ class SideBySide(widgets.VBox):
         self.show()
 
 
-def to_png(picture: np.ndarray) -> bytes:
+def enlarged_png(picture: np.ndarray) -> bytes:
     """Pictures smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
-    shown, data = Image.fromarray(picture), io.BytesIO()
-    factor = -(-SIDE // max(shown.size))
-    shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST).save(data, "PNG")
-    return data.getvalue()
+    factor = -(-SIDE // max(picture.shape))
+    return sampling.to_png(picture.repeat(factor, axis=0).repeat(factor, axis=1))
 
 
 def check_names(names: Sequence[str]) -> tuple[str, str]:

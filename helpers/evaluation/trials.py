@@ -10,17 +10,16 @@ Timesteps are shared too with `timestep_sampling="uniform"`; with importance sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
 
-from .. import diffusion, held_out_rows
+from .. import diffusion, held_out_rows, validation
 from ..config import TrainingConfig
 from ..manifest import Manifest, read_manifest
 from ..plan import load_plan
@@ -34,15 +33,15 @@ def run(
     config: TrainingConfig,
     settings: Mapping[str, Mapping[str, object]],
     seeds: Sequence[int],
-    measure: Callable[[torch.nn.Module, TrainingConfig], Mapping[str, float]] | None = None,
 ) -> pd.DataFrame:
     """Train each setting with each seed; returns a frame with columns setting, seed, metric, value.
+
+    The metrics are those of `held_out_errors`, on rows that no setting trains on.
 
     Args:
         config: what the settings have in common.
         settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}.
         seeds: replace the config's.
-        measure: `(unet, its config) -> {metric: value}`; None: `held_out_errors`, on rows that no setting trains on.
 
     Raises ValueError for fewer than two settings or seeds, or a name that is not a field of `TrainingConfig`.
     """
@@ -53,17 +52,15 @@ def run(
             f"seeds={list(seeds)} must be at least two different seeds: one cannot show how much results vary."
         )
     configs = {name: dataclasses.replace(config, **changes) for name, changes in settings.items()}
-    if measure is None:
-        rows = held_out_rows.first(config, NUM_ROWS)
-        if rows is None:
-            raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
-        manifest = read_manifest(next(iter(config.proportions)))
-        measure = functools.partial(held_out_errors, manifest=manifest, rows=rows)
+    rows = held_out_rows.first(config, NUM_ROWS)
+    if rows is None:
+        raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
+    manifest = read_manifest(next(iter(config.proportions)))
     records = []
     for seed in seeds:  # seed by seed, so that results are paired even after an interruption
         for name, setting in configs.items():
             trial, started = dataclasses.replace(setting, seed=seed), time.perf_counter()
-            values = measure(train(trial), trial)
+            values = held_out_errors(train(trial), trial, manifest, rows)
             records += [(name, seed, metric, float(value)) for metric, value in values.items()]
             (metric, value), *_ = values.items()
             print(f"{name}, seed {seed}: {metric} {value:.4f}, {time.perf_counter() - started:.0f} s", flush=True)
@@ -95,15 +92,8 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
         ]
 
 
-@torch.no_grad()
 def held_out_errors(
-    unet: torch.nn.Module,
-    config: TrainingConfig,
-    *,
-    manifest: Manifest,
-    rows: pa.Table,
-    timesteps: Sequence[int] = range(50, 1000, 100),
-    gamma: float = 5.0,
+    unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, rows: pa.Table, gamma: float = 5.0
 ) -> dict[str, float]:
     """Errors on held-out latents that are comparable whatever the U-Net predicts: v or the noise.
 
@@ -115,38 +105,23 @@ def held_out_errors(
     Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
     mse(v), ...}. Noise is the same in every call.
     """
-    device = next(unet.parameters()).device
-    schedule = diffusion.noise_schedule(config.prediction_type)
-    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    sums, count = np.zeros(len(timesteps)), 0
-    for spec in manifest.latents_at(config.largest_resolution):
-        valid = rows.filter(rows[spec.name].is_valid()) if spec.name in rows.column_names else rows[:0]
-        for start in range(0, valid.num_rows, 64):
-            unit = Unit.from_arrow(valid[start : start + 64].combine_chunks(), manifest, spec, start)
-            moments, text, _ = unit.to(device)
-            for number, timestep in enumerate(timesteps):
-                draws = diffusion.draw(0, number, unit.positions_U, moments.shape[2:], device=device)
-                draws.timesteps_B[:] = timestep
-                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
-                sums[number] += diffusion.row_losses(unet, schedule, latents, text.float(), draws).sum().item()
-        count += valid.num_rows
-    alphas = schedule.alphas_cumprod[list(timesteps)].double().cpu().numpy()
-    of_v = sums / count if config.prediction_type == "v_prediction" else sums / count / alphas
+    losses = validation.losses_by_noise(unet, manifest, rows, config, timesteps_per_row=10)
+    timesteps, errors = losses[:, 0].astype(int), losses[:, 2]
+    alphas = diffusion.noise_schedule(config.prediction_type).alphas_cumprod[timesteps].double().numpy()
+    of_v = errors if config.prediction_type == "v_prediction" else errors / alphas
     of_x0 = (1 - alphas) * of_v
     weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))
     return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
 
 
-def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
+def compare(results: pd.DataFrame) -> pd.DataFrame:
     """Compare each setting with the first, by metric: the mean of the differences seed by seed, and its t interval.
 
-    Args:
-        results: what `run` returned, or such a frame from elsewhere.
-        confidence: of the interval from low to high.
+    `results`: what `run` returned, or such a frame from elsewhere.
 
-    Columns: setting, metric, baseline and value (means over the seeds), difference (value - baseline), low, high,
-    seeds. A difference whose interval excludes 0 is rarely chance; among many metrics, some will be. Raises ValueError
-    if a setting lacks a seed that another one has, or for fewer than two seeds.
+    Columns: setting, metric, baseline and value (means over the seeds), difference (value - baseline), low and high
+    (of its 95 % interval), seeds. A difference whose interval excludes 0 is rarely chance; among many metrics, some
+    will be. Raises ValueError if a setting lacks a seed that another one has, or for fewer than two seeds.
     """
     names, rows = list(dict.fromkeys(results["setting"])), []
     for metric in dict.fromkeys(results["metric"]):
@@ -157,7 +132,7 @@ def compare(results: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
             raise ValueError(f"{name!r} has no {metric!r} with seed {seed}: the settings must have the same seeds.")
         for name in names[1:]:
             differences = (values[name] - values[names[0]]).tolist()
-            low, high = t_interval(differences, confidence)
+            low, high = t_interval(differences)
             means = values[names[0]].mean(), values[name].mean(), statistics.mean(differences)
             rows.append((name, metric, *means, low, high, len(differences)))
     return pd.DataFrame(rows, columns=["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"])

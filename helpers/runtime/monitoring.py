@@ -164,11 +164,11 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     progress = Progress(f"run {config.run_name}", "steps")
     evaluations, metrics = tracking.EvaluationReader(config.run_uri), metrics_log.MetricsReader(config.run_uri)
     metrics.read()  # steps of an earlier driver
-    records = {}  # by step: one that is repeated after a failure counts once, as the newest
+    recent = pd.DataFrame()
     num_shown = len(fault_tolerance.read_failures(config.run_uri))
 
     def show():
-        nonlocal num_shown
+        nonlocal num_shown, recent
         failures = fault_tolerance.read_failures(config.run_uri)
         for failure in failures[num_shown:]:
             progress.message(f"lost: {failure}")
@@ -182,12 +182,8 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
         for record in new:
             values = results.numbers(record)
             track(values.pop("step"), values)
-            records.pop(record["step"], None)
-            records[record["step"]] = record
-        for step in list(records)[:-2000]:
-            del records[step]
-        if new:
-            recent = pd.DataFrame(records.values())
+        if new:  # a step that is repeated after a failure counts once, as the newest
+            recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(2000)
             images_per_second, _ = metrics_log.throughput(recent)
             text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
             progress(new[-1]["step"], config.max_steps, text)

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -28,9 +28,8 @@ from ..unet import load_unet_config
 Event = tuple[str, float, float]
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """One GPU, from NVIDIA's data sheet: dense tensor-core TFLOP/s, memory in GB.
+class Accelerator(NamedTuple):
+    """One GPU, from NVIDIA's data sheet: dense tensor-core TFLOP/s.
 
     MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. Its matrix
     products do not, so this MFU stays low.
@@ -39,20 +38,19 @@ class Accelerator:
     name: str
     bf16_tflops: float
     tf32_tflops: float
-    memory_gb: float
 
 
 # A name that contains another one is listed before it.
 ACCELERATORS = (
-    Accelerator("A10G", 70, 35, 24),
-    Accelerator("A100", 312, 156, 80),
-    Accelerator("A10", 125, 62.5, 24),
-    Accelerator("L40S", 362, 183, 48),
-    Accelerator("L4", 121, 60, 24),
-    Accelerator("H100 PCIe", 756, 378, 80),
-    Accelerator("H100", 989, 494, 80),
-    Accelerator("H200", 989, 494, 141),
-    Accelerator("B200", 2250, 1125, 180),
+    Accelerator("A10G", 70, 35),
+    Accelerator("A100", 312, 156),
+    Accelerator("A10", 125, 62.5),
+    Accelerator("L40S", 362, 183),
+    Accelerator("L4", 121, 60),
+    Accelerator("H100 PCIe", 756, 378),
+    Accelerator("H100", 989, 494),
+    Accelerator("H200", 989, 494),
+    Accelerator("B200", 2250, 1125),
 )
 
 
@@ -109,14 +107,11 @@ def op_category(name: str) -> str:
 
 
 def time_by_category(events: Iterable[Event]) -> pd.DataFrame:
-    """A frame with columns kind, milliseconds, share, calls, the largest category first."""
-    frame = pd.DataFrame(
-        [(op_category(name), (end - start) / 1e3) for name, start, end in events], columns=["kind", "milliseconds"]
-    )
-    table = frame.groupby("kind")["milliseconds"].agg(["sum", "size"]).sort_values("sum", ascending=False).reset_index()
-    table.columns = ["kind", "milliseconds", "calls"]
-    table.insert(2, "share", table["milliseconds"] / table["milliseconds"].sum())
-    return table
+    """A frame with columns kind, milliseconds, calls, share, the largest category first."""
+    rows = [(op_category(name), (end - start) / 1e3) for name, start, end in events]
+    by_kind = pd.DataFrame(rows, columns=["kind", "milliseconds"]).groupby("kind")["milliseconds"]
+    table = by_kind.agg(milliseconds="sum", calls="size").sort_values("milliseconds", ascending=False).reset_index()
+    return table.assign(share=table["milliseconds"] / table["milliseconds"].sum())
 
 
 def exposed_communication(events: list[Event]) -> float:

@@ -25,16 +25,16 @@ def settings(cluster, tmp_path_factory):
 
 
 class Dying(generation.PartGenerator):
-    """Dies (SIGKILL) once, with a part half done."""
+    """Dies (SIGKILL) once, with parts done and others not."""
 
     def __init__(self, settings, placement, flag):
         super().__init__(settings, placement)
         self.flag = flag
 
-    def make(self, file, first, prompts, guidance_scale):
-        if first >= 6:
+    def __call__(self, part):
+        if part["first"] >= 6:
             once(self.flag, die)
-        return super().make(file, first, prompts, guidance_scale)
+        return super().__call__(part)
 
 
 @slow

@@ -79,12 +79,8 @@ def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
     assert np.mean(list(by_noise.values())) == pytest.approx(found["unweighted"])
     folder = f"{config.run_uri}/evaluation/000000010"
     assert json.loads(storage.read_text(f"{folder}/prompts.json")) == PROMPTS
-    assert [storage.name(uri) for uri in storage.list_files(folder, ".png")] == [
-        "00.png",
-        "01.png",
-        "02.png",
-        "grid.png",
-    ]
+    names = [storage.name(uri) for uri in storage.list_files(folder, ".png")]
+    assert names == ["00.png", "01.png", "02.png", "grid.png"]
     assert Image.open(f"{folder}/grid.png").size == (96, 32) and Image.open(f"{folder}/02.png").size == (32, 32)
     assert results.scores(config.run_uri)["validation_loss"].tolist() == [found["validation_loss"]]
 
@@ -150,13 +146,9 @@ def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
 @pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
 def test_a_sampler_of_another_name_draws_otherwise(sampler):
     unet = build_unet("tiny")
-    drawn = [
-        sampling.generate(sampling.build_pipeline(unet, "tiny-sd", sampler=name), PROMPTS[:1], resolution=32, steps=2)[
-            0
-        ]
-        for name in ("ddim", sampler)
-    ]
-    assert drawn[0].shape == drawn[1].shape == (32, 32, 3) and (drawn[0] != drawn[1]).any()
+    pipelines = [sampling.build_pipeline(unet, "tiny-sd", sampler=name) for name in ("ddim", sampler)]
+    one, other = (sampling.generate(pipe, PROMPTS[:1], resolution=32, steps=2)[0] for pipe in pipelines)
+    assert one.shape == other.shape == (32, 32, 3) and (one != other).any()
 
 
 # ---- which checkpoint, which is the best

@@ -86,9 +86,7 @@ def test_a_run_that_was_not_evaluated_shows_its_loss(build_run, draw):
 def test_what_cannot_be_drawn_is_one_sentence(build_run, tmp_path):
     with pytest.raises(ValueError, match="no step in .*/nobody: give the folder of a run"):
         figures.run_over_time(str(tmp_path / "nobody"))
-    with pytest.raises(ValueError, match="'a dog' is none of the prompts .*: 'a large red circle"):
+    with pytest.raises(ValueError, match="no picture of 'a dog' in .*/first: give one of the prompts of its"):
         figures.strip(build_run("first"), "a dog")
-    with pytest.raises(ValueError, match="no pictures of checkpoints in .*/second"):
-        figures.strip(build_run("second", evaluated=()), PROMPTS[0])
     with pytest.raises(ValueError, match="runs is empty"):
         figures.compare_runs({})

@@ -1,6 +1,7 @@
 """Pictures of many prompts: what is planned, what one actor makes of a part, and what is read back. No Ray."""
 
 import io
+import pathlib
 
 import numpy as np
 import pandas as pd
@@ -92,7 +93,7 @@ def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
     made = {name: random.normal(size=(n, 3)).astype(np.float32) for name in ("image_embedding", "text_embedding")}
     real = random.normal(size=(n, 3))
     storage.write_json(f"{tmp_path}/job.json", {"prompts": n, "rows_per_part": 25, "resolution": 8})
-    picture = generation.encode_png(np.full((8, 8, 3), 7, np.uint8))
+    picture = sampling.to_png(np.full((8, 8, 3), 7, np.uint8))
     for number, rows in enumerate((slice(0, 25), slice(25, n))):
         columns = {name: generation.schema.to_binary(v[rows], dtype=np.float32) for name, v in made.items()}
         columns["picture"] = [picture] * len(columns["text_embedding"])
@@ -103,7 +104,8 @@ def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
     assert generation.score(str(tmp_path), real) == {"pictures": n, "clip_score": clip_score, "cmmd": cmmd}
 
     def fid_and_kid(generated, folder, samples_resize_and_crop):
-        assert len(generated) == n and generated[n - 1].shape == (3, 8, 8) and generated[0].unique().tolist() == [7]
+        shown = [Image.open(path) for path in sorted(pathlib.Path(generated).iterdir())]
+        assert len(shown) == n and shown[n - 1].size == (8, 8) and shown[0].getcolors() == [(64, (7, 7, 7))]
         assert (folder, samples_resize_and_crop) == ("real", 8)
         return {"fid": 2.0, "kid": 0.1}
 

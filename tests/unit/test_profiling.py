@@ -92,26 +92,10 @@ def test_training_state_takes_sixteen_bytes_a_parameter_or_a_share(ranks):
         found = estimates.memory("sd2-base", strategy, ranks, precision="bf16")
         more = estimates.memory("sd2-base", strategy, ranks, precision="bf16", accumulates=True)
         assert more == {**found, "accumulated": whole}  # in bf16 one rank shards over itself
-        alone = estimates.memory("sd2-base", strategy, ranks, accumulates=True)
-        assert (alone["accumulated"], alone["gathered"] > 0) == ((whole, True) if ranks > 1 else (0, False))
         # Parameters are cut into rows: a few have fewer than there are ranks.
-        assert (
-            whole / across
-            <= found["parameters"]
-            == found["gradients"]
-            == found["optimizer"] / 2
-            <= 1.02 * whole / across
-        )
+        assert whole / across <= found["parameters"] <= 1.02 * whole / across
+        assert found["parameters"] == found["gradients"] == found["optimizer"] / 2
         assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
-
-
-def test_the_memory_table_has_a_row_for_each_strategy_and_ranks():
-    table = estimates.memory_table("sd2-base", precision="bf16").set_index(["strategy", "ranks"])
-    assert (
-        len(table) == 16
-        and (table["all"] == table[["parameters", "gradients", "optimizer", "gathered"]].sum(axis=1)).all()
-    )
-    assert table.loc[("ddp", 128), "all"] == pytest.approx(12.9, abs=0.05)  # GiB
 
 
 def local(tensor):
@@ -127,14 +111,8 @@ def worker(rank, folder, manifest, rows, worlds):
             continue
         with group(folder, f"memory-{world}", rank, world):
             for strategy in STRATEGIES:
-                config = TrainingConfig(
-                    global_batch_size=8,
-                    units_per_step=4,
-                    strategy=strategy,
-                    num_training_workers=world,
-                    warmup_steps=2,
-                    profile_step=1,
-                )
+                batch = {"global_batch_size": 8, "units_per_step": 4, "num_training_workers": world}
+                config = TrainingConfig(**batch, strategy=strategy, warmup_steps=2, profile_step=1)
                 state = TrainStep(config, manifest)
                 held = {}
 
@@ -165,22 +143,13 @@ def worker(rank, folder, manifest, rows, worlds):
         pathlib.Path(folder, "memory.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[[2], pytest.param([2, 4], marks=pytest.mark.slow)],
-    ids=["2 ranks", "2 and 4 ranks"],
-)
-def held(tmp_path_factory, build_manifest, build_latents, request):
-    folder = tmp_path_factory.mktemp("memory")
-    arguments = (str(folder), build_manifest(), build_latents(8), request.param)
-    start_ranks(worker, arguments, nprocs=max(request.param))
-    return json.loads((folder / "memory.json").read_text())
-
-
 @pytest.mark.slow
-def test_ranks_hold_the_bytes_that_were_estimated(held):
-    assert len(held) in (4, 8)
+def test_ranks_hold_the_bytes_that_were_estimated(tmp_path, build_manifest, build_latents):
+    start_ranks(worker, (str(tmp_path), build_manifest(), build_latents(8), [2, 4]), nprocs=4)
+    held = json.loads((tmp_path / "memory.json").read_text())
+    assert len(held) == 8
     for name, found in held.items():
+        assert 0 < found["communication"] < 1, name
         strategy, ranks = name.rsplit("-", 1)
         expected = estimates.memory("tiny", strategy, int(ranks), ranks_per_node=2)
         for part in ("parameters", "gradients", "optimizer"):
@@ -189,11 +158,6 @@ def test_ranks_hold_the_bytes_that_were_estimated(held):
             assert found["gathered"] == expected["gathered"], name
         # From the forward to the backward pass: "fsdp-full" gives back what it gathered.
         assert found["kept"] == expected["gathered" if strategy in ("fsdp", "hsdp") else "parameters"], name
-
-
-@pytest.mark.slow
-def test_communication_is_a_share_of_the_step(held):
-    assert all(0 < found["communication"] < 1 for found in held.values())
 
 
 # ---- the ablation

@@ -2,7 +2,6 @@
 
 import json
 
-import pandas as pd
 import pytest
 
 from helpers import images
@@ -23,7 +22,6 @@ def write(path, content):
         ("p.txt", "\ufeffa red circle\na blue square, small\n"),
         ("p.json", json.dumps(TWO)),
         ("p.json", json.dumps([{"id": 1, "caption": text} for text in TWO])),
-        ("p.jsonl", '{"prompt": "a red circle"}\n\n"a blue square, small"\n'),
         ("p.csv", 'Prompts,Category\na red circle,Colors\n"a blue square, small",Counting\n'),
         ("p.tsv", "id\ttext\n0\ta red circle\n1\ta blue square, small\n"),
         ("p.csv", 'anything\na red circle\n"a blue square, small"\n'),
@@ -31,12 +29,6 @@ def write(path, content):
 )
 def test_prompts_of_every_format_are_the_same(tmp_path, name, content):
     assert read_prompts(write(tmp_path / name, content)) == TWO
-
-
-def test_prompts_of_a_list_and_of_parquet(tmp_path):
-    assert read_prompts(TWO) == read_prompts(tuple(TWO)) == TWO
-    pd.DataFrame({"hash": [1, 2], "caption": TWO}).to_parquet(tmp_path / "p.parquet")
-    assert read_prompts(str(tmp_path / "p.parquet")) == TWO
 
 
 @pytest.fixture
@@ -76,10 +68,8 @@ def test_other_annotations_of_coco_are_refused(tmp_path):
         ("p.json", '["good", 3]', "line 2: 3 is not text"),
         ("p.json", '["good",\n]', "line 2 is not valid JSON"),
         ("p.json", '"good"', "holds 'good', not a list"),
-        ("p.jsonl", '"good"\n{"prompt"\n', "line 2 is not valid JSON"),
         ("p.csv", "a,b\n1,2\n", "has the columns a, b: name the prompts' one 'prompt'"),
-        ("p.parquet", b"PAR1", "is not a Parquet file"),
-        ("p.pdf", "x", "is not a .txt, .json, .jsonl"),
+        ("p.pdf", "x", "is not a .txt, .json, .csv, .tsv file"),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, name, content, sentence):

@@ -27,7 +27,8 @@ def test_cmmd_of_known_gaussians():
     assert scores.cmmd(x, y) == pytest.approx(1000 * 2 * (within - across), rel=0.1)
 
 
-def test_cmmd_pair_by_pair():
+def test_cmmd_pair_by_pair(monkeypatch):
+    monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 2)
     x, y = np.random.default_rng(0).normal(size=(2, 5, 3))
 
     def mean(a, b):
@@ -35,13 +36,6 @@ def test_cmmd_pair_by_pair():
 
     assert scores.cmmd(x, y[:4]) == pytest.approx(1000 * (mean(x, x) + mean(y[:4], y[:4]) - 2 * mean(x, y[:4])))
     assert scores.cmmd(x, x) == pytest.approx(0, abs=1e-9)
-
-
-def test_cmmd_does_not_depend_on_the_blocks_it_is_summed_in(monkeypatch):
-    x, y = np.random.default_rng(0).normal(size=(2, 50, 3))
-    whole = scores.cmmd(x, y)
-    monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 7)
-    assert scores.cmmd(x, y) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +88,8 @@ def test_embeddings_are_those_of_transformers_own_pipeline(clip):
     assert clip.images([]).shape == clip.texts([]).shape == (0, clip.model.config.projection_dim)
 
 
-def test_a_text_that_is_too_long_is_cut_at_the_models_length(clip):
-    long = "a red circle " * 50
-    assert np.isfinite(clip.texts([long])).all() and clip.max_tokens == 24
+def test_a_text_that_is_too_long_is_cut(clip):
+    assert np.isfinite(clip.texts(["a red circle " * 50])).all()
 
 
 def copy_of(folder, tmp_path, *without, **config):

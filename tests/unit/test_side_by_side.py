@@ -96,19 +96,10 @@ def test_a_report_counts_preferences_and_ties():
     assert found.loc["quality", ["low", "high"]].tolist() == pytest.approx([wilson.low, wilson.high])
 
 
-def test_wilson_intervals_agree_with_scipy():
-    for successes, trials in [(0, 1), (1, 1), (3, 10), (50, 100), (999, 1000)]:
-        expected = stats.binomtest(successes, trials).proportion_ci(0.8, method="wilson")
-        interval = side_by_side.wilson_interval(successes, trials, 0.8)
-        assert interval == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert side_by_side.wilson_interval(0, 0) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (b"quality,alignment\nearl\xff,late\n", "is not a CSV table in UTF-8"),
-        (b"", "is not a CSV table in UTF-8"),
         (b"quality,alignment\nlate,late\nlate,late,late\n", "is not a CSV table in UTF-8"),
         (b"quality\nlate\n", "has no column 'alignment': it needs quality and alignment"),
         (b"quality,alignment\nlate,\nbest,late\n", ", row 2: quality='best' is none of 'early', 'late', 'no pref"),
@@ -149,9 +140,4 @@ def test_the_figure_says_who_is_preferred():
     figure = figures.preferences(report, title="who")
     assert "quality: late preferred by 75% (30% to 95%)" in figure.alt_text
     assert "alignment: late preferred by no one" in figure.alt_text
-    (ax,) = figure.axes
-    assert [text.get_text().partition("\n")[2] for text in ax.get_yticklabels()] == [
-        "1 : 3, no preference 0",
-        "0 : 0, no preference 4",
-    ]
     figure.canvas.draw()

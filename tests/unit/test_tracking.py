@@ -1,7 +1,6 @@
 """Trackers of a run: what they are given, and that none of them can harm it."""
 
 import contextlib
-import json
 import sys
 import types
 
@@ -177,17 +176,3 @@ def test_a_tracker_that_fails_is_said_once_and_left_out(run_folder, tracked, mon
     said = capsys.readouterr().out
     assert said.count("tracker wandb failed: ZeroDivisionError: division by zero. The run goes on without it.") == 1
     assert [step for step, _ in tracked] == [1, 2]
-
-
-def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="trackers=.*'tensorbord'.*choose one of 'tensorboard', 'wandb' or 'mlflow'"):
-        run_of(tmp_path, "tensorbord")
-    with pytest.raises(ValueError, match="trackers='tensorboard' must be a list of"):
-        TrainingConfig(trackers="tensorboard")
-
-
-def test_trackers_may_change_when_a_run_is_resumed(tmp_path):
-    earlier = json.loads(json.dumps(run_of(tmp_path).to_dict()))
-    run_of(tmp_path, "tensorboard").check_resume(earlier)
-    earlier.pop("trackers")
-    run_of(tmp_path, "tensorboard").check_resume(earlier)
