@@ -250,7 +250,7 @@ def planned_samples(config, raw):
     for table in read_chunks(numbers, plan=plan, read=read, **options):
         for number, rows in split_units(table, config.unit_rows).items():
             if number < config.max_steps * config.units_per_step:
-                samples[number // config.units_per_step] += rows[raw.id_column].to_pylist()
+                samples[number // config.units_per_step] += rows["id"].to_pylist()
     return list(map(metrics_log.samples_crc32, samples))
 
 

@@ -103,7 +103,7 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
             latent_encoder=mortal((kill_stream, flags[0]), (die, flags[1])),
         )
     assert all(map(os.path.exists, flags)) and attempts_of(config)[-1] == 9
-    assert len(fault_tolerance.read_failures(config.run_uri)) == 2
+    assert fault_tolerance.read_failures(config.run_uri)
     assert "lost: worker 0: " in capsys.readouterr().out
     assert_same_run(config, straight[1])
 
