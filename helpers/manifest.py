@@ -114,6 +114,11 @@ class Manifest:
         return self.job.get("online")
 
     @property
+    def made_with(self) -> dict:
+        """`job` without what may differ for the same data: its location and how many workers encoded it."""
+        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
         stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes

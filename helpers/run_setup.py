@@ -187,12 +187,7 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,
             "proportion": proportion,
-            # Without what may differ for the same data: its location and how many workers encoded it.
-            "made_with": {
-                name: value
-                for name, value in manifest.job.items()
-                if name not in ("input_uri", "online", "raw_row_bytes")
-            },
+            "made_with": manifest.made_with,
         }
         for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
     ]
