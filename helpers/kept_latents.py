@@ -83,20 +83,16 @@ def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
         )
 
 
-class Job(resumable_job.Job):
-    """A run's latents as a job: segments are the blocks of the first epoch, and its leftover rows (`left_over`)."""
+def open_job(config: TrainingConfig, plan: Plan) -> resumable_job.Job:
+    """The job of a run's latents, which is started if needed: its segments are the epoch's leftover rows (`left_over`).
 
-    def check_counts(self, entry: dict) -> None:
-        """Masked rows count as filtered."""
-
-
-def open_job(config: TrainingConfig, plan: Plan) -> Job:
-    """The job of a run's latents, which is started if needed."""
+    The blocks of the first epoch are committed beside them.
+    """
     (manifest,) = read_manifests(config).values()
     names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
     rests = left_over(plan)
     segments = [resumable_job.Segment(index, [], rest.num_rows) for index, rest in rests.items()]
-    job = Job(
+    job = resumable_job.Job(
         storage.join(config.run_uri, FOLDER),
         manifest.made_with,
         {name: getattr(manifest, name) for name in names},
@@ -151,7 +147,7 @@ def write(rows: pa.Table, **arguments) -> pa.Table:
 # ---- its end
 
 
-def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
+def finish(job: resumable_job.Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
     """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
 
     Raises RuntimeError if blocks of the first epoch are not committed.

@@ -339,7 +339,7 @@ class CheckpointManager:
     def __init__(self, train_step: TrainStep, log: MetricsLog | None, evaluate: Callable | None = None):
         self.train_step, self.log, self.evaluate = train_step, log, evaluate
         self.group = checkpoint.cpu_group()
-        self.stager = checkpoint.open_stager(pinned=True) if train_step.device.type == "cuda" else None
+        self.stager = checkpoint.open_stager()
         # Ray Train recognises checkpoints in its own folder only by its own file system.
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
         self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
