@@ -139,9 +139,10 @@ def async_save(folder: str, *, model, optimizer, ema, step: int, stager: Default
     `cpu_group`, because training uses the default group at the same time. `stager`: from `open_stager`, kept by the
     caller. (Without one, PyTorch would stage in the writer, twice where state is sharded.)
     """
+    weights, moments = get_state_dict(model, optimizer)
     with expected_single_process():
         writing = dcp.async_save(
-            gather_state(model, optimizer, ema),
+            {"model": weights, "optimizer": moments, "ema": ema.state_dict()},
             # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
             storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
             async_stager=stager,
@@ -153,7 +154,11 @@ def async_save(folder: str, *, model, optimizer, ema, step: int, stager: Default
     def finish():
         with expected_single_process():
             writing.result()
-        write_progress(folder, step, group)
+        sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+        ranks = distributed.gather_objects(sizes, group)
+        if ranks:
+            files = {name: size for files in ranks for name, size in files.items()}
+            pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
 
     return finish
 
@@ -161,20 +166,6 @@ def async_save(folder: str, *, model, optimizer, ema, step: int, stager: Default
 def cpu_group() -> dist.ProcessGroup | None:
     """A process group for `async_save`, on all ranks; None without a process group."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-
-def gather_state(model, optimizer, ema) -> dict:
-    """What a checkpoint holds: this rank's part of it."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "ema": ema.state_dict()}
-
-
-def write_progress(folder: str, step: int, group=None) -> None:
-    sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-    ranks = distributed.gather_objects(sizes, group)
-    if ranks:
-        files = {name: size for files in ranks for name, size in files.items()}
-        pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
 
 
 def load(folder: str, *, model, optimizer, ema) -> int:

@@ -12,7 +12,6 @@ pictures that are too small.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -28,7 +27,7 @@ from PIL import Image, ImageOps
 from . import held_out_rows, images, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
-from .manifest import MANIFEST, Manifest, RowRange, read_manifest, write_manifest
+from .manifest import MANIFEST, Manifest, RowRange, add_up, read_manifest, write_manifest
 from .plan import CHUNK_BYTES, Plan, Source
 from .read import KEEP, UNIT, build_dataset
 from .runtime import lease
@@ -97,13 +96,10 @@ def segment_of(key: str, reports: list[dict]) -> dict:
         for report in reports
         if report["row_groups"]
     ]
-    none = collections.Counter()
-    buckets, rejected = (
-        sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
-    )
-    entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
-    entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
-    return entry | {"written": buckets.total()}
+    counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
+    buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
+    counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
+    return {"index": 0, "files": files, "rejects": [], **counts}
 
 
 def same_data(one: Manifest, other: Manifest) -> bool:
@@ -200,8 +196,14 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
 
     from . import encoder  # not at the top: see `preprocess`
 
-    rows = first_held_out(manifest, config, training)
-    latents_uri = storage.join(training.latents_uri, held_out_rows.FOLDER)
+    uri, num_rows = training.latents_uri, held_out_rows.NUM_ROWS
+    ranges = held_out_rows.first_ranges(manifest, uri, training.largest_resolution, num_rows)
+    rows = (
+        inputs.to_raw_rows(index.read_rows(ranges, config, storage.join(uri, INDEX))[:num_rows], config)
+        if ranges
+        else []
+    )
+    latents_uri = storage.join(uri, held_out_rows.FOLDER)
     segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
     tables = []
     if rows:
@@ -223,11 +225,3 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     names = ("encoder", "resolutions", "columns", "scaling_factor", "id_type", "empty_caption_embedding")
     description = {name: getattr(manifest, name) for name in names}
     write_manifest(latents_uri, Manifest.of([entry], **description, job={}), [entry])
-
-
-def first_held_out(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
-    """The first `held_out_rows.NUM_ROWS` held-out raw rows that may reach the largest resolution, or None."""
-    uri = training.latents_uri
-    ranges = held_out_rows.first_ranges(manifest, uri, training.largest_resolution, held_out_rows.NUM_ROWS)
-    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[: held_out_rows.NUM_ROWS] if ranges else None
-    return rows and inputs.to_raw_rows(rows, config)
