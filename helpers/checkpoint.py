@@ -118,55 +118,49 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
     return sentences
 
 
-def is_single_process() -> bool:
-    """Whether to skip collectives: gloo's threads oversubscribe OpenMP, and later steps would take twice as long."""
-    return distributed.world_size() == 1
-
-
-def open_stager(pinned: bool) -> DefaultStager:
+def open_stager() -> DefaultStager:
     """Copies state to CPU memory. Used for one `async_save` after another, it copies into the same memory again.
 
-    `pinned`: page-locked memory, which a GPU copies to at the speed of the bus and which takes long to allocate.
+    With a GPU the memory is page-locked: the GPU copies to it at the speed of the bus, and it takes long to allocate.
     """
+    pinned = torch.cuda.is_available()
     options = StagingOptions(
         use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
     )
     return DefaultStager(options)
 
 
-def async_save(folder: str, *, model, optimizer, ema, step: int, group=None, stager=None) -> Callable[[], None]:
+def async_save(folder: str, *, model, optimizer, ema, step: int, stager: DefaultStager, group=None) -> Callable:
     """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
 
     Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
     `progress.json` with the names and sizes of all ranks' files, by which `find_corruption` tells a complete copy from
     an incomplete one. Call `finish` on every rank, from any thread, before the next `async_save`. `group`: from
     `cpu_group`, because training uses the default group at the same time. `stager`: from `open_stager`, kept by the
-    caller; None: one for this call, so that the copy's memory is freed again.
+    caller. (Without one, PyTorch would stage in the writer, twice where state is sharded.)
     """
-    # Without a stager, PyTorch would stage in the writer, twice where state is sharded.
-    own_stager = open_stager(pinned=False) if stager is None else None
+    weights, moments = get_state_dict(model, optimizer)
     with expected_single_process():
         writing = dcp.async_save(
-            gather_state(model, optimizer, ema),
-            storage_writer=open_writer(folder),
-            async_stager=stager or own_stager,
+            {"model": weights, "optimizer": moments, "ema": ema.state_dict()},
+            # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+            storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+            async_stager=stager,
             process_group=group,
-            no_dist=is_single_process(),
+            # Of one process: gloo's threads would oversubscribe OpenMP, and later steps would take twice as long.
+            no_dist=distributed.world_size() == 1,
         )
 
     def finish():
         with expected_single_process():
             writing.result()
-        if own_stager:
-            own_stager.close()
-        write_progress(folder, step, group)
+        sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+        ranks = distributed.gather_objects(sizes, group)
+        if ranks:
+            files = {name: size for files in ranks for name, size in files.items()}
+            pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
 
     return finish
-
-
-def open_writer(folder: str) -> dcp.FileSystemWriter:
-    """Writes one tensor after another: to copy ahead, the writing thread would use the first GPU on every rank."""
-    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -174,26 +168,12 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def gather_state(model, optimizer, ema) -> dict:
-    """What a checkpoint holds: this rank's part of it."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "ema": ema.state_dict()}
-
-
-def write_progress(folder: str, step: int, group=None) -> None:
-    sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-    ranks = distributed.gather_objects(sizes, group)
-    if ranks:
-        files = {name: size for files in ranks for name, size in files.items()}
-        pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
-
-
 def load(folder: str, *, model, optimizer, ema) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
     with expected_single_process():
-        dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
+        dcp.load(state, checkpoint_id=folder, no_dist=distributed.world_size() == 1)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     step = step_of(folder)
     ema.load_state_dict(state["ema"], step)

@@ -82,25 +82,18 @@ Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
 Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
 
 Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
-Ratios = Annotated[
-    Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 0.75, 1, 1.33, 2]")
-]
+Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
 LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
-Crop = Annotated[
-    float, must_be("a share of the picture's shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)
-]
+Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
 Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
-Mixture = Annotated[
-    Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to their proportions of more than 0")
-]
+Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
+Size = Annotated[Count, BeforeValidator(read_size)]
 SizeShares = Annotated[
-    Count | Shares[Annotated[Count, BeforeValidator(read_size)]],
-    must_be("a size in pixels, or a mapping of sizes to their shares of the steps, such as {256: 0.25, 512: 0.75}"),
+    Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
 ]
 RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces", pattern=r"^\.*[^/\\ .][^/\\ ]*$")]
 Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a U-Net, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
-Seconds = Annotated[float, must_be("a number of seconds of more than 0", gt=0)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard', 'wandb' and 'mlflow', or []")]
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
@@ -385,7 +378,7 @@ class TrainingConfig(Parameters):
     checkpoints_kept: Count = free(2, "the newest ones; the best one (best_by) is kept as well")
     validate_every: CountOrZero = free(500, "steps; a multiple of checkpoint_every; 0: never")
     max_skipped_steps: CountOrZero = free(0, "steps in a row that may be skipped because the loss is not finite")
-    hang_timeout: Seconds = free(600, "seconds without a step after which a worker is replaced")
+    hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
     trackers: Trackers = free((), '"tensorboard"; "wandb" or "mlflow" where they are installed')
     # the evaluation at checkpoints
     prompts: Prompts = free(None, "texts, or a file of them; None: captions that training does not see")

@@ -37,38 +37,24 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTex
     return CLIPTextModel.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
 
 
-def stored_columns(
-    model: str,
-    shapes: dict[int, list[tuple[int, int]]],
-    latents: str = "moments",
-    text_precision: str = "fp16",
-) -> list[schema.ColumnSpec]:
-    """The columns that a model's latents and embeddings are stored in, from its configs; no weights are read.
-
-    `shapes`: {resolution: [(width, height)]}. `latents`: "moments" for the VAE posterior's mean and standard deviation,
-    "mean" for the mean alone. `text_precision`: the codec of the embeddings.
-    """
+def arguments(config) -> tuple[str, list[schema.ColumnSpec], str]:
+    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the model's configs; no weights are read."""
+    model = config.encoder_model
     vae = AutoencoderKL.load_config(**model_source(model), subfolder="vae")
-    width = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder").hidden_size
+    text = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder")
     downsampling, channels = 2 ** (len(vae["block_out_channels"]) - 1), vae["latent_channels"]
     columns = [
         schema.ColumnSpec(
             schema.latents_column(width, height),
-            (MOMENTS[latents], channels, height // downsampling, width // downsampling),
+            (MOMENTS[config.latents], channels, height // downsampling, width // downsampling),
             resolution=resolution,
         )
-        for resolution, sizes in shapes.items()
+        for resolution, sizes in config.shapes.items()
         for width, height in sizes
     ]
-    text = schema.ColumnSpec(schema.EMBEDDINGS, (load_tokenizer(model).model_max_length, width), text_precision)
-    return [*columns, text]
-
-
-def arguments(config) -> tuple:
-    """`LatentEncoder`'s arguments, from a `PreprocessingConfig`."""
-    model = config.encoder_model
-    columns = stored_columns(model, config.shapes, config.latents, config.text_precision)
-    return model, columns, config.encoder_precision
+    text_shape = load_tokenizer(model).model_max_length, text.hidden_size
+    embeddings = schema.ColumnSpec(schema.EMBEDDINGS, text_shape, config.text_precision)
+    return model, [*columns, embeddings], config.encoder_precision
 
 
 class Encoder:
@@ -149,7 +135,7 @@ class LatentEncoder:
 
     Args:
         model, precision, options: `Encoder`'s. The manifest names the `precision` that was asked for.
-        columns: what to make of each row (`stored_columns`).
+        columns: what to make of each row (`arguments`).
     """
 
     def __init__(self, model: str, columns: list[schema.ColumnSpec], precision: str = "fp32", **options):

@@ -42,13 +42,13 @@ WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing s
 def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[train.StepSource]:
     """Yield the source of each `trainer.fit()` that a run still needs; run one before taking the next.
 
-    Without `keep_latents`, there is one `OnlineSource`. `stream`: as it takes; it also encodes the first epoch's
+    Without `keep_latents`, there is one source. `stream`: as `StepSource` takes it; it also encodes the first epoch's
     leftover rows. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if committed
     blocks are missing.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
-        yield train.OnlineSource(config, stream)
+        yield train.StepSource(config, stream)
         return
     held_out_rows.of_run(config)  # copies them into the run: all kept latents are trained on
     plan = load_plan(config)
@@ -59,7 +59,7 @@ def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iter
             stream_of_epoch = functools.partial(encode, stream=stream, keep=job.write_arguments(None))
         else:
             stream_of_epoch = stream
-        yield train.OnlineSource(config, stream_of_epoch, end_step=end)
+        yield train.StepSource(config, stream_of_epoch, end_step=end)
     if train.last_step(config) < begin:  # the run is shorter, or its workers ended it
         return
     manifest = finish(job, plan, config, stream)
@@ -83,23 +83,18 @@ def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
         )
 
 
-class Job(resumable_job.Job):
-    """A run's latents as a job: segments are the blocks of the first epoch, and its leftover rows (`left_over`)."""
+def open_job(config: TrainingConfig, plan: Plan) -> resumable_job.Job:
+    """The job of a run's latents, which is started if needed: its segments are the epoch's leftover rows (`left_over`).
 
-    def check_counts(self, entry: dict) -> None:
-        """Masked rows count as filtered."""
-
-
-def open_job(config: TrainingConfig, plan: Plan) -> Job:
-    """The job of a run's latents, which is started if needed."""
+    The blocks of the first epoch are committed beside them.
+    """
     (manifest,) = read_manifests(config).values()
     names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
-    leave_out = ("online", "input_uri", "raw_row_bytes")  # as `run_setup.describe_data`
     rests = left_over(plan)
     segments = [resumable_job.Segment(index, [], rest.num_rows) for index, rest in rests.items()]
-    job = Job(
+    job = resumable_job.Job(
         storage.join(config.run_uri, FOLDER),
-        {name: value for name, value in manifest.job.items() if name not in leave_out},
+        manifest.made_with,
         {name: getattr(manifest, name) for name in names},
         plan=lambda: segments,
         id_type=pa.type_for_alias(manifest.id_type),
@@ -152,7 +147,7 @@ def write(rows: pa.Table, **arguments) -> pa.Table:
 # ---- its end
 
 
-def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
+def finish(job: resumable_job.Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
     """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
 
     Raises RuntimeError if blocks of the first epoch are not committed.

@@ -68,7 +68,7 @@ class Manifest:
     def of(cls, segments: list[dict], **description) -> Manifest:
         """The manifest of a job's segments. `description`: the fields that are not sums over them."""
         rows = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
-        rows |= {count: _add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
+        rows |= {count: add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
         work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
         crc = 0
         for file in (file for segment in segments for file in segment["files"]):
@@ -114,6 +114,11 @@ class Manifest:
         return self.job.get("online")
 
     @property
+    def made_with(self) -> dict:
+        """`job` without what may differ for the same data: its location and how many workers encoded it."""
+        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
         stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
@@ -130,7 +135,8 @@ class Manifest:
         return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
 
 
-def _add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sum of some counts by name, the largest first."""
     total = sum(map(collections.Counter, counts), collections.Counter())
     return dict(total.most_common())
 

@@ -12,7 +12,6 @@ pictures that are too small.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -28,7 +27,7 @@ from PIL import Image, ImageOps
 from . import held_out_rows, images, preprocess, resumable_job, schema, storage
 from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
-from .manifest import MANIFEST, Manifest, RowRange, read_manifest, write_manifest
+from .manifest import MANIFEST, Manifest, RowRange, add_up, read_manifest, write_manifest
 from .plan import CHUNK_BYTES, Plan, Source
 from .read import KEEP, UNIT, build_dataset
 from .runtime import lease
@@ -50,11 +49,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
             f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
         )
     uri, found = training.latents_uri, preprocess.check(config)
-    parameters = {
-        **found.parameters,
-        "validation_share": training.validation_share,
-        "online": config.to_dict(),
-    }
+    parameters = {**found.parameters, "validation_share": training.validation_share, "online": config.to_dict()}
     with lease.hold(uri, f"latents_uri={uri!r}"):
         share = training.validation_share
         key, reports = index.make(storage.join(uri, INDEX), found.paths, found.listing, config, share)
@@ -101,13 +96,10 @@ def segment_of(key: str, reports: list[dict]) -> dict:
         for report in reports
         if report["row_groups"]
     ]
-    none = collections.Counter()
-    buckets, rejected = (
-        sum((collections.Counter(one[what]) for one in reports), none) for what in ("rows", "rejected")
-    )
-    entry = {"index": 0, "files": files, "rejects": [], "rejected": dict(rejected), "buckets": dict(buckets)}
-    entry |= {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
-    return entry | {"written": buckets.total()}
+    counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
+    buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
+    counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
+    return {"index": 0, "files": files, "rejects": [], **counts}
 
 
 def same_data(one: Manifest, other: Manifest) -> bool:
@@ -144,11 +136,7 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
 
 
 def read_raw(
-    ranges: list[RowRange],
-    source: Source,
-    *,
-    config: OnlineConfig,
-    read_group: index.ReadGroup | None = None,
+    ranges: list[RowRange], source: Source, *, config: OnlineConfig, read_group: index.ReadGroup | None = None
 ) -> pa.Table:
     """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_rows`."""
     rows = index.read_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
@@ -170,9 +158,8 @@ def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, see
     """
     units = rows[UNIT].to_numpy()
     used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
-    options = {"seed": seed, "random_crop": config.random_crop, "horizontal_flip": config.horizontal_flip}
     crops = [
-        lambda picture, ratio, row_id=row_id, epoch=epoch: augment_crop(picture, row_id, epoch, ratio, **options)
+        functools.partial(augment_crop, row_id=row_id, epoch=epoch, config=config, seed=seed)
         for row_id, epoch in zip(rows[inputs.ID].to_pylist(), epochs, strict=True)
     ]
     sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
@@ -184,32 +171,23 @@ def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, see
 
 
 def augment_crop(
-    picture: Image.Image,
-    row_id: int | str,
-    epoch: int,
-    ratio: float = 1.0,
-    *,
-    seed: int = 0,
-    random_crop: float = 1.0,
-    horizontal_flip: bool = False,
+    picture: Image.Image, ratio: float, *, row_id: int | str, epoch: int, config: OnlineConfig, seed: int
 ) -> Image.Image:
     """The crop of a picture for one epoch, which depends only on (seed, epoch, id), the picture's size and `ratio`.
 
-    `ratio`: the crop's width over its height. `random_crop`, `horizontal_flip`: see `transform`.
+    `ratio`: the crop's width over its height. `config`: see `transform`.
     """
     random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
-    if random_crop == 1:
+    if config.random_crop == 1:
         cut = images.center_crop(picture, ratio)
     else:
-        share = random.uniform(random_crop, 1)
+        share = random.uniform(config.random_crop, 1)
         largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
         width, height = (max(1, round(side * share)) for side in largest)
-        left, top = (
-            int(random.integers(0, picture.width - width + 1)),
-            int(random.integers(0, picture.height - height + 1)),
-        )
+        left = int(random.integers(0, picture.width - width + 1))
+        top = int(random.integers(0, picture.height - height + 1))
         cut = picture.crop((left, top, left + width, top + height))
-    return ImageOps.mirror(cut) if horizontal_flip and random.random() < 0.5 else cut
+    return ImageOps.mirror(cut) if config.horizontal_flip and random.random() < 0.5 else cut
 
 
 def write_validation(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
@@ -218,8 +196,14 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
 
     from . import encoder  # not at the top: see `preprocess`
 
-    rows = first_held_out(manifest, config, training)
-    latents_uri = storage.join(training.latents_uri, held_out_rows.FOLDER)
+    uri, num_rows = training.latents_uri, held_out_rows.NUM_ROWS
+    ranges = held_out_rows.first_ranges(manifest, uri, training.largest_resolution, num_rows)
+    rows = (
+        inputs.to_raw_rows(index.read_rows(ranges, config, storage.join(uri, INDEX))[:num_rows], config)
+        if ranges
+        else []
+    )
+    latents_uri = storage.join(uri, held_out_rows.FOLDER)
     segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
     tables = []
     if rows:
@@ -241,11 +225,3 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     names = ("encoder", "resolutions", "columns", "scaling_factor", "id_type", "empty_caption_embedding")
     description = {name: getattr(manifest, name) for name in names}
     write_manifest(latents_uri, Manifest.of([entry], **description, job={}), [entry])
-
-
-def first_held_out(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> pa.Table | None:
-    """The first `held_out_rows.NUM_ROWS` held-out raw rows that may reach the largest resolution, or None."""
-    uri = training.latents_uri
-    ranges = held_out_rows.first_ranges(manifest, uri, training.largest_resolution, held_out_rows.NUM_ROWS)
-    rows = index.read_rows(ranges, config, storage.join(uri, INDEX))[: held_out_rows.NUM_ROWS] if ranges else None
-    return rows and inputs.to_raw_rows(rows, config)

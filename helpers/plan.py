@@ -418,13 +418,11 @@ def plan_run(manifests: dict[str, Manifest], config: TrainingConfig, files: dict
     chunk_units, block_steps = sizes(next(iter(manifests.values())), config, num_rows)
     worker_counts = range(config.fewest_workers, config.most_workers + 1)
     plan = Plan(shapes, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps, worker_counts)
-    rows = {shape.latents.name: shape.num_rows for shape in shapes}
-    reached = {shape.latents.resolution for shape in shapes}
-    rows |= {schema.latents_column(size): 0 for size in config.resolutions if size not in reached}
-    if 0 in rows.values() or plan.steps_per_epoch < 1:
-        counts = ", ".join(
-            f"{count} of {'x'.join(map(str, schema.picture_size(column)))}" for column, count in rows.items()
-        )
+    missing = set(config.resolutions) - {shape.latents.resolution for shape in shapes}
+    if missing or plan.steps_per_epoch < 1:
+        rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}
+        rows |= {f"{size}x{size}": 0 for size in sorted(missing)}
+        counts = ", ".join(f"{count} of {size}" for size, count in rows.items())
         raise ValueError(
             f"global_batch_size={config.global_batch_size} is more than the rows of {config.latents_uri} ({counts}) "
             "can fill: make it smaller, or encode more data."

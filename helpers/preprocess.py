@@ -256,12 +256,11 @@ def describe(config: PreprocessingConfig) -> dict:
             f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
         ) from None
     halvings = len(vae_config["block_out_channels"]) - 1
-    for resolution, shapes in config.shapes.items():
-        if any(side % 2**halvings for shape in shapes for side in shape):
-            name = "resolutions" if resolution % 2**halvings else "size_multiple"
-            value = list(config.resolutions) if name == "resolutions" else config.size_multiple
+    for width, height in itertools.chain.from_iterable(config.shapes.values()):
+        if width % 2**halvings or height % 2**halvings:
             raise ValueError(
-                f"{name}={value}: the VAE halves a picture {halvings} times; use multiples of {2**halvings}."
+                f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} x "
+                f"{height} pixels, which the VAE halves {halvings} times: use multiples of {2**halvings}."
             )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()

@@ -128,13 +128,7 @@ def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
 
 
 def read_chunks(
-    batch: dict,
-    *,
-    plan: Plan | ray.ObjectRef,
-    first_chunk: int,
-    first_step: int,
-    end_step: int,
-    read: ReadRows,
+    batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, end_step: int, read: ReadRows
 ) -> Iterator[pa.Table]:
     """For `map_batches`: one Arrow table for each block of the chunks in `batch["id"]`, counted from `first_chunk`.
 

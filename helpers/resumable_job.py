@@ -92,11 +92,7 @@ class Job:
     max_failures: int = 3
 
     def __post_init__(self):
-        parameters = {
-            "schema_version": SCHEMA_VERSION,
-            **self.parameters,
-            "encoder": self.description["encoder"],
-        }
+        parameters = {"schema_version": SCHEMA_VERSION, **self.parameters, "encoder": self.description["encoder"]}
         self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in the stored parameters
         self.segments = self.known_segments() or self.plan()
 

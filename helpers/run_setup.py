@@ -65,16 +65,14 @@ def open_run(config: TrainingConfig) -> Manifest:
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
     for sentence in checkpoint.reconcile_checkpoints(config.run_uri):
         print(sentence)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     storage.write_json(
         storage.join(config.run_uri, "config.json"),
         {
             "parameters": config.to_dict(),
             "data": describe_data(manifests, config),
             "shapes": shapes,
-            "versions": {
-                "python": platform.python_version(),
-                **{package: importlib.metadata.version(package) for package in PACKAGES},
-            },
+            "versions": {"python": platform.python_version(), **versions},
             "git_revision": git_revision(),
         },
     )
@@ -105,7 +103,9 @@ def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
         check_latents(manifest, config, uri)
     plan = plan_run(manifests, config)
     check_init_from(config)
-    check_resume(config, manifests)
+    if earlier := read_earlier(config):
+        config.check_resume(earlier["parameters"])
+        check_same_data(config, earlier["data"], describe_data(manifests, config))
     return plan
 
 
@@ -137,14 +137,12 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
         )
     halvings = len(unet["block_out_channels"]) - 1
     for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
-        (height, width), pixels = latents.shape[2:], latents.size
+        height, width = latents.shape[2:]
         if height % 2**halvings or width % 2**halvings:
-            advice = f"use a multiple of {pixels[0] // width * 2**halvings}"
-            if width != height:
-                advice = f"encode the data again with size_multiple={pixels[0] // width * 2**halvings}"
             raise ValueError(
                 f"resolution={latents.resolution} makes latents of {width} x {height}, which unet_config="
-                f"{config.unet_config!r} cannot halve {halvings} times: {advice}."
+                f"{config.unet_config!r} cannot halve {halvings} times: encode the data with resolutions and a "
+                f"size_multiple that are multiples of {latents.size[0] // width * 2**halvings}."
             )
 
 
@@ -171,13 +169,6 @@ def check_init_from(config: TrainingConfig) -> None:
             )
 
 
-def check_resume(config: TrainingConfig, manifests: dict[str, Manifest]) -> None:
-    """Raises ValueError if a run of this name has trained with other parameters, or on other data."""
-    if earlier := read_earlier(config):
-        config.check_resume(earlier["parameters"])
-        check_same_data(config, earlier["data"], describe_data(manifests, config))
-
-
 def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:
     """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
     return [
@@ -187,12 +178,7 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,
             "proportion": proportion,
-            # Without what may differ for the same data: its location and how many workers encoded it.
-            "made_with": {
-                name: value
-                for name, value in manifest.job.items()
-                if name not in ("input_uri", "online", "raw_row_bytes")
-            },
+            "made_with": manifest.made_with,
         }
         for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
     ]

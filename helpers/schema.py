@@ -31,12 +31,6 @@ def latents_column(width: int, height: int | None = None) -> str:
     return f"{LATENTS}_{width}" if height in (None, width) else f"{LATENTS}_{width}x{height}"
 
 
-def picture_size(latents_column: str) -> tuple[int, int]:
-    """(width, height) in pixels of the pictures behind a latents column."""
-    width, _, height = latents_column.removeprefix(f"{LATENTS}_").partition("x")
-    return int(width), int(height or width)
-
-
 def pixels_column(latents_column: str) -> str:
     """The column between the transform and the encoder."""
     return latents_column.replace(LATENTS, PIXELS)
@@ -90,7 +84,8 @@ class ColumnSpec:
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels of the pictures behind a latents column."""
-        return picture_size(self.name)
+        width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
+        return int(width), int(height or width)
 
     def encode(self, values_BX: np.ndarray, valid_B: np.ndarray | None = None) -> pa.Array:
         """(B, *shape) floats -> a `fixed_size_binary` array; rows where `valid_B` is False become null."""

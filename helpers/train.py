@@ -31,6 +31,7 @@ from .runtime.metrics_log import MetricsLog
 from .train_step import TrainStep, Unit
 
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
+Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end step -> its blocks
 
 
 def train_loop_per_worker(config: dict, source: StepSource | None = None, evaluate: Callable | None = None) -> None:
@@ -38,7 +39,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
 
     Args:
         config: `TrainingConfig.to_dict()`.
-        source: where the steps come from; None: the dataset that `StepSource` or `OnlineSource` made for `config`.
+        source: where the steps come from; None: the dataset that a `StepSource` made for `config`.
         evaluate: `evaluate(unet, config, step)` evaluates the averaged weights, on all workers between two steps, where
             no GPU is left for Ray Train's validation; returns what belongs to the checkpoint's metrics, and whether it
             is the best so far (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints are not evaluated.
@@ -100,17 +101,20 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
 
 
 class StepSource:
-    """Where the steps of a run come from: stored latents, read by Ray Data in the plan's order.
+    """Where the steps of a run come from: stored latents, or raw rows that are encoded on the way.
 
     The driver gives `datasets` to Ray Train, the workers call `start`, `resume_point` and `steps`, in this order.
 
     Args:
         config: of the run.
+        stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset.
         first_step, end_step: the run's steps that come from here (None: to the last); the plan counts from them.
     """
 
-    def __init__(self, config: TrainingConfig, first_step: int = 0, end_step: int | None = None):
-        self.config, self.first_step = config, first_step
+    def __init__(
+        self, config: TrainingConfig, stream: Stream = latents_dataset, first_step: int = 0, end_step: int | None = None
+    ):
+        self.config, self.stream, self.first_step = config, stream, first_step
         self.end_step = config.max_steps if end_step is None else end_step
 
     @property
@@ -131,11 +135,9 @@ class StepSource:
                 f"The checkpoints of run_name={self.config.run_name!r} after step {self.first_step} are damaged: it "
                 f"resumes at step {step}, whose pictures are encoded on the way: run it again."
             )
-        return self.rows(load_plan(self.config), step - self.first_step, self.end_step - self.first_step)
-
-    def rows(self, plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
-        """The plan's blocks of these steps."""
-        return latents_dataset(plan, first_step, end_step)
+        plan = load_plan(self.config)
+        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config).values())
+        return join_blocks(self.stream(plan, step - self.first_step, self.end_step - self.first_step), plan, row_bytes)
 
     def start(self) -> None:
         """Called before the model is built: Ray Data's processes start meanwhile."""
@@ -177,27 +179,6 @@ class StepSource:
             for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
                 rejects.add(rows)
             yield units, time.perf_counter() - started
-
-
-class OnlineSource(StepSource):
-    """Raw rows that are encoded on the way.
-
-    `stream(plan, first_step, end_step)` returns the plan's blocks of these steps, encoded, as a Ray dataset.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        stream: Callable[[Plan, int, int], ray.data.Dataset],
-        first_step: int = 0,
-        end_step: int | None = None,
-    ):
-        super().__init__(config, first_step, end_step)
-        self.stream = stream
-
-    def rows(self, plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
-        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config).values())
-        return join_blocks(self.stream(plan, first_step, end_step), plan, row_bytes)
 
 
 class Rejects:
@@ -358,7 +339,7 @@ class CheckpointManager:
     def __init__(self, train_step: TrainStep, log: MetricsLog | None, evaluate: Callable | None = None):
         self.train_step, self.log, self.evaluate = train_step, log, evaluate
         self.group = checkpoint.cpu_group()
-        self.stager = checkpoint.open_stager(pinned=True) if train_step.device.type == "cuda" else None
+        self.stager = checkpoint.open_stager()
         # Ray Train recognises checkpoints in its own folder only by its own file system.
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
         self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded

@@ -20,21 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .distributed import rank, world_size
 
 # "sd2-base" is the published configuration of Stable Diffusion 2 base; "small" has its shape at a tenth of its size,
-# for one GPU; "tiny" is tiny-sd/unet/config.json.
-_SD2_SHAPE = dict(
-    in_channels=4,
-    out_channels=4,
-    layers_per_block=2,
-    use_linear_projection=True,
-    cross_attention_dim=1024,
-    down_block_types=["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
-    up_block_types=["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-)
-UNETS = {
-    "small": dict(_SD2_SHAPE, sample_size=32, block_out_channels=[128, 256, 384, 384], attention_head_dim=[2, 4, 6, 6]),
-    "sd2-base": dict(
-        _SD2_SHAPE, sample_size=64, block_out_channels=[320, 640, 1280, 1280], attention_head_dim=[5, 10, 20, 20]
-    ),
+# for one GPU; "tiny" is the one in helpers.
+_HERE = pathlib.Path(__file__).parent
+PRESETS = {
+    "tiny": _HERE / "tiny-sd" / "unet" / "config.json",
+    "small": _HERE / "unets" / "small.json",
+    "sd2-base": _HERE / "unets" / "sd2-base.json",
 }
 
 
@@ -43,9 +34,7 @@ def load_unet_config(name: str) -> dict:
 
     Raises ValueError for an unknown name and for a file that configures no `UNet2DConditionModel`.
     """
-    if name in UNETS:
-        return dict(UNETS[name])
-    path = pathlib.Path(__file__).parent / "tiny-sd" / "unet" / "config.json" if name == "tiny" else pathlib.Path(name)
+    path = PRESETS.get(name) or pathlib.Path(name)
     if not path.is_file():
         raise ValueError(
             f"unet_config={name!r} is unknown: choose 'tiny', 'small', 'sd2-base', or the path of a config.json."

@@ -24,11 +24,7 @@ def validation_loss(*arguments, **options) -> tuple[float, float]:
 
 @torch.no_grad()
 def losses_by_noise(
-    unet: torch.nn.Module,
-    manifest: Manifest,
-    rows: pa.Table,
-    config: TrainingConfig,
-    timesteps_per_row: int = 8,
+    unet: torch.nn.Module, manifest: Manifest, rows: pa.Table, config: TrainingConfig, timesteps_per_row: int = 8
 ) -> np.ndarray:
     """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
 

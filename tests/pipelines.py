@@ -221,7 +221,7 @@ def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, eval
     changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
     validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
     changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
-    source = train.OnlineSource(config, stream) if stream else source
+    source = train.StepSource(config, stream) if stream else source
     notebook, made_for = (ONLINE, source) if source else (TRAINING, config)
     build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():

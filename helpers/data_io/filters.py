@@ -68,26 +68,6 @@ def filter_columns(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def clauses(text: str) -> list[str]:
-    """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
-    if parse_filter(text) is None:
-        return []
-    tree = ast.parse(text.strip(), mode="eval").body
-    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
-    return [ast.unparse(part) for part in parts]
-
-
-def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
-    """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
-    failed_CB = ~np.array([kept_rows(rows, text) for text in texts])
-    num_failed_B = failed_CB.sum(axis=0)
-    counts = {"rows": len(rows), "dropped": np.count_nonzero(num_failed_B)}
-    for number, failed_B in enumerate(failed_CB):
-        counts[f"dropped {number}"] = np.count_nonzero(failed_B)
-        counts[f"alone {number}"] = np.count_nonzero(failed_B & (num_failed_B == 1))
-    return pa.Table.from_pylist([counts])
-
-
 def filter_types(text: str) -> dict[str, pa.DataType]:
     """{column: Arrow type} of a filter's columns: text for those compared with a quoted text, else numbers."""
     types = dict.fromkeys(filter_columns(text), pa.float64())

@@ -50,9 +50,6 @@ def make(
     uri = storage.join(index_uri, key)
     if storage.exists(storage.join(uri, REPORT)):
         return key, storage.read_json(storage.join(uri, REPORT))
-    others = [folder for folder in storage.list_folders(index_uri) if not storage.name(folder).startswith(key)]
-    if others and not storage.exists(uri):
-        print(f"The index at {index_uri} was built for other files or parameters: a new one is built.")
     files = [{"path": path, "rows": rows} for path, rows in files_of(paths, config)]
     one = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import io
 import warnings
@@ -187,14 +188,14 @@ def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
     Reads only the filter's columns (everything in tars, which have no columns), of the whole input or its first `limit`
     rows. A row counts for each clause that it fails, so the clauses may add up to more than "all".
     """
-    texts = filters.clauses(config.row_filter)
+    texts = clauses(config.row_filter)
     if not texts:
         raise ValueError("row_filter='' drops nothing: there is nothing to count.")
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     rows = inputs.read_columns(paths, filters.filter_columns(config.row_filter), config)
     if config.limit is not None:
         rows = rows.limit(config.limit)
-    count = functools.partial(filters.count_dropped, texts=texts)
+    count = functools.partial(count_dropped, texts=texts)
     counted = rows.map_batches(count, batch_format="pyarrow").to_pandas().sum()
     numbers, dropped = range(len(texts)), int(counted["dropped"])
     return pd.DataFrame(
@@ -205,6 +206,26 @@ def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
             "of_rows": int(counted["rows"]),
         }
     )
+
+
+def clauses(text: str) -> list[str]:
+    """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
+    if filters.parse_filter(text) is None:
+        return []
+    tree = ast.parse(text.strip(), mode="eval").body
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    return [ast.unparse(part) for part in parts]
+
+
+def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
+    """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
+    failed_CB = ~np.array([filters.kept_rows(rows, text) for text in texts])
+    num_failed_B = failed_CB.sum(axis=0)
+    counts = {"rows": len(rows), "dropped": np.count_nonzero(num_failed_B)}
+    for number, failed_B in enumerate(failed_CB):
+        counts[f"dropped {number}"] = np.count_nonzero(failed_B)
+        counts[f"alone {number}"] = np.count_nonzero(failed_B & (num_failed_B == 1))
+    return pa.Table.from_pylist([counts])
 
 
 def held_out_prompts(config: TrainingConfig, num_prompts: int):

@@ -341,7 +341,7 @@ def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
         ("score > 0.5 or width > 9", 2, 1, 6),
         ("all", 4, 4, 6),
     ]
-    assert filters.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and filters.clauses(" ") == []
+    assert looks.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and looks.clauses(" ") == []
     with pytest.raises(ValueError, match="row_filter='' drops nothing"):
         looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
 

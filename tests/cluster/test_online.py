@@ -236,9 +236,10 @@ def test_bad_pictures_are_masked_and_listed(raw, straight):
 def test_the_augmentation_changes_with_the_epoch_alone():
     picture = Image.effect_noise((80, 64), 50).convert("RGB")
 
-    def cut(row_id, epoch, **changes):
-        values = {"seed": 0, "random_crop": 0.7, "horizontal_flip": True, **changes}
-        return online.augment_crop(picture, row_id, epoch, **values).tobytes()
+    def cut(row_id, epoch, seed=0, **changes):
+        values = {"random_crop": 0.7, "horizontal_flip": True, **changes}
+        config = OnlineConfig(**values)
+        return online.augment_crop(picture, 1.0, row_id=row_id, epoch=epoch, config=config, seed=seed).tobytes()
 
     assert cut(5, 0) == cut(5, 0)
     assert len({cut(5, epoch) for epoch in range(6)}) == 6

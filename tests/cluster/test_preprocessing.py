@@ -209,7 +209,7 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
         (
             {"resolutions": [60]},
             ValueError,
-            r"resolutions=\[60\]: the VAE halves a picture 3 times; use multiples of 8",
+            r"resolutions=\[60\] and size_multiple=16 come to 60 x 60 pixels, which the VAE halves 3 times: use multi",
         ),
         (
             {"encoder_model": "/no/such/model"},

@@ -33,15 +33,15 @@ ONE = {
     ),
     "aspect_ratios": (
         [[], [0], [1, -2], 1.5, "1", [float("nan")]],
-        "a list of numbers of more than 0 (width / height), such as [0.5, 0.75, 1, 1.33, 2]",
+        "a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]",
     ),
     "random_crop": (
         [0, -0.5, 1.5, "0.8", True, float("nan")],
-        "a share of the picture's shorter side: more than 0, at most 1 (the centre square)",
+        "a share of the shorter side: more than 0, at most 1 (the centre square)",
     ),
     "learning_rate": ([0, "fast", float("nan")], "more than 0"),
     "min_snr_gamma": ([0, "5"], "more than 0, or None for no weighting"),
-    "hang_timeout": ([0], "a number of seconds of more than 0"),
+    "hang_timeout": ([0], "more than 0"),
     "guidance_scale": ([0.5], "a number of at least 1 (no guidance)"),
     "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
     "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
@@ -53,11 +53,11 @@ ONE = {
     ),
     "latents_uri": (
         [3, {}, {"/a": -1, "/b": 2}, {"/a": 0, "/b": 2}, {"/a": "half", "/b": 2}, {3: 1}],
-        "a folder, a URI, or a mapping of several to their proportions of more than 0",
+        "a folder, a URI, or a mapping of several to proportions above 0",
     ),
     "resolution": (
         [0, "64", True, 64.0, {}, {64: 0}, {"big": 1}, {0: 1}, {64: "x"}, {64: float("nan")}],
-        "a size in pixels, or a mapping of sizes to their shares of the steps, such as {256: 0.25, 512: 0.75}",
+        "a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}",
     ),
 }
 SEVERAL = [

@@ -91,7 +91,6 @@ class Run:
         patch.setattr(train, "choose_resume_point", lambda config: {"step": self.saved})
         patch.setattr(train, "join_blocks", lambda rows, *_: rows)
         patch.setattr(held_out_rows, "of_run", lambda config: None)
-        patch.setattr(train, "latents_dataset", self.stored)
 
     def stream(self, plan, first_step, end_step):
         def read_rows(ranges, source):
@@ -107,6 +106,8 @@ class Run:
 
     def fit(self, source, die_at=None):
         begin, plan = source.first_step, load_plan(source.config)
+        if source.stream is read.latents_dataset:
+            source.stream = self.stored
         steps = range(self.saved - begin, source.end_step - begin)
         blocks = source.dataset().iter_batches()
         for step, units in zip(steps, read.worker_units(blocks, plan, steps, 0, 1), strict=True):

@@ -103,7 +103,12 @@ def parts(state):
 
 
 def save(folder, state, step):
-    checkpoint.async_save(folder, **parts(state), step=step, group=checkpoint.cpu_group())()
+    begin_save(folder, state, step)()
+
+
+def begin_save(folder, state, step):
+    stager = checkpoint.open_stager()
+    return checkpoint.async_save(folder, **parts(state), step=step, stager=stager, group=checkpoint.cpu_group())
 
 
 def column(lines, name="loss"):
@@ -155,7 +160,7 @@ def run_strategy(folder, name, config, manifest, rows, rank, world):
     drawn = build_unet(config.unet_config).state_dict()
     assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
     lines = train(state, manifest, rows, 0, MIDDLE, rank, world)
-    writing = checkpoint.async_save(f"{folder}/{name}", **parts(state), step=MIDDLE, group=checkpoint.cpu_group())
+    writing = begin_save(f"{folder}/{name}", state, MIDDLE)
     with state.averaged() as unet:  # between two steps, whose losses stay
         validated = validation.validation_loss(unet, manifest, held_out(rows), config)
     lines += train(state, manifest, rows, MIDDLE, STEPS, rank, world)
@@ -574,7 +579,7 @@ def test_an_async_checkpoint_holds_the_step_it_was_begun_at(tmp_path, monkeypatc
     state = TrainStep(recipe(ema_start=ema_start), manifest)
     train(state, manifest, rows, 0, MIDDLE)
     begun = everything(state)
-    finish = checkpoint.async_save(tmp_path, **parts(state), step=MIDDLE)
+    finish = begin_save(tmp_path, state, MIDDLE)
     train(state, manifest, rows, MIDDLE)
     assert checkpoint.find_corruption(tmp_path)  # not there before it is finished
     trained.set()
@@ -587,7 +592,7 @@ def test_an_async_checkpoint_holds_the_step_it_was_begun_at(tmp_path, monkeypatc
 
 def test_a_kept_stager_copies_into_the_same_memory(tmp_path, monkeypatch, recipe, manifest, rows):
     """As on a GPU, where this memory is pinned; every checkpoint still holds its own step."""
-    stager, places = checkpoint.open_stager(pinned=False), []
+    stager, places = checkpoint.open_stager(), []
     stage = stager.stage
 
     def record(state):

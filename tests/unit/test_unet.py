@@ -135,7 +135,8 @@ def test_latents_that_fit_pass(build_manifest):
         (
             {"image_latents_72": (2, 4, 9, 9)},
             {"resolution": 72},
-            "resolution=72 makes latents of 9 x 9, which unet_config='tiny' cannot halve 1 times: use a multiple of 16",
+            "resolution=72 makes latents of 9 x 9, which unet_config='tiny' cannot halve 1 times: encode "
+            "the data with resolutions and a size_multiple that are multiples of 16",
         ),
     ],
 )
