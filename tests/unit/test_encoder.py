@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import encoder, images, preprocess, resumable_job, schema
-from helpers.config import OnlineConfig, PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from tests.faults import ROOT
 from tests.unit.test_buckets import raw_rows
 
@@ -149,10 +149,3 @@ def test_another_revision_is_refused_on_resume(hub, tmp_path):
 def test_a_missing_revision_is_one_sentence(hub):
     with pytest.raises(ValueError, match=r"^encoder_model='org/model@v2' holds no model in diffusers layout"):
         preprocess.describe(config(hub, "v2"))
-
-
-def test_a_config_with_a_revision_survives_its_dict(hub):
-    for cls in (PreprocessingConfig, OnlineConfig):
-        made = cls(encoder_model=hub, encoder_revision="v1")
-        again = cls.from_dict(json.loads(json.dumps(made.to_dict())))
-        assert again == made and again.encoder_model == "org/model@v1"

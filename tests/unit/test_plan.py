@@ -1,7 +1,6 @@
 """The plan's promises, over any data (hypothesis), and what it is made from. No Ray, no files."""
 
 import dataclasses
-import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -199,16 +198,6 @@ def test_proportions_hold_in_every_window_of_an_epoch(plan, data):
         assert abs(found - source_.proportion * len(window)) <= 2 + 1e-4 * len(window)
 
 
-@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.9, 0.1], [0.97, 0.02, 0.01], [0.4, 0.3, 0.2, 0.1], [1 / 3] * 3])
-def test_proportions_hold_in_windows_of_a_long_run(shares):
-    sources = [source(["a"], [[64] * 2000], share, f"/{i}") for i, share in enumerate(shares)]
-    chosen = np.tile(Shape(sources).mixing_schedule, 2)
-    for size in (50, 333, 5000):
-        for number, share in enumerate(shares):
-            counts = np.convolve(chosen == number, np.ones(size), mode="valid")
-            assert np.abs(counts - share * size).max() <= 2 + 1e-4 * size
-
-
 @settings(max_examples=40, deadline=None)
 @given(plans() | bucket_plans(), st.data())
 def test_a_run_may_start_at_any_step(plan, data):
@@ -391,11 +380,6 @@ def test_a_batch_mixes_row_groups():
     assert not any(batch == sorted(batch) for batch in batches)
 
 
-def test_the_plan_is_the_same_on_another_machine(plan):
-    """It travels by pickle."""
-    assert steps_of(pickle.loads(pickle.dumps(plan)), 0, 5) == steps_of(plan, 0, 5)
-
-
 def test_units_in_another_order_are_refused_in_one_sentence():
     plan = plan_of(["a"], [[64]], unit_rows=3, units_per_step=2, chunk_units=2)
     blocks = [pa.table({"unit": np.repeat([number], 3)}) for number in (1, 5, 3)]
@@ -409,12 +393,6 @@ def test_units_in_another_order_are_refused_in_one_sentence():
         next(worker_units([], plan, range(3, 4), 1, 2))
 
 
-def test_row_groups_of_one_row_work():
-    plan = plan_of(["a"], [[1] * 20], 3, 2, 2)
-    used = sum(steps_of(plan, 0, plan.steps_per_epoch), [])
-    assert plan.steps_per_epoch == 3 and len(set(used)) == 18
-
-
 def test_files_without_rows_do_not_shift_the_others():
     plan = plan_of(["a", "empty", "b"], [[5, 5], [], [5]], 1, 1, 4)
     expected = {("/data", n, g, r) for n, g in (("a", 0), ("a", 1), ("b", 0)) for r in range(5)}
@@ -426,17 +404,6 @@ def test_no_steps_left_is_no_work(plan):
 
 
 # ---- from a manifest
-
-
-def test_the_plan_does_not_depend_on_workers_or_micro_batches():
-    manifest, files = made([{"32+64": [64, 64]}])
-    recipe = {"global_batch_size": 32, "units_per_step": 4, "latents_uri": "/a"}
-    configs = [
-        TrainingConfig(**recipe, **values)
-        for values in ({}, {"num_training_workers": 4}, {"num_training_workers": (1, 2), "micro_batch_size": 4})
-    ]
-    first, *others = [steps_of(plan_run({"/a": manifest}, config, {"/a": files}), 0, 9) for config in configs]
-    assert others == [first, first]
 
 
 @pytest.mark.parametrize(

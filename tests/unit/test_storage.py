@@ -45,13 +45,6 @@ def test_file_uris_work_as_paths_do(tmp_path):
     assert storage.list_files(uri) == [uri + "/a.txt"] and storage.read_text(tmp_path / "data" / "a.txt") == "hello"
 
 
-def test_a_file_written_again_is_replaced(tmp_path):
-    for text in ("first", "", "third"):
-        storage.write_text(tmp_path / "a.txt", text)
-        assert storage.read_text(tmp_path / "a.txt") == text
-    assert names(tmp_path) == ["a.txt"]
-
-
 class Interrupted(BaseException):
     """As KeyboardInterrupt is, no Exception."""
 
@@ -106,12 +99,6 @@ def test_listing_is_sorted_and_goes_as_deep_as_asked(tmp_path):
     assert storage.list_folders(here) == [f"{here}/sub"] and storage.list_folders(tmp_path / "nowhere") == []
     assert storage.sizes(here) == {"a.json": 1, "b.json": 1, "c.txt": 1, "sub/d.json": 1}
     assert storage.sizes(f"{here}/c.txt") == {"": 1} and storage.sizes(tmp_path / "nowhere") == {}
-
-
-def test_what_is_a_file(tmp_path):
-    storage.write_text(tmp_path / "a.txt", "x")
-    assert storage.is_file(tmp_path / "a.txt")
-    assert not storage.is_file(tmp_path) and not storage.is_file(tmp_path / "b.txt")
 
 
 def test_missing_files_are_named(tmp_path):

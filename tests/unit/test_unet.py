@@ -71,11 +71,6 @@ def test_copying_the_unet_needs_only_pytorch_and_diffusers():
     assert set(loaded) == {"helpers.unet", "helpers.distributed"}
 
 
-def test_presets_cannot_be_changed_by_their_users():
-    load_unet_config("small")["in_channels"] = 9
-    assert load_unet_config("small")["in_channels"] == 4
-
-
 def test_a_unet_may_come_from_a_config_json(tmp_path):
     unet = build_unet("tiny")
     unet.save_config(tmp_path)
@@ -115,11 +110,6 @@ def test_the_same_seed_gives_the_same_weights():
 
 
 # ---- latents that do not fit the U-Net
-
-
-def test_latents_that_fit_pass(build_manifest):
-    for resolution in (32, 64):
-        run_setup.check_latents(build_manifest(), TrainingConfig(resolution=resolution), "/data")
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,5 @@ def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(unet, build_
     assert means == tuple(found[:, 1:].mean(axis=0)) and means[0] != means[1]
 
 
-def test_without_weighting_both_validation_losses_are_the_same(unet, build_manifest, build_latents):
-    config = TrainingConfig(min_snr_gamma=None)
-    weighted, plain = validation.validation_loss(unet, build_manifest(), build_latents(8), config, timesteps_per_row=2)
-    assert weighted == plain > 0
-
-
 def test_no_validation_rows_give_zero_not_a_crash(unet, build_manifest, build_latents):
     assert validation.validation_loss(unet, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
