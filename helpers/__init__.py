@@ -60,5 +60,6 @@ lesson/             what only the notebooks need
     published_results, estimates, full_run  published numbers (a YAML file), cluster estimates, the full run
     planner, network                        hours and dollars of a run; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
+unets/              configurations of the U-Nets that `unet_config` names
 clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the container image
 """
