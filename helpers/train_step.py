@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -106,10 +106,17 @@ class TrainStep:
         config: `TrainingConfig`.
         manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
         device: this worker's device.
+        profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
     """
 
-    def __init__(self, config: TrainingConfig, manifest: Manifest, device: torch.device | str = "cpu"):
-        self.config, self.device = config, torch.device(device)
+    def __init__(
+        self,
+        config: TrainingConfig,
+        manifest: Manifest,
+        device: torch.device | str = "cpu",
+        profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
         self.schedule = diffusion.noise_schedule(config.prediction_type)
@@ -184,14 +191,17 @@ class TrainStep:
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             with synchronise_gradients(self.model, last, config.strategy):
-                micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
-                # Gradients are averaged over the ranks, where the loss is a sum over them.
-                (micro_loss * world_size()).backward()
+                with self.profile_span("forward"):
+                    micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
+                with self.profile_span("backward"):
+                    # Gradients are averaged over the ranks, where the loss is a sum over them.
+                    (micro_loss * world_size()).backward()
             loss += micro_loss.detach()
-        learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
-        loss, norm = self.update(step, loss, learning_rate)
-        # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
-        loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
+        with self.profile_span("optimizer"):
+            learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
+            loss, norm = self.update(step, loss, learning_rate)
+            # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
+            loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
         self.skipped_steps = 0 if np.isfinite(loss + norm) else self.skipped_steps + 1
         if self.skipped_steps > config.max_skipped_steps:
             name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)

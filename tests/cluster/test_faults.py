@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
 # ---- preprocessing
 
 
-def table_of(latents_uri, manifest):
+def table_of(latents_uri):
     """All rows that a job wrote, in its order."""
     names = read_files(latents_uri).names.to_pylist()
     return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name in names])
@@ -253,10 +253,7 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
     said = capsys.readouterr().out
     assert "Segment 0 is restarted (failure 1 of max_failures=3): " in said and "failure 2" not in said
     assert manifest.read == expected.read and manifest.rejected == expected.rejected
-    rows, others = (
-        pa.concat_tables([pq.read_table(f"{one.latents_uri}/data/{name}") for name, _ in described.files])
-        for one, described in ((config, manifest), (finished, expected))
-    )
+    rows, others = table_of(config.latents_uri), table_of(finished.latents_uri)
     assert rows == others
 
 
