@@ -17,7 +17,7 @@ from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.data_io import filters, inputs, readers
 from helpers.lesson import captioned_shapes
 from helpers.manifest import read_manifest
-from helpers.plan import plan_run
+from helpers.plan import load_plan
 
 ROWS = 150
 COLUMNS = {
@@ -173,11 +173,11 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     )
     manifest = online.prepare(config, training)
     assert manifest.read == 130
-    plan = plan_run({training.latents_uri: manifest}, training)
+    plan = load_plan(training)
     found = {}
     for index in range(plan.chunks_per_epoch):
-        (mine,), (source,) = plan.chunk_rows(index)[0], plan.sources
-        done = preprocess.transform(online.read_raw(mine, source, config=config), config=config)
+        ((source, ranges),) = plan.chunk_rows(index)[0]
+        done = preprocess.transform(online.read_raw(ranges, source, config=config), config=config)
         columns = (done[column].to_pylist() for column in ("id", "caption", "reason"))
         found |= {row_id: (text, reason) for row_id, text, reason in zip(*columns, strict=True)}
     drawn = drawn_rows()[:130]
