@@ -101,7 +101,7 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
     plan = load_plan(config)
 
     def rows():
-        options = {"first_chunk": 0, "first_step": 0, "num_steps": 16, "read": read_latents}
+        options = {"first_chunk": 0, "first_step": 0, "end_step": 16, "read": read_latents}
         return pa.concat_tables(read_chunks({"id": range(2)}, plan=plan, **options))
 
     expected = rows()
