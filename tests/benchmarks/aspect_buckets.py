@@ -16,7 +16,7 @@ from helpers import run_setup, sampling
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import trials
 from helpers.lesson import captioned_shapes, looks
-from helpers.plan import plan_run
+from helpers.plan import load_plan
 from helpers.runtime import session
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import lesson_recipe, shape_score
@@ -46,7 +46,7 @@ def main():
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
-            buckets[name] = run_setup.describe_shapes(plan_run({raw.latents_uri: manifest}, config))
+            buckets[name] = run_setup.describe_shapes(load_plan(config))
             pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config.prediction_type)
             pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]

@@ -10,7 +10,7 @@ from helpers import encoder, kept_latents, storage, train_step
 from helpers.config import OnlineConfig
 from helpers.lesson import captioned_shapes
 from helpers.manifest import read_manifest, read_manifests
-from helpers.plan import load_plan, plan_run
+from helpers.plan import load_plan
 from helpers.runtime import metrics_log
 from tests.faults import assert_same_run, attempts_of, die, loop_with, run_driver, slow, steps_done
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
@@ -54,8 +54,8 @@ def counting(counted):
 def bare(raw, config):
     """[(loss, samples_crc32)] of a run, without Ray: an epoch encoded, then steps of stored latents."""
     (manifest,) = read_manifests(config).values()
-    plan, (uri, kept_manifest) = plan_run({config.latents_uri: manifest}, config), kept(config)
-    kept_plan = plan_run({uri: kept_manifest}, short_run(raw.storage, "any", latents_uri=uri))
+    plan, (uri, kept_manifest) = load_plan(config), kept(config)
+    kept_plan = load_plan(short_run(raw.storage, "any", latents_uri=uri))
     alone, epoch = train_step.TrainStep(config, manifest), plan.steps_per_epoch
     first = train_alone(alone, manifest, plan, read_alone(plan, epoch, raw, config.seed), range(epoch))
     others = read_alone(kept_plan, STEPS - epoch)

@@ -243,7 +243,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
     plan = load_plan(config)
-    options = {"first_chunk": 0, "first_step": 0, "num_steps": config.max_steps}
+    options = {"first_chunk": 0, "first_step": 0, "end_step": config.max_steps}
     read = functools.partial(online.read_raw, config=raw)
     samples = [[] for _ in range(config.max_steps)]
     numbers = {"id": range(len(plan.chunk_range(0, config.max_steps)))}
