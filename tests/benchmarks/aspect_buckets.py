@@ -42,7 +42,7 @@ def main():
             stats, *_ = looks.dataset_stats(raw, num_rows=2000)
             table = looks.shape_table(stats, raw).dropna()
             cut = float(np.average(table["cut"], weights=table["pictures"]))
-            manifest = encode(raw)
+            encode(raw)
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)

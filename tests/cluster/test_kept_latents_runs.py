@@ -40,12 +40,12 @@ def kept(config):
 
 
 def counting(counted):
-    """An encoder class that notes each of its rows as a byte of a file."""
+    """An encoder class that notes each of its rows, but those that only fill up a block, as a byte of a file."""
 
     class CountingEncoder(encoder.LatentEncoder):
         def __call__(self, rows):
             with open(counted, "ab") as file:
-                file.write(b"." * len(rows))
+                file.write(b"." * int((rows["unit"].to_numpy() >= 0).sum()))
             return super().__call__(rows)
 
     return CountingEncoder
