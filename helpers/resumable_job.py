@@ -208,9 +208,11 @@ class Job:
                 storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
                 return
             except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
-                with contextlib.suppress(OSError):  # where the store cannot be reached, the next run deletes them
+                try:
                     while self.delete_uncommitted():
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
+                except OSError:
+                    error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
                 if failures > self.max_failures or not ray_errors.was_lost(error):
                     raise
                 which = f"failure {failures} of max_failures={self.max_failures}"

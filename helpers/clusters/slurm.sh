@@ -17,7 +17,6 @@ fi
 # dashboard listens, on its private address.
 head_ip=$(hostname -I | cut -d' ' -f1)
 export RAY_ADDRESS=$head_ip:${RAY_PORT:-6379}
-export PRETRAIN_JOB_ID=${SLURM_JOB_ID:-}  # a requeued job takes over the lease of its earlier driver at once
 # Whoever reaches Ray can run code: a token of this job's own, which srun passes on with the environment.
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex())")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token

@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "helpers" / "clusters" / "slurm.sh"
 # Notes its options, then runs the command as often as there are tasks: one after the other, as nodes that start on one
-# machine at the same time would choose the same names for their sockets.
+# machine at the same time would choose the same ports and names.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
     echo "$1" >> "$SRUN_LOG"
@@ -21,14 +21,14 @@ while [[ $1 == --* ]]; do
     shift
 done
 trap 'kill $(jobs -p)' TERM
-sockets() { ls "$RAY_TMPDIR"/ray/session_latest/sockets/plasma_store* | wc -l; }
 exec 9> "$SRUN_LOG.lock"
 for ((task = 0; task < tasks; task++)); do
     flock 9
-    before=$(sockets)
-    "$@" --num-cpus=1 --object-store-memory=100000000 9>&- &
-    while kill -0 $! && [ "$(sockets)" -le "$before" ]; do sleep 0.2; done
+    said=$(mktemp)
+    "$@" --num-cpus=1 --object-store-memory=100000000 9>&- &> "$said" &
+    while kill -0 $! && ! grep -q 'Ray runtime started' "$said"; do sleep 0.2; done
     flock --unlock 9
+    cat "$said"
 done
 wait
 """
