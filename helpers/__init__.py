@@ -5,7 +5,10 @@ above it, plus data_io/, runtime/ and evaluation/.
 
 Core
     storage         files on a disk or an object store, by one path or URI
-    config          the notebooks' parameters, checked when they are built
+    parameters      how parameters are declared and checked
+    preprocessing_config    those of the encoding
+    training_config         those of a run
+    config          both, and the notebooks' sections
     schema          the columns of latents on disk: names, shapes, bytes
     manifest        what a latents folder says about itself: counts, encoder, files with their row groups
     images          encoded bytes to RGB pictures of a given shape; captions to token ids
@@ -35,12 +38,13 @@ data_io/            raw data
 runtime/            support at run time
     session         connecting to Ray, shared storage, GPUs
     lease           allows one driver at a time per job or run
-    monitoring      progress of a run in a notebook and in a terminal
+    monitoring      progress of a run in a notebook and in a terminal, its failures
     metrics_log     `metrics.jsonl`, throughput
     results         evaluation results of a run's checkpoints
     tracking        a run in TensorBoard, Weights & Biases, MLflow
-    profiling       FLOPs, MFU, the profile of a step
-    fault_tolerance hung workers, spot notices, records of failures
+    meter           a step's images/s, FLOPs, MFU, memory, waiting
+    profiling       where its time and FLOPs go
+    fault_tolerance a worker that hangs, a sick device, spot notices
     ray_errors      what Ray's errors mean: was something lost?
     throttle        keeps Ray Data's scheduling loop from taking a core from the trainer
 evaluation/         is the model getting better?

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 from . import distributed, storage
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
 
 
@@ -78,44 +77,6 @@ def keep_as_best(run_uri: str, folder: str, name: str) -> None:
     for uri in list_checkpoints(best_uri):
         if storage.name(uri) != name:
             storage.delete(uri)
-
-
-def reconcile_checkpoints(run_uri: str) -> list[str]:
-    """Make what a run left behind usable for the next attempt; returns sentences about checkpoints that cannot be used.
-
-    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders; without a
-    list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
-    the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
-    while nothing trains under this name.
-    """
-    sentences, usable, resume_from = [], [], last_complete(run_uri)
-    folders = {storage.name(uri): uri for uri in list_checkpoints(run_uri)}
-    snapshot_uri = storage.join(run_uri, SNAPSHOT)
-    try:
-        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
-    except FileNotFoundError:
-        listed = []
-    except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
-        listed = []
-        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
-    for name in listed:
-        problem = find_corruption(folders[name]) if name in folders else "its folder is missing"
-        if problem is None:
-            usable.append(name)
-        else:
-            sentences.append(f"{name} cannot be used: {problem}.")
-    if sentences:
-        storage.delete(snapshot_uri)
-    for name, uri in folders.items():
-        if name not in usable and uri != resume_from:
-            problem = None if name in listed else find_corruption(uri)  # its upload was interrupted, or it was damaged
-            if problem:
-                sentences.append(f"{name} cannot be used: {problem}.")
-            storage.delete(uri)
-    if sentences:
-        resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
-        sentences.append(resumes)
-    return sentences
 
 
 def open_stager() -> DefaultStager:
@@ -198,18 +159,13 @@ def load_weights(folder: str, unet: torch.nn.Module, which: str = "ema") -> torc
     return unet
 
 
-def load_initial_weights(folder: str, unet: torch.nn.Module, ema) -> None:
+def load_initial_weights(folder: str, unet: torch.nn.Module) -> None:
     """Load the weights that a new run starts from: a checkpoint of another run, or a U-Net in diffusers layout.
 
-    The EMA starts from the checkpoint's EMA, or from the U-Net's weights.
+    The new run averages its own weights alone: an average that went on would hold those of the other run for long.
     """
     if os.path.exists(os.path.join(folder, PROGRESS)):
-        load_weights(folder, unet, "ema")
-        averaged = ema.copy()
         load_weights(folder, unet, "model")
     else:
         weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
         set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))
-        averaged = ema.copy()
-    if ema.start == 0:
-        ema.shadow = averaged

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
 
-from .config import TrainingConfig
 from .distributed import local
+from .training_config import TrainingConfig
 
 NUM_TIMESTEPS = 1000
 # One stream of random numbers for each use; part of the hash.
@@ -166,12 +166,10 @@ class EMA:
         model: whose parameters are averaged.
         decay: share of the average that a step keeps.
         start: steps before the average starts.
-        warm_up: use a smaller decay in the first steps, so that a random initialisation is soon forgotten. Not for
-            weights that come from another run.
     """
 
-    def __init__(self, model: torch.nn.Module, decay: float, start: int = 0, warm_up: bool = True):
-        self.decay, self.start, self.warm_up = decay, start, warm_up
+    def __init__(self, model: torch.nn.Module, decay: float, start: int = 0):
+        self.decay, self.start = decay, start
         self.averaged = dict(model.named_parameters())
         self.shadow = None
 
@@ -188,7 +186,7 @@ class EMA:
             self.shadow = self.copy()
             return
         since_start = step - self.start
-        decay = min(self.decay, (1 + since_start) / (10 + since_start)) if self.warm_up else self.decay
+        decay = min(self.decay, (1 + since_start) / (10 + since_start))  # soon forgets where the run began
         weight = (1 - decay) * (1 - skipped)
         for name, average in self.shadow.items():
             local(average).lerp_(local(self.averaged[name]).float(), weight)

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import schema, storage
-from .config import TrainingConfig
 from .manifest import Manifest, RowRange, read_files, read_manifest
 from .read import read_row_ranges
+from .training_config import TrainingConfig
 
 NUM_ROWS = 512  # held-out rows that a run is validated on, at most
 FOLDER = "validation"  # of an online run's held-out rows, encoded once before the run; of a run's copy of them

@@ -30,10 +30,11 @@ import pyarrow as pa
 import ray
 
 from . import held_out_rows, preprocess, resumable_job, storage, train
-from .config import OnlineConfig, TrainingConfig
 from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from .plan import BucketRows, Plan, Shape, load_plan
+from .preprocessing_config import OnlineConfig
 from .read import KEEP, UNIT
+from .training_config import TrainingConfig
 
 FOLDER = "latents"  # in a run's folder
 WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing stage
@@ -88,7 +89,7 @@ def open_job(config: TrainingConfig, plan: Plan) -> resumable_job.Job:
 
     The blocks of the first epoch are committed beside them.
     """
-    (manifest,) = read_manifests(config).values()
+    (manifest,) = read_manifests(config.proportions).values()
     names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
     rests = left_over(plan)
     segments = [resumable_job.Segment(index, [], rest.num_rows) for index, rest in rests.items()]

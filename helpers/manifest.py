@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 
 from . import schema, storage
-from .config import TrainingConfig
 
 SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
 MANIFEST, FILES = "manifest.json", "files.json"
@@ -162,7 +161,7 @@ class Files:
     Args:
         uri: the data set's folder, as `latents_uri`.
         names: Parquet files, relative to its `data/` folder.
-        group_rows: (row groups,) rows in each.
+        group_rows: (row groups,) int32: rows in each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
         bucket_names, group_buckets: the buckets, and (row groups,) which of them each row group holds.
     """
@@ -184,7 +183,7 @@ class Files:
         return cls(
             uri,
             pa.array([file["name"] for file in files], pa.string()),
-            np.fromiter((rows for file in files for rows in file["row_groups"]), dtype=np.int64),
+            np.fromiter((rows for file in files for rows in file["row_groups"]), dtype=np.int32),
             np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
             bucket_names,
             np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
@@ -220,9 +219,9 @@ def read_manifest(latents_uri: str) -> Manifest:
         ) from None
 
 
-def read_manifests(config: TrainingConfig) -> dict[str, Manifest]:
-    """{URI: manifest} of the latents that are trained on. Raises FileNotFoundError naming a folder that has none."""
-    return {uri: read_manifest(uri) for uri in config.proportions}
+def read_manifests(latents_uris: Iterable[str]) -> dict[str, Manifest]:
+    """{URI: manifest} of several folders. Raises FileNotFoundError naming one that has none."""
+    return {uri: read_manifest(uri) for uri in latents_uris}
 
 
 def read_segments(latents_uri: str) -> list[dict]:
@@ -233,17 +232,3 @@ def read_segments(latents_uri: str) -> list[dict]:
 def read_files(latents_uri: str) -> Files:
     """The files of a finished job, in the order of its segments."""
     return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
-
-
-def check_mixture(manifests: dict[str, Manifest]) -> None:
-    """Raises ValueError if data sets of different encoders or layouts are mixed."""
-    (first_uri, first), *others = manifests.items()
-    for uri, manifest in others:
-        for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
-            mine, theirs = getattr(manifest, name), getattr(first, name)
-            if mine != theirs:
-                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
-                raise ValueError(
-                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
-                    "encode both with the same settings."
-                )

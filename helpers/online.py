@@ -25,12 +25,13 @@ import ray
 from PIL import Image, ImageOps
 
 from . import held_out_rows, images, preprocess, resumable_job, schema, storage
-from .config import OnlineConfig, TrainingConfig
 from .data_io import index, inputs
 from .manifest import MANIFEST, Manifest, RowRange, add_up, read_manifest, write_manifest
 from .plan import CHUNK_BYTES, Plan, Source
+from .preprocessing_config import OnlineConfig
 from .read import KEEP, UNIT, build_dataset
 from .runtime import lease
+from .training_config import TrainingConfig
 
 INDEX = "index"  # beside the manifest
 SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from . import schema
-from .config import TrainingConfig
 from .manifest import Files, Manifest, RowRange, read_files, read_manifests
+from .training_config import TrainingConfig
 
 CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
@@ -400,7 +400,7 @@ def spread(counts: Sequence[int]) -> np.ndarray:
 
 def load_plan(config: TrainingConfig) -> Plan:
     """`plan_run` over what the data sets say of themselves. Raises FileNotFoundError naming one without a manifest."""
-    return plan_run(read_manifests(config), config, {uri: read_files(uri) for uri in config.proportions})
+    return plan_run(read_manifests(config.proportions), config, {uri: read_files(uri) for uri in config.proportions})
 
 
 def plan_run(manifests: dict[str, Manifest], config: TrainingConfig, files: dict[str, Files] | None = None) -> Plan:

@@ -25,9 +25,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from . import images, resumable_job, schema, storage
-from .config import PreprocessingConfig
 from .data_io import checks, inputs
 from .manifest import encode_embedding, read_files
+from .preprocessing_config import PreprocessingConfig
 
 Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
 

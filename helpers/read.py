@@ -28,10 +28,10 @@ import ray
 import ray.data
 
 from . import schema, storage
-from .config import TrainingConfig
 from .manifest import RowRange, read_manifests
 from .plan import EpochOrder, Plan, Source
 from .runtime.throttle import SchedulerThrottle
+from .training_config import TrainingConfig
 
 UNIT, KEEP = "unit", "keep"
 # Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
@@ -123,7 +123,7 @@ def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
     Without the bound, a data pipeline faster than the trainers would fill half of the object store before Ray Data
     holds back.
     """
-    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config).values())
+    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config.proportions).values())
     ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)
     limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
     return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)

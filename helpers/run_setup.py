@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from typing import Any
 
 from . import checkpoint, storage, train
-from .config import TrainingConfig
-from .manifest import Manifest, check_mixture, read_manifests
+from .manifest import Manifest, read_manifests
 from .plan import Plan, plan_run
-from .runtime import fault_tolerance, lease, metrics_log
+from .runtime import lease, metrics_log
+from .training_config import TrainingConfig
 from .unet import load_unet_config
 
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 
 
@@ -51,7 +53,7 @@ def open_run(config: TrainingConfig) -> Manifest:
     a worker that does not answer. This process holds the run's lease until it or `monitoring.monitor_run` ends. Before
     changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
     """
-    manifests = read_manifests(config)
+    manifests = read_manifests(config.proportions)
     shapes = describe_shapes(check_run(config, manifests))
     for uri, manifest in manifests.items():
         share = manifest.job["validation_share"]
@@ -63,7 +65,7 @@ def open_run(config: TrainingConfig) -> Manifest:
             f"{config.global_batch_size}."
         )
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
-    for sentence in checkpoint.reconcile_checkpoints(config.run_uri):
+    for sentence in reconcile_checkpoints(config.run_uri):
         print(sentence)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     storage.write_json(
@@ -76,8 +78,57 @@ def open_run(config: TrainingConfig) -> Manifest:
             "git_revision": git_revision(),
         },
     )
-    fault_tolerance.limit_health_checks(config.hang_timeout)
+    limit_health_checks(config.hang_timeout)
     return next(iter(manifests.values()))
+
+
+def reconcile_checkpoints(run_uri: str) -> list[str]:
+    """Make what a run left behind usable for the next attempt; returns sentences about checkpoints that cannot be used.
+
+    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders; without a
+    list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
+    the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
+    while nothing trains under this name.
+    """
+    sentences, usable, resume_from = [], [], checkpoint.last_complete(run_uri)
+    folders = {storage.name(uri): uri for uri in checkpoint.list_checkpoints(run_uri)}
+    snapshot_uri = storage.join(run_uri, SNAPSHOT)
+    try:
+        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
+    except FileNotFoundError:
+        listed = []
+    except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
+        listed = []
+        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
+    for name in listed:
+        problem = checkpoint.find_corruption(folders[name]) if name in folders else "its folder is missing"
+        if problem is None:
+            usable.append(name)
+        else:
+            sentences.append(f"{name} cannot be used: {problem}.")
+    if sentences:
+        storage.delete(snapshot_uri)
+    for name, uri in folders.items():
+        if name not in usable and uri != resume_from:
+            problem = (
+                None if name in listed else checkpoint.find_corruption(uri)
+            )  # its upload was interrupted, or it was damaged
+            if problem:
+                sentences.append(f"{name} cannot be used: {problem}.")
+            storage.delete(uri)
+    if sentences:
+        resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
+        sentences.append(resumes)
+    return sentences
+
+
+def limit_health_checks(seconds: float) -> None:
+    """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
+
+    A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
+    environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+    """
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
 
 def describe_shapes(plan: Plan) -> list[dict]:
@@ -104,9 +155,33 @@ def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
     plan = plan_run(manifests, config)
     check_init_from(config)
     if earlier := read_earlier(config):
-        config.check_resume(earlier["parameters"])
+        check_resume(config, earlier["parameters"])
         check_same_data(config, earlier["data"], describe_data(manifests, config))
     return plan
+
+
+def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
+    """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
+    for name, value in json.loads(json.dumps(config.deciding("rows", "stored", "learned"))).items():
+        if (before := earlier.get(name, value)) != value:
+            raise ValueError(
+                f"run_name={config.run_name!r} was started with {name}={before!r}, not {value!r}: set it back to "
+                "resume the run, or give another run_name."
+            )
+
+
+def check_mixture(manifests: dict[str, Manifest]) -> None:
+    """Raises ValueError if data sets of different encoders or layouts are mixed."""
+    (first_uri, first), *others = manifests.items()
+    for uri, manifest in others:
+        for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
+            mine, theirs = getattr(manifest, name), getattr(first, name)
+            if mine != theirs:
+                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
+                raise ValueError(
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                    "encode both with the same settings."
+                )
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:

@@ -14,8 +14,8 @@ from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
 from . import checkpoint, diffusion, encoder, images, storage
-from .config import TrainingConfig
 from .manifest import Manifest, read_manifest
+from .training_config import TrainingConfig
 from .unet import build_unet
 
 SAMPLERS = {

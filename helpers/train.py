@@ -22,13 +22,14 @@ import ray.train.torch
 import torch
 
 from . import checkpoint, distributed, schema, storage
-from .config import TrainingConfig
 from .manifest import read_manifest, read_manifests
 from .plan import Plan, load_plan, plan_run
 from .read import join_blocks, latents_dataset, worker_units
-from .runtime import fault_tolerance, profiling
+from .runtime import fault_tolerance
+from .runtime.meter import Meter
 from .runtime.metrics_log import MetricsLog
 from .train_step import TrainStep, Unit
+from .training_config import TrainingConfig
 
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
 Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end step -> its blocks
@@ -56,7 +57,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     train_step = TrainStep(config, manifest, device)
     step = restore(train_step, source.resume_point)
     log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
-    meter = profiling.Meter(config, manifest, device)
+    meter = Meter(config, manifest, device)
     writer = MetricsWriter(log)
     checkpoints = CheckpointManager(train_step, log, evaluate)
     rejects = Rejects(config)
@@ -64,7 +65,8 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     write_worker_info(config, log)
 
     compiled_for = set()  # the columns of latents: the U-Net is compiled for each shape
-    with fault_tolerance.Watchdog(config.hang_timeout, fault_tolerance.hang_callback(config)) as watchdog:
+    record_hang = functools.partial(fault_tolerance.record_hang, config.run_uri)
+    with fault_tolerance.Watchdog(config.hang_timeout, record_hang) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
         for units, data_seconds in source.steps(step, rejects):
             latents = units[0].latents_spec
@@ -136,7 +138,7 @@ class StepSource:
                 f"resumes at step {step}, whose pictures are encoded on the way: run it again."
             )
         plan = load_plan(self.config)
-        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config).values())
+        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config.proportions).values())
         return join_blocks(self.stream(plan, step - self.first_step, self.end_step - self.first_step), plan, row_bytes)
 
     def start(self) -> None:
@@ -154,7 +156,7 @@ class StepSource:
         thread makes the tensors of the next one. Raises RuntimeError if the dataset does not start at `step` or is out
         of order.
         """
-        config, manifests = self.config, read_manifests(self.config)
+        config, manifests = self.config, read_manifests(self.config.proportions)
         plan, manifest = plan_run(manifests, config), next(iter(manifests.values()))
         shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
         blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
@@ -276,7 +278,7 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
             return checkpoint.load(folder, model=train_step.model, optimizer=train_step.optimizer, ema=train_step.ema)
     if config.init_from is not None:
         with checkpoint_dir(lambda: first_checkpoint(config) or as_checkpoint(config.init_from)) as folder:
-            checkpoint.load_initial_weights(folder, train_step.unet, train_step.ema)
+            checkpoint.load_initial_weights(folder, train_step.unet)
     return 0
 
 

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import diffusion, schema
-from .config import TrainingConfig
 from .distributed import sum_over_ranks, world_size
 from .manifest import Manifest
+from .training_config import TrainingConfig
 from .unet import autocast, build_model, computes_in_bf16, synchronise_gradients
 
 MAX_NORM = 1.0  # gradients are clipped to it
@@ -134,7 +134,7 @@ class TrainStep:
             activation_checkpointing=config.activation_checkpointing,
             device=self.device,
         )
-        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start, warm_up=config.init_from is None)
+        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start)
         # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
         self.autocast_precision = "fp32" if computes_in_bf16(config.strategy, config.precision) else config.precision
         self.optimizer = torch.optim.AdamW(

@@ -9,10 +9,10 @@ import pyarrow as pa
 import torch
 
 from . import diffusion
-from .config import TrainingConfig
 from .distributed import rank, sum_over_ranks, world_size
 from .manifest import Manifest
 from .train_step import Unit
+from .training_config import TrainingConfig
 
 BATCH_SIZE = 64
 

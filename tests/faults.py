@@ -17,7 +17,7 @@ import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from helpers import checkpoint, encoder, storage, train
+from helpers import checkpoint, encoder, run_setup, storage, train
 from helpers.config import TrainingConfig
 from helpers.runtime import metrics_log, results, session
 from helpers.train_step import TrainStep
@@ -76,7 +76,7 @@ def is_listed(config, step):
 
     Its controller, which outlives a killed driver for some seconds, then has nothing left to write.
     """
-    listed = storage.join(config.run_uri, checkpoint.SNAPSHOT)
+    listed = storage.join(config.run_uri, run_setup.SNAPSHOT)
     return storage.exists(listed) and f"checkpoint-{step:09d}" in storage.read_text(listed)
 
 

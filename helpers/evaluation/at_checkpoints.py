@@ -24,9 +24,9 @@ import ray.train.collective
 import torch
 
 from .. import checkpoint, distributed, encoder, held_out_rows, images, sampling, schema, storage
-from ..config import TrainingConfig
 from ..manifest import Manifest
 from ..runtime import ray_errors, results
+from ..training_config import TrainingConfig
 from ..unet import build_unet
 from ..validation import losses_by_noise
 from . import scores

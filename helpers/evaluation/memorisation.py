@@ -25,9 +25,9 @@ import ray
 import ray.data
 
 from .. import held_out_rows, schema, storage
-from ..config import TrainingConfig
 from ..manifest import Files, Manifest, read_files, read_manifests
 from ..read import read_row_ranges
+from ..training_config import TrainingConfig
 
 TASK_BYTES = 2**30  # read by one task of the pass
 STEP_BYTES = 64 * 2**20  # of latents, or of distances, held by a task at a time
@@ -72,7 +72,7 @@ def search(
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """
-    manifests = read_manifests(config)
+    manifests = read_manifests(config.proportions)
     spec = find_column(manifests, config, latents_NCHW)
     scale = next(iter(manifests.values())).scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)

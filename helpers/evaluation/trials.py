@@ -20,11 +20,11 @@ import pyarrow as pa
 import torch
 
 from .. import diffusion, held_out_rows, validation
-from ..config import TrainingConfig
 from ..manifest import Manifest, read_manifest
 from ..plan import load_plan
 from ..read import latents_reader, read_chunks, worker_units
 from ..train_step import TrainStep, Unit
+from ..training_config import TrainingConfig
 
 NUM_ROWS = 256  # held-out rows that errors are measured on
 

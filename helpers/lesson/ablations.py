@@ -16,7 +16,7 @@ import torch
 from .. import distributed, schema, storage
 from ..config import TrainingConfig
 from ..manifest import Manifest, encode_embedding
-from ..runtime import profiling
+from ..runtime import meter, profiling
 from ..train_step import TrainStep, Unit, to_tensor
 from ..unet import has_compiler, load_unet_config
 
@@ -97,17 +97,17 @@ def measure_step(
     if prepare:
         prepare(train_step)
     seconds = statistics.median(time_steps(train_step, units, steps, warm_up))
-    with profiling.profiled(device) as events:
+    with meter.profiled(device) as events:
         train_step.step(warm_up + steps, units)
     latents_shape = manifest.latents(config.largest_resolution).shape[1:]
-    flops = profiling.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
-    rate, peak = config.global_batch_size / seconds, profiling.peak_flops(device, config.precision)
+    flops = meter.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
+    rate, peak = config.global_batch_size / seconds, meter.peak_flops(device, config.precision)
     result = {
         "images/s": rate,
         "ms a step": 1e3 * seconds,
         "MFU": flops * rate / world / peak if peak else float("nan"),
-        "peak memory, GiB": profiling.peak_memory(device) / 2**30,
-        "communication": profiling.exposed_communication(events) if world > 1 else 0.0,
+        "peak memory, GiB": meter.peak_memory(device) / 2**30,
+        "communication": meter.exposed_communication(events) if world > 1 else 0.0,
         "kinds": profiling.time_by_category(events).to_dict("records"),
     }
     del train_step

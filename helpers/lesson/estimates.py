@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from ..runtime.profiling import find_accelerator
+from ..runtime.meter import find_accelerator
 from ..unet import load_unet_config
 from . import published_results
 
@@ -82,11 +82,11 @@ def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G") -> float
     """Estimated rows/s that one GPU encodes at `resolutions` in one pass, from counted FLOPs; not measured.
 
     The share of its peak is taken to be that of an A10G at the 101.9 images/s at 256 pixels that follow from published
-    numbers, 46 %. ValueError for an accelerator that is not in `profiling.ACCELERATORS`.
+    numbers, 46 %. ValueError for an accelerator that is not in `meter.ACCELERATORS`.
     """
     found = find_accelerator(accelerator)
     if found is None:
-        raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.profiling.ACCELERATORS.")
+        raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.meter.ACCELERATORS.")
     seen = published_results.FACTS["one A10G, online, at least"].value
     utilization = seen * encoder_flops(256) / find_accelerator("A10G").bf16_tflops
     return found.bf16_tflops * utilization / encoder_flops(*resolutions)

@@ -1,23 +1,21 @@
-"""Kill hung workers, record failures, and save a checkpoint on a preemption notice."""
+"""In a training worker: end it when it hangs or its device is sick, and ask for a checkpoint before a preemption."""
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import ray.train
 import ray.train.collective
 import torch
 
 from .. import distributed, storage
-from ..config import TrainingConfig
-from .ray_errors import summarize_error
+from ..training_config import TrainingConfig
 
 ENDED = "ended.json"  # in a run's folder: why its workers ended it
 
@@ -65,24 +63,10 @@ class Watchdog:
         self.stop.set()
 
 
-def hang_callback(config: TrainingConfig) -> Callable[[float], None]:
-    """For `Watchdog(on_hang=...)`: records the failure in the run's folder."""
-    rank = distributed.rank()
-
-    def record(seconds: float) -> None:
-        error = f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
-        write_failure(config.run_uri, error)
-
-    return record
-
-
-def limit_health_checks(seconds: float) -> None:
-    """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
-
-    A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
-    environment variable, which its controller inherits from the process that calls `trainer.fit()`.
-    """
-    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
+def record_hang(run_uri: str, seconds: float) -> None:
+    """For `Watchdog(on_hang=...)`."""
+    error = f"worker {distributed.rank()} made no step in {seconds:.0f} s (hang_timeout) and was ended"
+    write_failure(run_uri, error)
 
 
 def check_device(device: torch.device) -> str | None:
@@ -166,24 +150,3 @@ def read_failures(run_uri: str) -> list[str]:
 def end_run(run_uri: str, error: str) -> None:
     """Called by a worker before all workers return: the run ends with `error`, and Ray Train does not restart it."""
     storage.write_json(storage.join(run_uri, ENDED), {"error": error})
-
-
-@contextlib.contextmanager
-def raise_end(run_uri: str) -> Iterator[None]:
-    """Wrap `trainer.fit()` in it: raises RuntimeError with the error of `end_run`, if a worker called it meanwhile."""
-    ended = storage.join(run_uri, ENDED)
-    storage.delete(ended)
-    yield
-    if storage.exists(ended):
-        raise RuntimeError(storage.read_json(ended)["error"])
-
-
-class RecordFailures(ray.train.UserCallback):
-    """Ray Train's callback that records why workers were lost; `monitoring.monitor_run` shows it."""
-
-    def __init__(self, run_uri: str):
-        self.run_uri = run_uri
-
-    def after_exception(self, run_context, worker_exceptions):
-        errors = [f"worker {rank}: {summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())]
-        write_failure(self.run_uri, "; ".join(errors))

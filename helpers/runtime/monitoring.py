@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pandas as pd
+import ray.train
 from IPython import get_ipython
 from IPython.display import display
 
 from .. import storage
-from ..config import TrainingConfig
-from . import fault_tolerance, lease, metrics_log, results, tracking
+from ..training_config import TrainingConfig
+from . import fault_tolerance, lease, metrics_log, ray_errors, results, tracking
 
 
 @contextlib.contextmanager
@@ -38,6 +39,30 @@ def interruptible() -> Iterator[None]:
     finally:
         if in_main_thread and before is not None:  # None: not installed by Python, which cannot restore it
             signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def raise_end(run_uri: str) -> Iterator[None]:
+    """Wrap `trainer.fit()` in it: raises RuntimeError if a worker called `fault_tolerance.end_run`, with its error."""
+    ended = storage.join(run_uri, fault_tolerance.ENDED)
+    storage.delete(ended)
+    yield
+    if storage.exists(ended):
+        raise RuntimeError(storage.read_json(ended)["error"])
+
+
+class RecordFailures(ray.train.UserCallback):
+    """Ray Train's callback that records why workers were lost; `monitor_run` shows it."""
+
+    def __init__(self, run_uri: str):
+        self.run_uri = run_uri
+
+    def after_exception(self, run_context, worker_exceptions):
+        errors = [
+            f"worker {rank}: {ray_errors.summarize_error(str(error))}"
+            for rank, error in sorted(worker_exceptions.items())
+        ]
+        fault_tolerance.write_failure(self.run_uri, "; ".join(errors))
 
 
 @contextlib.contextmanager
@@ -193,7 +218,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
         stack.callback(show)  # the last steps
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
-            fault_tolerance.raise_end(config.run_uri),
+            raise_end(config.run_uri),
             interruptible(),
             poll_in_background(show, every),
         ):

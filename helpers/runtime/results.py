@@ -16,7 +16,7 @@ import pandas as pd
 from PIL import Image
 
 from .. import storage
-from ..config import TrainingConfig
+from ..training_config import TrainingConfig
 
 HIGHER_IS_BETTER = {"clip_score", "agreement"}  # values of `best_by`; for the others, the lowest is best
 

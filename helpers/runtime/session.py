@@ -17,7 +17,7 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
-from ..config import TrainingConfig
+from ..training_config import TrainingConfig
 
 STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
 

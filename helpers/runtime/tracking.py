@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import storage
-from ..config import TrainingConfig
+from ..training_config import TrainingConfig
 from . import results
 
 # `track(step, values)`: values by name are numbers, or pictures (RGB arrays H x W x 3 of uint8, or Pillow's).

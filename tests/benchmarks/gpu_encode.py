@@ -17,7 +17,7 @@ import torch
 
 from helpers import encoder
 from helpers.lesson import estimates
-from helpers.runtime.profiling import peak_flops, peak_memory
+from helpers.runtime.meter import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
 
 # name -> (channels last, compiled)

@@ -71,7 +71,7 @@ def measure(num_files, rows_per_file, num_buckets):
         size = pathlib.Path(folder, FILES).stat().st_size
         started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
-        manifests = read_manifests(config)
+        manifests = read_manifests(config.proportions)
         seconds = {"read the manifest": time.perf_counter() - started}
         run_setup.describe_data(manifests, config)
         seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
@@ -81,7 +81,7 @@ def measure(num_files, rows_per_file, num_buckets):
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         started = time.perf_counter()
-        head = plan_run(read_manifests(config), config)
+        head = plan_run(read_manifests(config.proportions), config)
         worker_seconds = time.perf_counter() - started
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []

@@ -16,7 +16,7 @@ import ray
 from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
-from helpers import checkpoint, encoder, preprocess, storage, train
+from helpers import checkpoint, encoder, preprocess, run_setup, storage, train
 from helpers.config import PreprocessingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
         storage.write_json(folder / "progress.json", {"step": step, "files": {"__0_0.distcp": 4}})
     names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20)]
     results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
-    listed = storage.join(config.run_uri, checkpoint.SNAPSHOT)
+    listed = storage.join(config.run_uri, run_setup.SNAPSHOT)
     storage.write_json(
         listed,
         {
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
     else:  # every checkpoint is there
         pathlib.Path(listed).write_text('{"checkpoint_results": [')
         expected = None
-    said = checkpoint.reconcile_checkpoints(config.run_uri)
+    said = run_setup.reconcile_checkpoints(config.run_uri)
     assert train.last_step(config) == (10 if expected else 20)
     if expected:
         assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()

@@ -53,7 +53,7 @@ def counting(counted):
 
 def bare(raw, config):
     """[(loss, samples_crc32)] of a run, without Ray: an epoch encoded, then steps of stored latents."""
-    (manifest,) = read_manifests(config).values()
+    (manifest,) = read_manifests(config.proportions).values()
     plan, (uri, kept_manifest) = load_plan(config), kept(config)
     kept_plan = load_plan(short_run(raw.storage, "any", latents_uri=uri))
     alone, epoch = train_step.TrainStep(config, manifest), plan.steps_per_epoch

@@ -109,7 +109,7 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
 
 
 def schema_of(config):
-    return read_manifests(config)[config.latents_uri]
+    return read_manifests(config.proportions)[config.latents_uri]
 
 
 def test_the_data_loader_baseline_has_the_same_losses(raw, straight):

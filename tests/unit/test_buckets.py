@@ -17,7 +17,7 @@ from helpers.lesson import looks
 from helpers.manifest import Manifest, encode_embedding, read_files, read_manifest, write_manifest
 from helpers.plan import plan_run
 from helpers.read import latents_reader, read_chunks, read_row_ranges, split_units
-from helpers.runtime import profiling
+from helpers.runtime.meter import Meter
 from helpers.train_step import TrainStep, Unit
 from helpers.validation import validation_loss
 
@@ -239,7 +239,7 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
 
 def test_flops_are_counted_by_shape(folder):
     uri, manifest = folder
-    meter = profiling.Meter(config_of(uri), manifest, "cpu")
+    meter = Meter(config_of(uri), manifest, "cpu")
     line = meter.step_record(manifest.column("image_latents_96x48"), 0.5, 0.1, 0.0, 3)
     assert (line["resolution"], line["width"], line["height"]) == (64, 96, 48)
     assert line["masked_rows"] == 1 and line["images_per_second"] == 6

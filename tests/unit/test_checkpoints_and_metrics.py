@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from helpers import checkpoint, distributed, storage, train
+from helpers import checkpoint, distributed, run_setup, storage, train
 from helpers.config import TrainingConfig
 from helpers.runtime import fault_tolerance, metrics_log, monitoring, ray_errors
 from tests.processes import run_script
@@ -100,7 +100,7 @@ def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
 def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
     old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
     (torn := write_checkpoint(run_uri, 30) / "a").unlink()
-    assert checkpoint.reconcile_checkpoints(run_uri) == [
+    assert run_setup.reconcile_checkpoints(run_uri) == [
         f"{torn.parent.name} cannot be used: its file a is missing.",
         f"The run resumes from {newest.name}.",
     ]
@@ -111,10 +111,10 @@ def test_a_list_that_names_a_damaged_checkpoint_is_deleted(run_uri):
     """Ray Train's list; the usable checkpoints that it names stay."""
     usable = [write_checkpoint(run_uri, step) for step in (10, 20)]
     (damaged := write_checkpoint(run_uri, 30) / "a").unlink()
-    snapshot = storage.join(run_uri, checkpoint.SNAPSHOT)
+    snapshot = storage.join(run_uri, run_setup.SNAPSHOT)
     names = [folder.name for folder in [*usable, damaged.parent]]
     storage.write_json(snapshot, {"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]})
-    assert checkpoint.reconcile_checkpoints(run_uri) == [
+    assert run_setup.reconcile_checkpoints(run_uri) == [
         f"{names[2]} cannot be used: its file a is missing.",
         f"The run resumes from {names[1]}.",
     ]

@@ -241,10 +241,10 @@ def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
     config = TrainingConfig()
     earlier = {**stored(config), name: "another", "gone_since": 3}
     if FIELDS[TrainingConfig][name].metadata["decides"] is None:
-        config.check_resume(earlier)
+        run_setup.check_resume(config, earlier)
         return
     with pytest.raises(ValueError) as error:
-        config.check_resume(earlier)
+        run_setup.check_resume(config, earlier)
     assert str(error.value) == (
         f"run_name='run' was started with {name}='another', not {getattr(config, name)!r}: set it back to resume the "
         "run, or give another run_name."
@@ -261,7 +261,7 @@ def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
 def test_a_run_of_another_version_can_be_resumed():
     earlier = stored(TrainingConfig())
     del earlier["adam_beta2"]
-    TrainingConfig().check_resume(earlier)
+    run_setup.check_resume(TrainingConfig(), earlier)
 
 
 @pytest.mark.parametrize(("workers", "units"), [(1, 1), (2, 2), ((1, 2), 2), (4, 4)])
@@ -280,9 +280,9 @@ def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})
     assert config(4).units_per_step == 4  # the run has not taken a step
     storage.write_text(f"{earlier.run_uri}/metrics.jsonl", "{}\n")
-    config(1).check_resume(stored(earlier))
+    run_setup.check_resume(config(1), stored(earlier))
     assert config(1).units_per_step == config(3).units_per_step == config((24, 32)).units_per_step == 2
     assert config(1, name="other").units_per_step == 1
     assert config(1, units=4).units_per_step == 4
     with pytest.raises(ValueError, match="^run_name='run' was started with units_per_step=2, not 4: set it back"):
-        TrainingConfig(storage=tmp_path, num_training_workers=4).check_resume(stored(earlier))
+        run_setup.check_resume(TrainingConfig(storage=tmp_path, num_training_workers=4), stored(earlier))

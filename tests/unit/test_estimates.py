@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.lesson import estimates, full_run, published_results
-from helpers.runtime import profiling
+from helpers.runtime import meter
 
 ROOT = pathlib.Path(__file__).parents[2]
 POSITIVE = st.floats(1e-3, 1e9)
@@ -113,7 +113,7 @@ def test_the_full_runs_encoders_feed_its_trainers_online(resolution):
     full = full_run.PARAMETERS[resolution]
     rate = estimates.encoder_rate([resolution])
     trainers = next(row for row in published_results.PHASES.itertuples() if row.resolution == resolution)
-    assert rate * estimates.encoder_flops(resolution) < 0.5e12 * profiling.find_accelerator("A10G").bf16_tflops
+    assert rate * estimates.encoder_flops(resolution) < 0.5e12 * meter.find_accelerator("A10G").bf16_tflops
     assert full["num_encoders"] == pytest.approx(estimates.encoders_needed(trainers.images_per_second, rate), rel=0.08)
     assert estimates.online_throughput(full["num_encoders"], rate, trainers.images_per_second) == (
         trainers.images_per_second

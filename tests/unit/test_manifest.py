@@ -11,13 +11,13 @@ from helpers.manifest import (
     FILES,
     MANIFEST,
     Manifest,
-    check_mixture,
     encode_embedding,
     read_files,
     read_manifest,
     read_segments,
     write_manifest,
 )
+from helpers.run_setup import check_mixture
 
 
 def segments():

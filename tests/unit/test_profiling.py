@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from helpers import run_setup
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
-from helpers.runtime import metrics_log, profiling
+from helpers.runtime import meter, metrics_log, profiling
+from helpers.runtime.meter import Meter
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
 from tests.processes import start_ranks
@@ -35,15 +36,15 @@ def test_gpus_are_found_by_the_names_that_drivers_give():
         "NVIDIA H100 80GB HBM3": "H100",
         "NVIDIA H100 PCIe": "H100 PCIe",
     }
-    assert {name: profiling.find_accelerator(name).name for name in names} == names
-    assert profiling.find_accelerator("NVIDIA RTX A1000") is None
+    assert {name: meter.find_accelerator(name).name for name in names} == names
+    assert meter.find_accelerator("NVIDIA RTX A1000") is None
 
 
 def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
-    assert profiling.peak_flops("cpu") is None
+    assert meter.peak_flops("cpu") is None
     for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert profiling.peak_flops("cuda", "bf16") == peak
+        assert meter.peak_flops("cuda", "bf16") == peak
 
 
 # ---- profiles
@@ -51,8 +52,8 @@ def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
 
 def test_communication_that_overlaps_with_compute_is_not_exposed():
     events = [("aten::conv", 0, 60), ("gloo:all_reduce", 50, 80), ("aten::addmm", 80, 90), ("gloo:all_reduce", 95, 100)]
-    assert profiling.exposed_communication(events) == pytest.approx(0.25)
-    assert profiling.exposed_communication([]) == profiling.exposed_communication(events[:1]) == 0
+    assert meter.exposed_communication(events) == pytest.approx(0.25)
+    assert meter.exposed_communication([]) == meter.exposed_communication(events[:1]) == 0
 
 
 def test_kernels_have_the_category_of_their_work():
@@ -74,11 +75,11 @@ def test_kernels_have_the_category_of_their_work():
 
 def test_a_profile_adds_up_and_names_what_a_unet_does():
     unet = build_unet("tiny")
-    with profiling.profiled() as events:
+    with meter.profiled() as events:
         unet(torch.randn(2, 4, 8, 8), torch.zeros(2).long(), torch.randn(2, 6, 128)).sample.square().mean().backward()
     table = profiling.time_by_category(events)
     assert table["share"].sum() == pytest.approx(1) and {"convolution", "attention", "norm"} <= set(table["kind"])
-    assert profiling.exposed_communication(events) == 0
+    assert meter.exposed_communication(events) == 0
 
 
 # ---- memory
@@ -131,15 +132,15 @@ def worker(rank, folder, manifest, rows, worlds):
                     module.register_forward_pre_hook(in_forward)
                 state.unet.register_forward_hook(after_forward)
                 state.optimizer.register_step_pre_hook(before_update)
-                meter = profiling.Meter(config, manifest, "cpu")
-                with meter.watch():
+                made = Meter(config, manifest, "cpu")
+                with made.watch():
                     train(state, manifest, rows, 0, 1, rank, world)
                 held["parameters"] = sum(local(p).nbytes for p in state.unet.parameters())
                 states = [
                     value for one in state.optimizer.state.values() for name, value in one.items() if name != "step"
                 ]
                 held["optimizer"] = sum(local(value).nbytes for value in states)
-                found[f"{strategy}-{world}"] = {**held, "communication": meter.communication_share}
+                found[f"{strategy}-{world}"] = {**held, "communication": made.communication_share}
     if rank == 0:
         pathlib.Path(folder, "memory.json").write_text(json.dumps(found))
 
@@ -223,26 +224,26 @@ def test_what_was_not_measured_is_nan_in_the_summary():
 
 def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
     calls = []
-    monkeypatch.setattr(profiling, "world_size", lambda: 2)
-    monkeypatch.setattr(profiling, "profiled", lambda device: calls.append(device) or contextlib.nullcontext([]))
+    monkeypatch.setattr(meter, "world_size", lambda: 2)
+    monkeypatch.setattr(meter, "profiled", lambda device: calls.append(device) or contextlib.nullcontext([]))
     for profile_step, number in ((None, 0), (3, 1)):
-        meter = profiling.Meter(TrainingConfig(profile_step=profile_step), build_manifest(), "cpu")
+        made = Meter(TrainingConfig(profile_step=profile_step), build_manifest(), "cpu")
         for _ in range(12):
-            with meter.watch():
+            with made.watch():
                 pass
-        assert len(calls) == number and (meter.communication_share is None) == (profile_step is None)
+        assert len(calls) == number and (made.communication_share is None) == (profile_step is None)
 
 
 def test_speed_counts_unmasked_rows_only(build_manifest):
     assert not dist.is_initialized()
-    meter, latents = profiling.Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
-    with meter.watch():
+    made, latents = Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
+    with made.watch():
         pass
-    found = meter.step_record(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    found = made.step_record(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
     assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
     assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
     assert found["mfu"] is None  # a CPU's peak is not known
     assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
-    meter.peak = 1e9
-    flops = profiling.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert meter.step_record(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    made.peak = 1e9
+    flops = meter.training_flops("tiny", (4, 8, 8), (6, 128))
+    assert made.step_record(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)

@@ -404,7 +404,7 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     monkeypatch.setattr(Unit, "from_arrow", record)
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
-    monkeypatch.setattr(worker_loop, "read_manifests", lambda config: dict.fromkeys(config.proportions, manifest))
+    monkeypatch.setattr(worker_loop, "read_manifests", lambda uris: dict.fromkeys(uris, manifest))
     steps = worker_loop.StepSource(config).steps(0, rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))

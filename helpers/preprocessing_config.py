@@ -1,0 +1,172 @@
+"""The parameters of Preprocessing.ipynb and, for online runs, of the encoding. No Ray, no torch."""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from . import storage
+from .parameters import (
+    LATENTS_URI,
+    Amount,
+    Count,
+    Location,
+    Model,
+    OptionalCount,
+    OptionalText,
+    Parameters,
+    Positive,
+    Several,
+    Switch,
+    T,
+    Text,
+    Workers,
+    checked,
+    free,
+    least_and_most,
+    must_be,
+    rows,
+    stored,
+)
+
+
+def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(values)))
+
+
+Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
+Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
+Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
+LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
+Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
+Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
+
+
+def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
+    """Arguments of Ray Data's `ActorPoolStrategy`; of a pair, it has as many actors as there is work and room for."""
+    least, most = least_and_most(num_encoders)
+    return {"min_size": least, "max_size": most}
+
+
+@checked
+class PreprocessingConfig(Parameters):
+    """Raw images and captions -> latents."""
+
+    # the input
+    input_uri: Location = free("", "raw data: a file, a folder or a pattern, local or s3://; empty: draw sample data")
+    input_format: Literal["parquet", "webdataset", "imagefolder"] = rows(
+        "parquet", 'or "webdataset" (tars), "imagefolder" (pictures and a metadata file)'
+    )
+    row_filter: Text = rows("", "an expression on the columns; rows that fail it are left out")
+    image_column: Text = stored("jpg", "an encoded picture: its bytes, or its path in the input")
+    caption_column: Text = rows("caption", "its text")
+    id_column: Text = rows("hash", "its id")
+    limit: OptionalCount = rows(None, "rows to read at most; None: all")
+    # the transform
+    resolutions: Sizes = rows((32, 64), "the sizes to encode, in pixels, in one pass")
+    aspect_ratios: Ratios = rows((1.0,), "width / height; [0.5, 0.75, 1, 1.33, 2]: pictures are cropped to the nearest")
+    size_multiple: Count = rows(16, "pixels; sides of shapes that are not square are multiples of it; 64 for SD 2")
+    upscale: Switch = rows(False, "enlarge pictures that are smaller than a resolution, where they would be left out")
+    max_aspect_ratio: LargestRatio = rows(None, "longer side over shorter side at most, for example 2; None: any")
+    # The default is Pillow's own limit.
+    max_pixels: Count = rows(89_478_485, "of a picture; larger ones are rejected unopened (decompression bombs)")
+    # The encoder. It decides what is stored too: `preprocess.describe` records it.
+    encoder_model: Model = free("tiny-sd", "the one in helpers, or a folder or hub id in diffusers layout")
+    encoder_revision: OptionalText = free(None, "of a hub id: a commit, a tag or a branch; None: the newest")
+    encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
+    encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
+    # the output
+    latents: Literal["moments", "mean"] = stored("moments", 'the VAE\'s mean and std, or "mean": half the space')
+    text_precision: Literal["fp16", "fp8"] = stored("fp16", 'of stored captions; "fp8": half the space')
+    latents_uri: Location = free("", LATENTS_URI)
+    # the machines
+    num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")
+    num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
+    gpus_per_encoder: Gpus = free(0, "GPUs of each; 0: encode on a CPU, 0.5: two share one")
+    encoder_accelerator_type: OptionalText = free(None, 'for example "A10G": the kind of GPU that encoders run on')
+    dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
+
+    def __post_init__(self) -> None:
+        self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
+        if self.encoder_revision:
+            if self.encoder_model == "tiny-sd" or os.path.exists(self.encoder_model):
+                raise ValueError(
+                    f"encoder_revision={self.encoder_revision!r} is that of a hub id, and encoder_model="
+                    f"{self.encoder_model!r} is a folder: leave it None."
+                )
+            ending = f"@{self.encoder_revision}"  # the model becomes "hub/id@revision"
+            self.derive(encoder_model=self.encoder_model.removesuffix(ending) + ending)
+        self.check_shapes()
+
+    def check_shapes(self) -> None:
+        """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""
+        known = {}
+        for resolution, shapes in self.shapes.items():
+            for shape in shapes:
+                if 0 not in shape and known.setdefault(shape, resolution) == resolution:
+                    continue
+                what = "has a side of 0" if 0 in shape else f"is one of {known[shape]} too"
+                raise ValueError(
+                    f"aspect_ratios={list(self.aspect_ratios)} and size_multiple={self.size_multiple} come to "
+                    f"{shape[0]} x {shape[1]} pixels at resolution {resolution}, which {what}: leave that ratio out, "
+                    "or use a smaller size_multiple."
+                )
+
+    @property
+    def most_encoders(self) -> int:
+        return least_and_most(self.num_encoders)[1]
+
+    @property
+    def shapes(self) -> dict[int, list[tuple[int, int]]]:
+        """{resolution: (width, height) of its pictures}, by rising ratio.
+
+        The sides are the multiples of `size_multiple` nearest to the resolution times, and divided by, the root of the
+        ratio; the square is the resolution's own.
+        """
+
+        def shape(resolution: int, ratio: float) -> tuple[int, int]:
+            if ratio == 1:
+                return resolution, resolution
+            sides = resolution * ratio**0.5, resolution / ratio**0.5
+            return tuple(int(side / self.size_multiple + 0.5) * self.size_multiple for side in sides)
+
+        return {
+            size: list(dict.fromkeys(shape(size, ratio) for ratio in self.aspect_ratios)) for size in self.resolutions
+        }
+
+    @property
+    def raw_uri(self) -> str:
+        """Where the drawn sample data is kept when no `input_uri` is given."""
+        return storage.join(self.storage, "raw")
+
+    @property
+    def data_uri(self) -> str:
+        """Where the raw rows are: `input_uri`, or the drawn sample data."""
+        return self.input_uri or self.raw_uri
+
+
+@checked
+class OnlineConfig(PreprocessingConfig):
+    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch.
+
+    With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
+    """
+
+    width_column: OptionalText = rows(None, "its width in pixels; with both, sizes are known before it is read")
+    height_column: OptionalText = rows(None, "its height")
+    read_ahead_bytes: Count = free(2**31, "of large row groups that are kept, so that each is read once")
+    random_crop: Crop = stored(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
+    horizontal_flip: Switch = stored(False, "mirror every second picture; not where captions say left and right")
+    # `kept_latents` refuses another value when a run is resumed.
+    keep_latents: Switch = free(False, "keep what the first epoch encodes, for the others; not with random crops")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = [self.width_column, self.height_column]
+        if None in sizes and any(sizes):
+            raise ValueError(f"width_column={sizes[0]!r} and height_column={sizes[1]!r}: name both columns or neither.")
+        if None in sizes and set(self.aspect_ratios) != {1.0}:
+            raise ValueError(
+                f"aspect_ratios={list(self.aspect_ratios)}, while encoding online, need width_column and height_column."
+            )
