@@ -16,9 +16,14 @@ from transformers import CLIPTokenizer
 TINY_SD = "tiny-sd"
 
 
+def tiny_sd_folder() -> str:
+    """Where this package's models are on the machine that calls it, in diffusers layout."""
+    return str(pathlib.Path(__file__).parent / TINY_SD)
+
+
 def model_source(model: str) -> dict[str, str]:
     """`from_pretrained`'s arguments for "tiny-sd" (in this package), a folder, a hub id, or "hub/id@revision"."""
-    path = str(pathlib.Path(__file__).parent / TINY_SD) if model == TINY_SD else model
+    path = tiny_sd_folder() if model == TINY_SD else model
     name, _, revision = (path, "", "") if pathlib.Path(path).exists() else path.partition("@")
     return {"pretrained_model_name_or_path": name, "revision": revision or "main"}
 

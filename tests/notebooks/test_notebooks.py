@@ -143,7 +143,8 @@ def test_cells_are_short_plain_python_with_prose_before_them(name):
     assert not [cell for cell in cells if "papermill-error-cell" in cell.source]  # of an execution that failed once
     for cell in code_cells(name):
         lines = cell.source.splitlines()
-        assert "parameters" in cell.metadata.get("tags", []) or len(lines) <= 20, cell.source[:80]
+        tags = cell.metadata.get("tags", [])
+        assert "parameters" in tags or len(lines) <= (30 if "by-hand" in tags else 20), cell.source[:80]
         assert not [line for line in lines if re.match(r"\s*(!|%)", line)], cell.source[:80]
         assert max(map(len, lines)) <= 100, max(lines, key=len)
 
@@ -184,10 +185,14 @@ def test_every_picture_has_alternative_text(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_most_code_cells_show_something(name):
-    """Of the main lesson; sections may be left out."""
+    """Of the main lesson; sections may be left out, and hand-written functions are shown where they are called."""
     cells = [cell for cell in code_cells(name)[1:] if "in sections" not in cell.source]
+    cells = [cell for cell in cells if "by-hand" not in cell.metadata.get("tags", [])]
     shown = [cell for cell in cells if cell.outputs]
     assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
+
+
+BY_HAND_SHRUNK = "checkpoint_every=100, max_steps=400, stop_at=200", "checkpoint_every=5, max_steps=20, stop_at=10"
 
 
 def twice_and_shrunk(notebook):
@@ -232,7 +237,7 @@ def run_by_nbval(workspace, name, change=lambda notebook: notebook, **parameters
     prepared = workspace / name
     values = {**SHRUNK[name], **parameters}
     papermill.execute_notebook(ROOT / name, prepared, parameters=values, prepare_only=True, progress_bar=False)
-    notebook = change(nbformat.read(prepared, as_version=4))
+    notebook = change(nbformat.reads(prepared.read_text().replace(*BY_HAND_SHRUNK), as_version=4))
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.source = cell.source.replace("from helpers", "from my_helpers")

@@ -1,0 +1,56 @@
+"""The notebooks' hand-written thread as one script: the cells tagged "by-hand" of Preprocessing and Training.ipynb."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
+BEGIN = """import ray
+
+raw_folder, latents_folder, scratch = {raw!r}, {latents!r}, {scratch!r}
+
+
+def models():
+    return {models!r}
+
+
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+"""
+END = "pipeline.save_pretrained({folder!r})\n"
+
+
+def cells():
+    """The code of the tagged cells, in order."""
+    notebooks = [json.loads((ROOT / name).read_text()) for name in NOTEBOOKS]
+    tagged = [
+        cell for notebook in notebooks for cell in notebook["cells"] if "by-hand" in cell["metadata"].get("tags", [])
+    ]
+    return ["".join(cell["source"]) for cell in tagged]
+
+
+def assemble(folder, **settings):
+    """The script: it encodes `folder`/raw, trains, resumes, draws, and writes a pipeline to `folder`/pipeline.
+
+    `settings`: replace those of the cell that defines them.
+    """
+    folder = pathlib.Path(folder).resolve()
+    models = str(ROOT / "helpers" / "tiny-sd")
+    begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=models)
+    parts = [begin]
+    for cell in cells():
+        parts.append(cell + "\n")
+        if "def fit_by_hand" in cell:
+            parts.append(f"settings |= {settings!r}\n")
+    return "\n\n".join([*parts, END.format(folder=f"{folder}/pipeline")])
+
+
+def run(folder, **settings):
+    """Run the script where `helpers` cannot be imported; returns what it printed."""
+    script = pathlib.Path(folder) / "by_hand.py"
+    script.write_text(assemble(folder, **settings))
+    done = subprocess.run([sys.executable, "-I", script.name], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"The script ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout
