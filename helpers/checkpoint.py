@@ -167,5 +167,5 @@ def load_initial_weights(folder: str, unet: torch.nn.Module) -> None:
     if os.path.exists(os.path.join(folder, PROGRESS)):
         load_weights(folder, unet, "model")
     else:
-        weights = UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
+        weights = UNet2DConditionModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
         set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))

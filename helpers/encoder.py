@@ -27,7 +27,7 @@ CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended",
 
 
 def load_vae(model: str, dtype: torch.dtype = torch.float32) -> AutoencoderKL:
-    options = {"subfolder": "vae", "torch_dtype": dtype, "use_safetensors": True}
+    options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
     return AutoencoderKL.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
 
 

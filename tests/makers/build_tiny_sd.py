@@ -481,7 +481,7 @@ def write_model(vae, text_encoder, tokenizer, folder: Path) -> None:
 
 def load_scores(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
     """`reconstruction_scores` and `attribute_separation` of the files in `folder`, computed in fp32."""
-    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    vae = AutoencoderKL.from_pretrained(folder / "vae", dtype=torch.float32)
     text_encoder = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
     tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     return reconstruction_scores(vae), attribute_separation(text_encoder, tokenizer)

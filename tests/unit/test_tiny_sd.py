@@ -16,7 +16,7 @@ FOLDER = build_tiny_sd.FOLDER
 
 @pytest.fixture(scope="module")
 def vae():
-    return AutoencoderKL.from_pretrained(FOLDER / "vae", torch_dtype=torch.float32)
+    return AutoencoderKL.from_pretrained(FOLDER / "vae", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
