@@ -74,7 +74,7 @@ def build_dataset(
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
         numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
         for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
-            ray.remote(fetch_plan).remote(shared)
+            ray.remote(fetch_plan).remote([shared])
     if num_tasks > LISTED_TASKS:  # one task generates the chunk numbers, a few tasks ahead
         numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
@@ -93,9 +93,12 @@ def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
     return ray.put((plan, orders))
 
 
-def fetch_plan(shared: ray.ObjectRef) -> None:
-    """Fetch a shared plan: a process that has done so starts to read without delay."""
-    _shared_plan(shared)
+def fetch_plan(shared: list[ray.ObjectRef]) -> None:
+    """Fetch the shared plan in a list: a process that has done so starts to read without delay.
+
+    In a list, because Ray replaces a reference that is itself an argument by its value.
+    """
+    _shared_plan(*shared)
 
 
 @functools.lru_cache(maxsize=2)

@@ -84,7 +84,7 @@ class TrainingConfig(Parameters):
     seed: CountOrZero = learned(0, "of weights, data order, noise and timesteps")
     # the machines
     num_training_workers: Workers = free(1, "training processes, one GPU each with use_gpu; (least, most): elastic")
-    use_gpu: Switch = free(False, "train on GPUs")
+    use_gpu: Switch = free(False, "train and draw on GPUs")
     training_accelerator_type: OptionalText = free(None, 'for example "A100": the kind of GPU that trainers run on')
     strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = free("ddp", 'or sharded: "fsdp", "fsdp-full", "hsdp"')
     compile_unet: Switch = free(False, "torch.compile of the U-Net's blocks")

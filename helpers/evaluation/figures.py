@@ -87,20 +87,6 @@ def compare_runs(runs):
     return fig.described(f"{len(runs)} runs over their steps. {'; '.join(said)}.")
 
 
-def strip(run_uri, prompt, *, num_steps=8):
-    """One prompt's picture at the checkpoints of a run, `num_steps` of them at most, evenly chosen."""
-    pictures = {step: shown for step, shown in read_pictures(run_uri).items() if prompt in shown}
-    if not pictures:
-        raise ValueError(
-            f"no picture of {prompt!r} in {run_uri}: give one of the prompts of its checkpoints, and train with a "
-            "validate_every of more than 0."
-        )
-    steps = choose_evenly(list(pictures), num_steps)
-    side = min(WIDTH / (len(steps) + 1), 2.2)
-    fig = DescribedFigure(side + 0.5, max(4, side * (len(steps) + 1)))
-    return fig.described(draw_pictures(fig, pictures, steps, [prompt]))
-
-
 # ---- parts of the figures of runs
 
 

@@ -106,45 +106,6 @@ def encoder_utilization(frame, *, goal=0.95):
     return fig.described(f"{said}.")
 
 
-def distribution(frame, *, max_tokens, resolutions):
-    """Statistics of raw rows: caption lengths and truncation, which resolutions the pictures allow, aspect ratios.
-
-    `frame`: columns tokens, width, height, one row a picture. `max_tokens`: what the text encoder takes.
-    """
-    frame = _frame(frame, "the dataset's statistics", "tokens", "width", "height")
-    fig = DescribedFigure(3.2)
-    left, middle, right = _axes(fig, 1, 3)
-    most = max(frame["tokens"].quantile(0.99), max_tokens) * 1.1 + 2
-    bins = np.arange(0, most) - 0.5 if most < 120 else 50
-    left.hist(frame["tokens"].clip(upper=int(most) - 1), bins=bins, color=BLUE)
-    left.axvline(max_tokens + 0.5, color=RED, ls="--", lw=1.6)
-    cut = f"{(frame['tokens'] > max_tokens).mean():.1%} are cut at {max_tokens}"
-    left.set(xlabel="tokens of a caption", ylabel="rows")
-    known = frame.dropna(subset=["width", "height"])
-    shorter, longer = known[["width", "height"]].min(axis=1), known[["width", "height"]].max(axis=1)
-    shares = [(shorter >= resolution).sum() / len(frame) for resolution in resolutions]
-    if len(known):
-        share = 100 * np.arange(len(shorter), 0, -1) / len(frame)  # of rows whose shorter side is at least this
-        low, high = min(shorter.min(), *resolutions) / 1.4, max(shorter.max(), *resolutions) * 1.4
-        middle.step([low, *shorter.sort_values(), shorter.max()], [share[0], *share, 0], where="pre", color=GREEN, lw=2)
-        middle.set(xlim=(low, high))
-        middle.set_xscale("log", base=2)
-        middle.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        middle.xaxis.set_minor_formatter(ticker.NullFormatter())
-        right.hist((longer / shorter.clip(lower=1)).clip(upper=4), bins=30, range=(1, 4), color=PURPLE)
-    middle.plot(resolutions, [100 * share for share in shares], "o", color=RED, ms=7, mec="white", zorder=3)
-    allowed = ", ".join(f"{resolution}: {share:.0%}" for resolution, share in zip(resolutions, shares, strict=True))
-    middle.set(xlabel="shorter side at least, pixels", ylabel="% of rows", ylim=(0, 108))
-    long = f"{(longer > 2 * shorter).sum() / max(1, len(known)):.0%} are longer than 2 : 1"
-    right.set(xlabel="longer side / shorter side", ylabel="rows")
-    for ax, title in ((left, cut), (middle, f"large enough for {allowed}"), (right, long)):
-        ax.set_title(title, fontsize=10)
-    return fig.described(
-        f"Statistics of {len(frame):,} rows: captions have {frame['tokens'].median():.0f} tokens (median), {cut}; "
-        f"share of pictures large enough for {allowed}; {long}."
-    )
-
-
 def _grid(rows, texts, side):
     """`(figure, axes (rows, columns))` of rows of pictures with wrapped texts underneath; rows may end early.
 

@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray.train
 from PIL import Image
 
-from .. import held_out_rows, images, preprocess, schema, storage
+from .. import checkpoint, held_out_rows, images, preprocess, schema, storage, train
 from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..data_io import filters, inputs
 from ..evaluation import at_checkpoints
@@ -117,11 +118,24 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
 
 
 def summary(manifest: Manifest) -> pd.DataFrame:
-    """What a job did with its rows: read = written + rejected (by reason) + filtered."""
-    rows = [("read", "", manifest.read), ("written", "", manifest.written)]
+    """What became of a job's rows: read = written (online: usable) + rejected (by reason) + filtered."""
+    rows = [("read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
     rows += [("filtered", "", manifest.filtered)]
     return pd.DataFrame(rows, columns=["what", "reason", "rows"])
+
+
+def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
+    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none."""
+    uri = storage.join(storage_uri, "runs", run_name)
+    saved = checkpoint.last_complete(uri)
+    if saved is None:
+        raise FileNotFoundError(
+            f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
+            "run_name, or change them."
+        )
+    values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
+    return TrainingConfig.from_dict({**values, "storage": storage_uri}), train.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:

@@ -80,17 +80,10 @@ def phases_table(measured: dict[int, float]) -> pd.DataFrame:
     return table.set_index(["who", "resolution"])
 
 
-def precomputation_table(rows_per_second: float, dollars_per_hour: float | None = None) -> pd.DataFrame:
-    """What encoding a data set once cost others, one row each, and the images of phase 1 at your rows/s.
-
-    `rows_per_second`: of all your encoders together; `dollars_per_hour`: of all their machines. Column `derived` names
-    the columns that are not published.
-    """
-    table, images = pd.DataFrame(_DATA["precomputation"]).set_index("what"), PHASES["num_samples"][0]
+def precomputation_table() -> pd.DataFrame:
+    """What encoding a data set once cost others, one row each. Column `derived` names what is not published."""
+    table = pd.DataFrame(_DATA["precomputation"]).set_index("what")
     table["derived"] = table["derived"].map(", ".join)
-    hours = images / rows_per_second / 3600
-    dollars = dollars_per_hour * hours if dollars_per_hour else None
-    table.loc["here"] = {"images": images, "of what": "all encoders", "hours": hours, "dollars": dollars}
     table.insert(4, "images/s", table["images"] / table["hours"] / 3600)
     return table
 

@@ -181,7 +181,7 @@ def format_seconds(seconds: float) -> str:
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
 
-    Images/s are `metrics_log.throughput` over the last 2,000 steps; the loss is the mean of the last 50. The run's
+    Images/s are `metrics_log.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
     lease is held until the block ends. Raises RuntimeError if the workers ended the run themselves, as after a loss
     that is not finite.
@@ -208,7 +208,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             values = results.numbers(record)
             track(values.pop("step"), values)
         if new:  # a step that is repeated after a failure counts once, as the newest
-            recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(2000)
+            recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)
             images_per_second, _ = metrics_log.throughput(recent)
             text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
             progress(new[-1]["step"], config.max_steps, text)

@@ -20,6 +20,7 @@ from .. import storage
 from ..training_config import TrainingConfig
 
 STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
+START_ATTEMPTS = 4
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
@@ -32,11 +33,10 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    package = str(pathlib.Path(__file__).parents[1])
     if ray_address == "local":
-        start_local_ray(package, num_cpus)
+        start_local_ray(num_cpus)
     else:
-        context = ray.init(ray_address, runtime_env={"py_modules": [package], "env_vars": worker_variables()})
+        context = ray.init(ray_address, runtime_env=worker_environment())
         if context.dashboard_url:
             print(f"Ray's dashboard: http://{context.dashboard_url}")
     context = ray.data.DataContext.get_current()
@@ -45,8 +45,11 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     context.target_max_block_size = 32 * 2**20  # small blocks keep all stages busy and memory low
 
 
-def start_local_ray(package: str, num_cpus: int | None) -> None:
-    """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it."""
+def start_local_ray(num_cpus: int | None) -> None:
+    """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it.
+
+    Raises TimeoutError on a machine so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
+    """
     num_cpus = num_cpus or max(4, os.cpu_count())
     # Ray warns when it has started four times as many workers as it may start at once, by default one per core.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(2 * num_cpus))
@@ -56,15 +59,22 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     # Ray's C++ layer warns about Ray Data's internals. While it starts, it also reports this setting.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    with stderr_closed():
-        ray.init(
-            "local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            runtime_env={"py_modules": [package], "env_vars": {**worker_variables(), "PRETRAIN_LOCAL_RAY": "1"}},
-        )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    environment = worker_environment(PRETRAIN_LOCAL_RAY="1")
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            with stderr_closed():
+                ray.init("local", num_cpus=num_cpus, runtime_env=environment, **quiet)
+            break
+        except Exception as error:  # Ray has no narrower class for it
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == START_ATTEMPTS:
+                raise TimeoutError(
+                    f"Ray did not start in {START_ATTEMPTS} attempts, because this machine is too busy: end what else "
+                    "runs on it, then run this cell again."
+                ) from None
     # A Jupyter kernel is shut down by SIGTERM, on which Ray's handler would print a stack trace.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -72,12 +82,14 @@ def start_local_ray(package: str, num_cpus: int | None) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def worker_variables() -> dict[str, str]:
-    """Environment of the workers: this process's object store variables, so that others reach the same store.
+def worker_environment(**variables: str) -> dict:
+    """What workers get: this package without its notebooks, `variables`, and this process's `STORE_VARIABLES`.
 
     A file that `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node.
     """
-    return {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
+    ours = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
+    package = str(pathlib.Path(__file__).parents[1])
+    return {"py_modules": [package], "excludes": ["*.ipynb"], "env_vars": {**ours, **variables}}
 
 
 @contextlib.contextmanager

@@ -102,7 +102,8 @@ class Training:
         while len(self.order) < size:
             self.order = np.concatenate([self.order, self.random.permutation(len(self.rows))])
         places, self.order = self.order[:size], self.order[size:]
-        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, 64, 0)
+        side = self.config.largest_resolution
+        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, side, 0)
 
     def advance(self, until):
         started = time.perf_counter()

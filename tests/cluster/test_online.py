@@ -148,6 +148,11 @@ def counting(counted):
     return CountingEncoder
 
 
+def test_a_process_fetches_the_plan_before_it_reads(cluster):
+    shared = read.share_plan(plan_of(["a"], [[64] * 20], 8, 4, 2), range(1))
+    ray.get(ray.remote(read.fetch_plan).remote([shared]))
+
+
 def test_units_of_300_mib_arrive_whole(cluster):
     """On each of three workers, though a stage's output is split at 48 MiB."""
     row_bytes, unit_rows = 2**20, 300

@@ -70,13 +70,6 @@ def test_runs_are_compared_by_their_names(build_run):
     assert "one: " in fig.alt_text and "another: " in fig.alt_text
 
 
-def test_a_prompt_over_the_checkpoints_is_a_strip(build_run):
-    uri = build_run("first")
-    fig = drawn(figures.strip(uri, PROMPTS[1]))
-    assert [ax.get_title() for ax in fig.axes] == ["step 20", "step 60"]
-    assert np.asarray(fig.axes[1].images[0].get_array())[0, 0].tolist() == [120, 120, 120]
-
-
 @pytest.mark.parametrize("draw", [figures.run_over_time, lambda uri: figures.compare_runs({"one": uri})])
 def test_a_run_that_was_not_evaluated_shows_its_loss(build_run, draw):
     fig = drawn(draw(build_run("first", evaluated=())))
@@ -86,7 +79,5 @@ def test_a_run_that_was_not_evaluated_shows_its_loss(build_run, draw):
 def test_what_cannot_be_drawn_is_one_sentence(build_run, tmp_path):
     with pytest.raises(ValueError, match="no step in .*/nobody: give the folder of a run"):
         figures.run_over_time(str(tmp_path / "nobody"))
-    with pytest.raises(ValueError, match="no picture of 'a dog' in .*/first: give one of the prompts of its"):
-        figures.strip(build_run("first"), "a dog")
     with pytest.raises(ValueError, match="runs is empty"):
         figures.compare_runs({})

@@ -21,9 +21,6 @@ STAGES = pd.DataFrame(
     {"stage": ["read", "encode", "write"], "images_per_second": [9000, 300, 5000], "workers": [1, 2, 1]}
 )
 TIMELINE = pd.DataFrame({"seconds": [5.0, 6, 7], "busy": [0.9, 0.96, 1.0], "images_per_second": [500.0, 600, 610]})
-STATISTICS = pd.DataFrame(
-    {"tokens": [12, 30, 77, 120], "width": [256.0, 640, 300, np.nan], "height": [300.0, 512, 900, np.nan]}
-)
 BLOCKS = pd.DataFrame({"block": ["down", "mid"], "parameters": [865_910_724, 500e3], "gflops": [0.1, 0.25]})
 RUN = pd.DataFrame({"step": range(1, 101), "loss": np.linspace(1, 0.1, 100)})
 METRICS = RUN.assign(images_per_second=600.0, data_wait_share=0.02)
@@ -54,10 +51,6 @@ EVERY = {
     "encoder_utilization": (
         lambda: figures.encoder_utilization(TIMELINE.assign(encoders=[1, 2, 3])),
         "Over 2 seconds encoders compute for 96% of their time (median), at 600 images/s; 1 to 3 encoders",
-    ),
-    "distribution": (
-        lambda: figures.distribution(STATISTICS, max_tokens=77, resolutions=[256, 512]),
-        "25.0% are cut at 77; share of pictures large enough for 256: 75%, 512: 25%; 33% are longer than 2 : 1",
     ),
     "noise_schedule_curves": (lambda: figures.noise_schedule_curves(ALPHAS, min_snr_gamma=5), "from 1.00 to 0.07"),
     "blocks": (lambda: figures.blocks(BLOCKS), "down: 866 M parameters, 100 M FLOPs; mid: 500 k parameters"),

@@ -6,6 +6,7 @@ import pytest
 import ray
 
 from helpers.config import TrainingConfig
+from helpers.lesson import looks
 from helpers.runtime import session
 from helpers.runtime import throttle as throttle_module
 
@@ -92,3 +93,22 @@ def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
     monkeypatch.setattr(throttle_module, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
     assert list(pauses(0.001))[-1] == pytest.approx(0.05)
     assert list(pauses(0.1))[-1] < 0.001
+
+
+def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(monkeypatch):
+    attempts = []
+
+    def start(*arguments, **options):
+        attempts.append(options["runtime_env"]["excludes"])
+        raise Exception("The current node timed out during startup. This could happen because of something.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start)
+    with pytest.raises(TimeoutError, match="Ray did not start in 4 attempts, because this machine is too busy: end"):
+        session.connect("local")
+    assert attempts == [["*.ipynb"]] * 4
+
+
+def test_a_run_that_was_not_trained_names_the_notebook_to_run_first(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run_name='mine' has no checkpoint in .*: run Training.ipynb first"):
+        looks.finished_run(str(tmp_path), "mine")
