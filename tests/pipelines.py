@@ -211,6 +211,15 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
+def trainer_of(notebook, config, loop, evaluation=None, **changes):
+    """`build_trainer` of a notebook, for workers that run `loop`."""
+    changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
+    validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
+    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
+    changes["train"] = stand_in(train, train_loop_per_worker=loop)
+    return from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
+
+
 def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
     """Run the trainer of Training.ipynb; with a `stream` or another `source` that of the online notebook.
 
@@ -218,14 +227,10 @@ def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, eval
     notebook's parameters, or names that its cells import or make, such as `detector`.
     """
     run_setup.open_run(config)
-    changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
-    validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
-    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
     source = train.StepSource(config, stream) if stream else source
-    notebook, made_for = (ONLINE, source) if source else (TRAINING, config)
-    build = from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
+    build = trainer_of(ONLINE if source else TRAINING, config, loop, evaluation, **changes)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
-        return build(made_for, loop=loop).fit()
+        return build(source or config).fit()
 
 
 def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
@@ -236,9 +241,9 @@ def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=enco
     online.prepare(raw, config)
     run_setup.open_run(config)
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
-    build = from_notebook(ONLINE, "build_trainer", **parameters(ONLINE, config))
+    build = trainer_of(ONLINE, config, loop)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
         for source in kept_latents.sources(raw, config, stream):
-            build(source, loop).fit()
+            build(source).fit()
             if fitted:
                 fitted(source)

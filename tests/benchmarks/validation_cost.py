@@ -30,10 +30,10 @@ from tests.pipelines import draw_and_encode, fit
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def loop_on_core(core, values):
+def loop_on_core(core, values, **options):
     """The worker loop, on one of this machine's cores."""
     os.sched_setaffinity(0, {core})
-    train.train_loop_per_worker(values)
+    train.train_loop_per_worker(values, **options)
 
 
 def play(saved, config, prompts, agreement, seconds):

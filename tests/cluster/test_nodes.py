@@ -78,7 +78,7 @@ def in_background(action, released):
     return wait
 
 
-def held_loop(released, values, source=None):
+def held_loop(released, values, **options):
     """The worker loop, whose steps are slow, and whose last one waits, until the file `released` is there.
 
     Notes the number of workers, and the node of rank 0, of each attempt in `workers/` beside that file.
@@ -97,7 +97,7 @@ def held_loop(released, values, source=None):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
-    train.train_loop_per_worker(values, source)
+    train.train_loop_per_worker(values, **options)
 
 
 def attempts_seen(released):

@@ -71,7 +71,7 @@ def trainer_requests(profile):
         ScalingConfig=ScalingConfig,
         execution_options=lambda config: None,  # which read the latents
         at_checkpoints=stand_in(at_checkpoints, validation_config=lambda *_: None),
-        **{"evaluating_loop": None, "test_prompts": None, "detector": None},
+        **{"test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
     )
     build(config)
@@ -147,11 +147,11 @@ TINY = {
 }
 
 
-def loop_that_says_where(file, values):
+def loop_that_says_where(file, values, **options):
     with open(file, "w") as where:
         where.write(this_node())
     ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
-    train.train_loop_per_worker(values)
+    train.train_loop_per_worker(values, **options)
 
 
 @slow

@@ -104,7 +104,8 @@ def validating_loop(folder):
 
     def loop(values, **options):
         train.has_spare_gpu = lambda device: False
-        train.train_loop_per_worker(values, **options, evaluate=Noted(list(values["prompts"])))
+        options["evaluate"] = Noted(list(values["prompts"]))
+        train.train_loop_per_worker(values, **options)
 
     return loop
 
