@@ -216,7 +216,8 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     assert set(zip(metrics["width"], metrics["height"], strict=True)) == {(64, 64), (80, 48), (48, 80)}
     assert_bare(config, prepare=lambda alone: alone.unet.load_state_dict(build_unet("tiny", seed=5).state_dict()))
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
-    assert results.scores(config.run_uri)["step"].tolist() == [10, 16]
+    # Step 10 is skipped if step 16 is saved before its evaluation begins.
+    assert results.scores(config.run_uri)["step"].iloc[-1] == 16
     wide = sampling.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
