@@ -37,8 +37,11 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTex
     return CLIPTextModel.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
 
 
-def arguments(config) -> tuple[str, list[schema.ColumnSpec], str]:
-    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the model's configs; no weights are read."""
+def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str]:
+    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the model's configs; no weights are read.
+
+    `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does.
+    """
     model = config.encoder_model
     vae = AutoencoderKL.load_config(**model_source(model), subfolder="vae")
     text = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder")
@@ -53,8 +56,11 @@ def arguments(config) -> tuple[str, list[schema.ColumnSpec], str]:
         for width, height in sizes
     ]
     text_shape = load_tokenizer(model).model_max_length, text.hidden_size
-    embeddings = schema.ColumnSpec(schema.EMBEDDINGS, text_shape, config.text_precision)
-    return model, [*columns, embeddings], config.encoder_precision
+    columns += [
+        schema.ColumnSpec(schema.numbered(schema.EMBEDDINGS, number), text_shape, config.text_precision)
+        for number in range(1, 1 + (num_captions or config.captions_encoded))
+    ]
+    return model, columns, config.encoder_precision
 
 
 class Encoder:
@@ -154,7 +160,7 @@ class LatentEncoder:
         good_B = pc.equal(rows[schema.REASON], "").to_numpy()
         encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
         finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
-        inputs = {schema.CAPTION_IDS, *(schema.pixels_column(s.name) for s in self.columns)}
+        inputs = {schema.input_column(spec.name) for spec in self.columns}
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
         for spec, (values, encoded_B, _) in encoded.items():
             columns[spec.name] = spec.encode(values, encoded_B & finite_B)
@@ -171,13 +177,13 @@ class LatentEncoder:
 
         Where a row is not encoded, its values are zeros, and finite.
         """
-        if spec.name == schema.EMBEDDINGS:
-            ids_BL, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
+        if spec.resolution is None:
+            ids_BL, _ = schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)
             encode, inputs, encoded_B = self.encoder.encode_captions, ids_BL[good_B], good_B
         else:
             width, height = spec.size
             # V of the B rows have pixels of this size
-            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.pixels_column(spec.name)], (height, width, 3))
+            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
             encode, inputs, encoded_B = self.encoder.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
         values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
         if len(inputs):

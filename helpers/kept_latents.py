@@ -29,8 +29,9 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from . import held_out_rows, preprocess, resumable_job, storage, train
+from . import held_out_rows, preprocess, resumable_job, schema, storage, train
 from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from .online import CAPTION_NUMBER
 from .plan import BucketRows, Plan, Shape, load_plan
 from .preprocessing_config import OnlineConfig
 from .read import KEEP, UNIT
@@ -117,7 +118,9 @@ def encode(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep
 
 
 def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
-    """Commit a block's unmasked rows, unless they are committed already; returns the block unchanged.
+    """Commit a block's unmasked rows, unless they are committed already; returns the block.
+
+    All captions of a row are kept, and only the one that the epoch has drawn goes on.
 
     Args:
         rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
@@ -127,8 +130,10 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     """
     units = rows[UNIT].to_numpy()
     units = units[units >= 0]
+    several = CAPTION_NUMBER in rows.column_names
+    chosen = schema.choose_captions(rows, rows[CAPTION_NUMBER].to_numpy()) if several else rows
     if not len(units):
-        return rows
+        return chosen
     first = int(units.min())
     segment = resumable_job.Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
     uri = storage.join(arguments["latents_uri"], resumable_job.SEGMENTS, f"{segment.index:06d}.json")
@@ -136,7 +141,7 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     if first == segment.index and not storage.exists(uri):
         report = write(rows, **{**arguments, "segment": segment})
         storage.write_json(uri, resumable_job.segment_entry(segment, [report]))
-    return rows
+    return chosen
 
 
 def write(rows: pa.Table, **arguments) -> pa.Table:

@@ -97,6 +97,11 @@ class Manifest:
         return self.column(schema.EMBEDDINGS)
 
     @property
+    def num_captions(self) -> int:
+        """Captions of a row."""
+        return len(schema.numbers(schema.EMBEDDINGS, self.shapes))
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensor column -> shape of one row."""
         return {spec.name: spec.shape for spec in self.columns}
@@ -146,12 +151,13 @@ def encode_embedding(array: np.ndarray) -> str:
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of one row group of a file."""
+    """Consecutive rows of one row group of a file; `caption`: the number, from 1, of the caption that they use."""
 
     file_name: str
     row_group: int
     first_row: int
     num_rows: int
+    caption: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

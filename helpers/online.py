@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ from PIL import Image, ImageOps
 from . import held_out_rows, images, preprocess, resumable_job, schema, storage
 from .data_io import index, inputs
 from .manifest import MANIFEST, Manifest, RowRange, add_up, read_manifest, write_manifest
-from .plan import CHUNK_BYTES, Plan, Source
+from .plan import CHUNK_BYTES, Plan, Source, draw_caption
 from .preprocessing_config import OnlineConfig
 from .read import KEEP, UNIT, build_dataset
 from .runtime import lease
@@ -35,6 +36,7 @@ from .training_config import TrainingConfig
 
 INDEX = "index"  # beside the manifest
 SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on
+CAPTION_NUMBER = "caption_number"  # column of the rows of a run that keeps latents: the caption that is trained on
 FILLS = "fills up a block"  # why a row is not decoded
 
 
@@ -145,29 +147,44 @@ def read_raw(
     return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
 
 
-def transform(rows: pa.Table, *, config: OnlineConfig, units_per_epoch: int, seed: int = 0) -> pa.Table:
+def transform(
+    rows: pa.Table,
+    *,
+    config: OnlineConfig,
+    units_per_epoch: int,
+    seed: int = 0,
+    caption_shares: Sequence[float] = (1.0,),
+) -> pa.Table:
     """`preprocess.transform` with augmentation that differs between epochs but is fixed for a given row and epoch.
 
-    Rows that only pad a block are not decoded; `keep` is False for them.
+    Rows that only pad a block are not decoded; `keep` is False for them. Of several captions a row, one is drawn for
+    the epoch, and the others are not encoded, unless latents are kept: then `caption_number` names it.
 
     Args:
         rows: raw rows with `shape` and `unit`.
         config: `random_crop` is the smallest side of the crop, as a share of the largest possible (1: the centre crop);
             `horizontal_flip` mirrors half of the pictures.
-        units_per_epoch: as in the plan.
+        units_per_epoch, caption_shares: as in the plan.
         seed: the run's.
     """
     units = rows[UNIT].to_numpy()
     used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
+    ids = rows[inputs.ID].to_pylist()
     crops = [
         functools.partial(augment_crop, row_id=row_id, epoch=epoch, config=config, seed=seed)
-        for row_id, epoch in zip(rows[inputs.ID].to_pylist(), epochs, strict=True)
+        for row_id, epoch in zip(ids, epochs, strict=True)
     ]
+    captions = np.array(
+        [draw_caption(caption_shares, seed, int(epoch), str(row_id)) for row_id, epoch in zip(ids, epochs, strict=True)]
+    )
     sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
     errors = pc.if_else(used, rows[inputs.ERROR], FILLS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
+    raw = raw if config.captions_encoded > 1 else schema.choose_captions(raw, captions)
     only = map(sizes.__getitem__, rows[SHAPE].to_pylist())
     done = preprocess.transform(raw, config=config, crops=crops, only=only)
+    if config.captions_encoded > 1:
+        done = done.append_column(CAPTION_NUMBER, pa.array(captions))
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, used)
 
 
@@ -206,23 +223,24 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     )
     latents_uri = storage.join(uri, held_out_rows.FOLDER)
     segment = resumable_job.Segment(0, [], len(rows) if rows else 0)
-    tables = []
+    tables, arguments = [], encoder.arguments(config)
+    columns = arguments[1]
     if rows:
         # On a CPU, use all threads: nothing else runs in this process yet.
         options = {"num_threads": torch.get_num_threads(), "batch_size": config.encoder_batch_size}
-        latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), **options)
+        latent_encoder = encoder.LatentEncoder(*arguments, **options)
         encoded = latent_encoder(preprocess.transform(rows, config=config))
         id_type = pa.type_for_alias(manifest.id_type)
         report = preprocess.write_latents(
             encoded,
             latents_uri=latents_uri,
             segment=segment,
-            columns=manifest.columns,
+            columns=columns,
             id_type=id_type,
             validation_share=1.0,
         )
         tables.append(report)
     entry = resumable_job.segment_entry(segment, tables)
-    names = ("encoder", "resolutions", "columns", "scaling_factor", "id_type", "empty_caption_embedding")
+    names = ("encoder", "resolutions", "scaling_factor", "id_type", "empty_caption_embedding")
     description = {name: getattr(manifest, name) for name in names}
-    write_manifest(latents_uri, Manifest.of([entry], **description, job={}), [entry])
+    write_manifest(latents_uri, Manifest.of([entry], **description, columns=columns, job={}), [entry])

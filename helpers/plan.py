@@ -24,6 +24,8 @@ only on its number: each resolution gets its share of the steps and each shape a
 evenly spread over the epoch. An epoch ends when a resolution runs out. It uses a row at one size only, and leaves over
 less than a batch of each shape, except in resolutions with more rows than their share needs. A chunk holds the rows of
 its steps, of all shapes.
+
+Where rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -192,6 +195,7 @@ class Plan:
         block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
         worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
+        caption_shares: how often each of a row's captions is used.
     """
 
     shapes: list[Shape]
@@ -201,6 +205,7 @@ class Plan:
     seed: int
     block_steps: int = 1
     worker_counts: range = range(1, 2)
+    caption_shares: tuple[float, ...] = (1.0,)
 
     @property
     def batch_rows(self) -> int:
@@ -351,11 +356,24 @@ class Plan:
             of_shape = (orders or _epoch_orders(self, epoch))[number]
             for place, (source, order) in enumerate(zip(shape.sources, of_shape, strict=True)):
                 found = order.ranges(int(starts[place]), int(stops[place]))
-                ranges.append((source, [source.files.row_range(*one) for one in found]))
+                ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
                 count = int(stops[place] - starts[place])
                 permutation[rows[source_of_row == place]] = offset + random.permutation(count)
                 offset += count
         return ranges, permutation
+
+    def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
+        """Rows of a row group, with the caption that the epoch draws for it."""
+        place = f"{rows.file_name}/{rows.row_group}"
+        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
+
+
+def draw_caption(shares: Sequence[float], seed: int, epoch: int, of: str) -> int:
+    """The number, from 1, of the caption that an epoch uses of what `of` names; caption n by `shares[n - 1]`."""
+    if len(shares) == 1:
+        return 1
+    uniform = np.random.default_rng([seed, epoch, zlib.crc32(of.encode()), 2]).uniform(0, sum(shares))
+    return 1 + int(np.searchsorted(np.cumsum(shares[:-1]), uniform, side="right"))
 
 
 @functools.lru_cache(maxsize=2)
@@ -415,9 +433,12 @@ def plan_run(manifests: dict[str, Manifest], config: TrainingConfig, files: dict
             shapes.setdefault(source.latents.name, []).append(source)
     shapes = [Shape(sources, config.resolution_shares[sources[0].latents.resolution]) for sources in shapes.values()]
     num_rows = sum(shape.num_rows for shape in shapes)
-    chunk_units, block_steps = sizes(next(iter(manifests.values())), config, num_rows)
-    worker_counts = range(config.fewest_workers, config.most_workers + 1)
-    plan = Plan(shapes, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps, worker_counts)
+    first = next(iter(manifests.values()))
+    chunk_units, block_steps = sizes(first, config, num_rows)
+    workers, captions = config.worker_counts, config.caption_shares or (1.0,) * first.num_captions
+    plan = Plan(
+        shapes, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps, workers, captions
+    )
     missing = set(config.resolutions) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:
         rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}

@@ -41,8 +41,9 @@ def transform(
 ) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder; every row stays, bad ones with a `reason`.
 
-    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), for each shape of
-    `config.shapes` its pixels (`schema.pixels_column`, H x W x 3 bytes; null where another shape of the resolution is
+    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), the same two of
+    each further caption that the raw rows have (`schema.numbered`), for each shape of
+    `config.shapes` its pixels (`schema.input_column`, H x W x 3 bytes; null where another shape of the resolution is
     nearer to the picture's, and where the picture is smaller, unless `config.upscale`), and `transform_seconds` (of the
     call, in its first row). Arrays are plain bytes: nothing is parsed between the stages. `crops`: a function for each
     row; None: the largest centre crop. `only`: the shape that is wanted of each row; None: all.
@@ -54,18 +55,20 @@ def transform(
         transform_row(data, caption, row_id, config, error, crop, shape)
         for data, caption, row_id, error, crop, shape in zip(*raw, crops, only, strict=False)
     ]
-    captions = [caption for _, caption, _ in results]
-    caption_ids = images.tokenize(captions, images.load_tokenizer(config.encoder_model))
     columns = {
         schema.ID: rows[inputs.ID],
-        schema.CAPTION: pa.array(captions, pa.string()),
         schema.REASON: pa.array([reason for _, _, reason in results], pa.string()),
         schema.SOURCE: rows[inputs.SOURCE],
-        schema.CAPTION_IDS: schema.to_binary(caption_ids, dtype=np.int32),
     }
+    tokenizer = images.load_tokenizer(config.encoder_model)
+    for number in schema.numbers(inputs.CAPTION, rows.column_names):
+        captions = [caption or "" for caption in rows[schema.numbered(inputs.CAPTION, number)].to_pylist()]
+        caption_ids = schema.to_binary(images.tokenize(captions, tokenizer), dtype=np.int32)
+        columns[schema.numbered(schema.CAPTION, number)] = pa.array(captions, pa.string())
+        columns[schema.numbered(schema.CAPTION_IDS, number)] = caption_ids
     for shape in itertools.chain.from_iterable(config.shapes.values()):
         pixels = [by_shape[shape].tobytes() if shape in by_shape else None for by_shape, _, _ in results]
-        columns[schema.pixels_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
+        columns[schema.input_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
@@ -229,6 +232,8 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     input_schema = checks.check_input(paths[0], config)
     listing = inputs.listing(paths, config.data_uri)
     parameters = config.deciding("rows", "stored") | {"input_uri": config.data_uri}
+    if config.num_captions > 1:
+        parameters["num_captions"] = config.num_captions
     parameters["input_crc32"] = zlib.crc32(json.dumps(sorted(listing.items())).encode())
     id_type = inputs.id_type(input_schema.field(config.id_column).type)
     return CheckedInput(paths, listing, parameters, describe(config), id_type)
@@ -264,7 +269,7 @@ def describe(config: PreprocessingConfig) -> dict:
             )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
-    _, columns, precision = encoder.arguments(config)
+    _, columns, precision = encoder.arguments(config, config.num_captions)
     return {
         "encoder": {"model": model, "revision": commit or hash_files(model), "precision": precision},
         "columns": columns,

@@ -38,6 +38,7 @@ def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
 Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
 Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
 Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
+Captions = Annotated[Text | Several[Text], must_be("a column, or a list of several")]
 LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
 Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
@@ -60,7 +61,9 @@ class PreprocessingConfig(Parameters):
     )
     row_filter: Text = rows("", "an expression on the columns; rows that fail it are left out")
     image_column: Text = stored("jpg", "an encoded picture: its bytes, or its path in the input")
-    caption_column: Text = rows("caption", "its text")
+    caption_column: Captions = rows("caption", "its text; or several columns, or one of lists")
+    # `preprocess.check` records how many captions a row has: earlier versions, which had one, recorded no number.
+    max_captions: Count = free(1, "captions of a row at most, where caption_column holds lists")
     id_column: Text = rows("hash", "its id")
     limit: OptionalCount = rows(None, "rows to read at most; None: all")
     # the transform
@@ -97,6 +100,13 @@ class PreprocessingConfig(Parameters):
                 )
             ending = f"@{self.encoder_revision}"  # the model becomes "hub/id@revision"
             self.derive(encoder_model=self.encoder_model.removesuffix(ending) + ending)
+        if len(set(self.caption_columns)) < len(self.caption_columns) or not self.caption_columns:
+            raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
+        if len(self.caption_columns) > 1 and self.max_captions > 1:
+            raise ValueError(
+                f"max_captions={self.max_captions} is for a column of lists, and caption_column="
+                f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
+            )
         self.check_shapes()
 
     def check_shapes(self) -> None:
@@ -112,6 +122,21 @@ class PreprocessingConfig(Parameters):
                     f"{shape[0]} x {shape[1]} pixels at resolution {resolution}, which {what}: leave that ratio out, "
                     "or use a smaller size_multiple."
                 )
+
+    @property
+    def caption_columns(self) -> list[str]:
+        """The columns that `caption_column` names."""
+        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column)
+
+    @property
+    def num_captions(self) -> int:
+        """Captions that are stored of a row; a row that has fewer repeats its own."""
+        return max(len(self.caption_columns), self.max_captions)
+
+    @property
+    def captions_encoded(self) -> int:
+        """How many captions of a row the encoders encode."""
+        return self.num_captions
 
     @property
     def most_encoders(self) -> int:
@@ -170,3 +195,8 @@ class OnlineConfig(PreprocessingConfig):
             raise ValueError(
                 f"aspect_ratios={list(self.aspect_ratios)}, while encoding online, need width_column and height_column."
             )
+
+    @property
+    def captions_encoded(self) -> int:
+        """Each epoch draws one of a row's captions; only latents that are kept have all of them."""
+        return self.num_captions if self.keep_latents else 1

@@ -34,6 +34,7 @@ from .runtime.throttle import SchedulerThrottle
 from .training_config import TrainingConfig
 
 UNIT, KEEP = "unit", "keep"
+OF_CAPTION = (schema.CAPTION, schema.EMBEDDINGS)  # columns of which a row has one for each of its captions
 # Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
 # that are small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
@@ -237,7 +238,10 @@ def latents_reader(plan: Plan) -> ReadRows:
 
 
 def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
-    """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows."""
+    """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows.
+
+    Of several captions of a row only the one is read that the plan has drawn, as if it were the only one.
+    """
     columns = [schema.ID, schema.CAPTION, source.latents.name, schema.EMBEDDINGS]
     rows = read_row_ranges(row_ranges, columns, storage.join(source.files.uri, "data"))
     if padded_to:
@@ -246,7 +250,10 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
-    """Columns of row ranges of a folder's Parquet files, concatenated; each file is opened once."""
+    """Columns of row ranges of a folder's Parquet files, concatenated; each file is opened once.
+
+    The caption and its embedding are those of the caption that a range names.
+    """
     filesystem, folder = storage.open_filesystem(folder_uri)
     tables = [None] * len(row_ranges)
     for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
@@ -254,7 +261,9 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
         with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem, pre_buffer=True) as file:
             for position, rows in enumerate(row_ranges):
                 if rows.file_name == file_name:
-                    group = file.read_row_group(rows.row_group, columns=columns, use_threads=False)
+                    stored = [schema.numbered(c, rows.caption) if c in OF_CAPTION else c for c in columns]
+                    group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
+                    group = group.select(stored).rename_columns(columns)
                     tables[position] = group.slice(rows.first_row, rows.num_rows)
     return pa.concat_tables(tables)
 

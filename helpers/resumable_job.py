@@ -125,8 +125,9 @@ class Job:
 
     def check_same(self, earlier: dict) -> None:
         """Raises ValueError naming the first parameter that differs from those of an earlier run."""
-        for name, value in self.parameters.items():
-            if (before := earlier.get(name)) != value:
+        for name in earlier | self.parameters:
+            before, value = earlier.get(name), self.parameters.get(name)
+            if before != value:
                 what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
                 raise ValueError(
                     f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): give "

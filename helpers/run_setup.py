@@ -152,6 +152,11 @@ def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
     check_mixture(manifests)
     for uri, manifest in manifests.items():
         check_latents(manifest, config, uri)
+        if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
+            raise ValueError(
+                f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
+                f"holds {manifest.num_captions} captions a row: give one for each, or None."
+            )
     plan = plan_run(manifests, config)
     check_init_from(config)
     if earlier := read_earlier(config):
@@ -174,6 +179,11 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
     """Raises ValueError if data sets of different encoders or layouts are mixed."""
     (first_uri, first), *others = manifests.items()
     for uri, manifest in others:
+        if manifest.num_captions != first.num_captions:
+            raise ValueError(
+                f"latents_uri mixes {uri}, with {manifest.num_captions} captions a row, and {first_uri}, with "
+                f"{first.num_captions}: encode both with as many captions."
+            )
         for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -31,9 +32,29 @@ def latents_column(width: int, height: int | None = None) -> str:
     return f"{LATENTS}_{width}" if height in (None, width) else f"{LATENTS}_{width}x{height}"
 
 
-def pixels_column(latents_column: str) -> str:
-    """The column between the transform and the encoder."""
-    return latents_column.replace(LATENTS, PIXELS)
+def input_column(column: str) -> str:
+    """What the transform gives the encoder to make a stored column of: pixels, or a caption's token ids."""
+    return column.replace(LATENTS, PIXELS).replace(EMBEDDINGS, CAPTION_IDS)
+
+
+def numbered(column: str, number: int) -> str:
+    """The column of caption `number`, from 1, of a row: `caption`, `caption_2`, ...; likewise its ids and embedding."""
+    return column if number == 1 else f"{column}_{number}"
+
+
+def numbers(column: str, names: Iterable[str]) -> range:
+    """The numbers of the columns among `names` that `numbered` makes of `column`."""
+    return range(1, 1 + sum(bool(re.fullmatch(rf"{column}(_\d+)?", name)) for name in names))
+
+
+def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
+    """Rows with several captions, of which each keeps the one that `numbers_B` names, from 1, as if it had no other."""
+    for column in (CAPTION, CAPTION_IDS, EMBEDDINGS):
+        names = [numbered(column, number) for number in numbers(column, rows.column_names)]
+        if len(names) > 1:
+            chosen = pc.choose(pa.array(numbers_B - 1), *(rows[name].combine_chunks() for name in names))
+            rows = rows.drop_columns(names[1:]).set_column(rows.column_names.index(column), column, chosen)
+    return rows
 
 
 def bucket_name(columns: Iterable[str], held_out: bool) -> str:
@@ -121,7 +142,9 @@ class ColumnSpec:
 
 def latents_schema(id_type: pa.DataType, columns: list[ColumnSpec]) -> pa.Schema:
     """Arrow schema of `data/*.parquet`."""
-    return pa.schema([(ID, id_type), (CAPTION, pa.string()), *((spec.name, spec.arrow_type) for spec in columns)])
+    num_captions = numbers(EMBEDDINGS, (spec.name for spec in columns))
+    captions = [(numbered(CAPTION, number), pa.string()) for number in num_captions]
+    return pa.schema([(ID, id_type), *captions, *((spec.name, spec.arrow_type) for spec in columns)])
 
 
 def rejects_schema(id_type: pa.DataType) -> pa.Schema:

@@ -41,6 +41,7 @@ SizeShares = Annotated[
 ]
 RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces", pattern=r"^\.*[^/\\ .][^/\\ ]*$")]
 Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a U-Net, or None")]
+CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard', 'wandb' and 'mlflow', or []")]
@@ -64,6 +65,7 @@ class TrainingConfig(Parameters):
     prediction_type: Literal["v_prediction", "epsilon"] = learned(
         "v_prediction", 'what the U-Net predicts: "v_prediction" or "epsilon" (the noise)'
     )
+    caption_shares: CaptionShares = learned(None, "how often each of a row's captions is used; None: all equally often")
     caption_dropout: Share = learned(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
     min_snr_gamma: Gamma = learned(5.0, "gamma of the min-SNR loss weights; None: all timesteps have weight 1")
     timestep_sampling: Literal["uniform", "importance"] = learned(
@@ -110,6 +112,10 @@ class TrainingConfig(Parameters):
     profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
 
     def __post_init__(self) -> None:
+        if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
+            raise ValueError(
+                f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
+            )
         given = self.units_per_step
         self.derive(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
         if self.global_batch_size % self.units_per_step:
@@ -157,6 +163,11 @@ class TrainingConfig(Parameters):
     @property
     def most_workers(self) -> int:
         return least_and_most(self.num_training_workers)[1]
+
+    @property
+    def worker_counts(self) -> range:
+        """All numbers of workers that the run may have."""
+        return range(self.fewest_workers, self.most_workers + 1)
 
     @property
     def resolutions(self) -> list[int]:

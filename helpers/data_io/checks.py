@@ -16,6 +16,7 @@ def check_input(path: str, config) -> pa.Schema:
             is_usable, otherwise = USABLE[parameter]
             if not is_usable(kind := columns.field(name).type):
                 raise ValueError(f"{parameter}={name!r} holds {kind}, {otherwise}: name the column that does.")
+    check_captions(columns, path, config)
     for name in filters.filter_columns(config.row_filter):
         check_column("row_filter", name, path, columns)
     filters.check_filter(config.row_filter, columns)
@@ -37,6 +38,23 @@ def is_text_or_bytes(kind: pa.DataType) -> bool:
     return inputs.is_text(kind) or inputs.is_bytes(kind)
 
 
+def check_captions(columns: pa.Schema, path: str, config) -> None:
+    """Raises ValueError for a caption column that is missing or holds no text, and for lists that are not expected."""
+    for name in config.caption_columns:
+        check_column("caption_column", name, path, columns)
+        kind = columns.field(name).type
+        in_list = inputs.is_list(kind)
+        if not is_text_or_bytes(kind.value_type if in_list else kind):
+            raise ValueError(f"caption_column={name!r} holds {kind}, not text: name the column that does.")
+        if in_list and len(config.caption_columns) > 1:
+            raise ValueError(f"caption_column names several columns, and {name!r} holds lists: name that one alone.")
+        if config.max_captions > 1 and not in_list:
+            raise ValueError(
+                f"max_captions={config.max_captions}, and caption_column={name!r} holds {kind}, one caption a row: "
+                "name a column of lists, or several columns."
+            )
+
+
 def is_picture(kind: pa.DataType) -> bool:
     """Bytes, a path, or a struct that holds bytes, as Hugging Face's data sets do."""
     in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
@@ -50,7 +68,6 @@ def is_number(kind: pa.DataType) -> bool:
 # Parameter -> what the column that it names may hold, and what to say of any other.
 USABLE = {
     "image_column": (is_picture, "neither the bytes of encoded pictures nor their paths"),
-    "caption_column": (is_text_or_bytes, "not text"),
     "id_column": (lambda kind: not pa.types.is_nested(kind), "neither numbers nor text"),
     "width_column": (is_number, "not numbers of pixels"),
     "height_column": (is_number, "not numbers of pixels"),

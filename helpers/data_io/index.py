@@ -117,14 +117,15 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
 def deciding_columns(config) -> list[str]:
     """The columns that are read to decide whether a row is used."""
     filtered = filters.filter_columns(config.row_filter)
-    return list(dict.fromkeys([config.id_column, config.caption_column, *filtered, *inputs.size_columns(config)]))
+    return list(dict.fromkeys([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)]))
 
 
 def assess(rows: pa.Table, config, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
     """`(bucket, why a row cannot be used or "", id)` of each row, judged by its columns alone."""
     column = inputs.row_ids(rows[config.id_column])
     ids = column.to_pylist()
-    captions, held_out = inputs.texts(rows[config.caption_column]), schema.held_out_mask(ids, validation_share)
+    captions = [of_row[0] for of_row in inputs.captions_of(rows, config)]
+    held_out = schema.held_out_mask(ids, validation_share)
     names = inputs.size_columns(config)
     sizes = zip(*(rows[name].to_pylist() for name in names), strict=True) if names else [None] * len(rows)
     buckets, reasons = [], []
@@ -182,14 +183,15 @@ def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup
 
     Columns: id, caption, picture. `read_group`: reads Parquet row groups in place of the reader.
     """
-    columns = list(dict.fromkeys([config.id_column, config.caption_column, config.image_column]))
+    columns = list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column]))
     base, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
     for name in dict.fromkeys(rows[0] for rows in ranges):
         path, table = f"{base}/{name.partition('/')[2]}", _read(storage.join(index_uri, f"{name}.parquet"))
         ends = np.cumsum([0, *json.loads(table.schema.metadata[b"report"])["row_groups"]])
         mine = [place for place, rows in enumerate(ranges) if rows[0] == name]
         pieces = [
-            table.slice(int(ends[group]) + first, count) for _, group, first, count in map(ranges.__getitem__, mine)
+            table.slice(int(ends[rows.row_group]) + rows.first_row, rows.num_rows)
+            for rows in map(ranges.__getitem__, mine)
         ]
         if read_group:
             found = (rows_of(read_group(path, piece[GROUP][0].as_py(), tuple(columns)), piece) for piece in pieces)

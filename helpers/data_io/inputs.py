@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from .. import storage
+from .. import schema, storage
 from ..images import BadImage
 from . import filters, readers
 
@@ -127,8 +128,8 @@ def reader(config):
 
 def used_columns(config) -> list[str]:
     """The columns that a job reads: id, caption, picture, and those of the filter."""
-    columns = [config.id_column, config.caption_column, config.image_column, *filters.filter_columns(config.row_filter)]
-    return list(dict.fromkeys(columns))
+    filtered = filters.filter_columns(config.row_filter)
+    return list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column, *filtered]))
 
 
 def size_columns(config) -> list[str]:
@@ -139,12 +140,13 @@ def size_columns(config) -> list[str]:
 def column_types(config) -> dict[str, pa.DataType]:
     """Arrow types of the used columns, for formats without types.
 
-    Ids and captions are text; a filter's columns have the type that they are compared with.
+    Ids and captions are text, or lists of it; a filter's columns have the type that they are compared with.
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
     types[config.image_column] = pa.binary() if config.image_column == "jpg" else pa.string()
-    return {**types, config.caption_column: pa.string(), config.id_column: pa.string()}
+    caption = pa.list_(pa.string()) if config.max_captions > 1 else pa.string()
+    return {**types, **dict.fromkeys(config.caption_columns, caption), config.id_column: pa.string()}
 
 
 def first_rows(config, num_rows: int) -> pa.Table:
@@ -222,12 +224,27 @@ def to_raw_rows(table: pa.Table, config) -> pa.Table:
     """Rows as a reader returns them -> raw rows; pictures given as paths are fetched here.
 
     Columns: `id` (int64 or text, see `id_type`), `caption` (null if it is not UTF-8), `image` (encoded bytes, or null),
-    `error` (why a picture could not be fetched, or null), and `source` (the file's path relative to the input).
+    `error` (why a picture could not be fetched, or null), and `source` (the file's path relative to the input); with
+    several captions a row, `caption_2` and so on.
     """
     images, errors = picture_bytes(table, config)
-    captions = pa.array(texts(table[config.caption_column]), pa.string())
-    columns = [row_ids(table[config.id_column]), captions, images, errors, sources(table[PATH], config)]
-    return pa.table(columns, names=[ID, CAPTION, IMAGE, ERROR, SOURCE])
+    columns = {ID: row_ids(table[config.id_column]), IMAGE: images, ERROR: errors}
+    columns[SOURCE] = sources(table[PATH], config)
+    for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
+        columns[schema.numbered(CAPTION, number)] = pa.array(captions, pa.string())
+    return pa.table(columns)
+
+
+def captions_of(table: pa.Table, config) -> list[list[str | None]]:
+    """The captions of each row, as many for all (`config.num_captions`): a row that has fewer repeats its own.
+
+    They are those of `caption_columns`, or of a column of lists, in that order, without empty ones. A row without any
+    has None or empty texts.
+    """
+    columns = [text_lists(table[name]) for name in config.caption_columns]
+    rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
+    usable = ([caption for caption in row if caption and caption.strip()] or row or [None] for row in rows)
+    return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
 def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
@@ -268,6 +285,14 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
     return [readers.as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
 
+def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
+    """The texts of each row of a column of lists; those of a column of text as lists of one."""
+    if not is_list(column.type):
+        return [[text] for text in texts(column)]
+    rows = column.cast(pa.large_list(pa.large_binary())).to_pylist()
+    return [[readers.as_text(value) for value in row or []] for row in rows]
+
+
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Ids in the type that they are stored in; bytes that are not UTF-8, such as a raw hash, as hexadecimal digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
@@ -284,6 +309,10 @@ def id_type(column_type: pa.DataType) -> pa.DataType:
 
 def is_text(column_type: pa.DataType) -> bool:
     return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
+
+
+def is_list(column_type: pa.DataType) -> bool:
+    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
 
 
 def is_bytes(column_type: pa.DataType) -> bool:

@@ -290,11 +290,17 @@ def parse_json(text):
 
 def convert(values, kind):
     """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null."""
+    if pa.types.is_list(kind):
+        return pa.array([[as_text(one) for one in as_list(value)] for value in values], kind)
     if pa.types.is_floating(kind):
         return pa.array([as_number(value) for value in values], kind)
     if pa.types.is_string(kind):
         return pa.array([as_text(value) for value in values], kind)
     return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
 
 
 def as_number(value):

@@ -268,4 +268,4 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
         return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig.from_dict(raw)
     rows = inputs.first_rows(config, num_rows)
-    return [caption for caption in inputs.texts(rows[config.caption_column]) if caption]
+    return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

@@ -91,7 +91,7 @@ def numbered(plan):
 
     def read(row_ranges, source):
         calls.append(row_ranges)
-        rows = [f"{name} {group} {first + row}" for name, group, first, count in row_ranges for row in range(count)]
+        rows = [f"{name} {group} {first + row}" for name, group, first, count, _ in row_ranges for row in range(count)]
         return pa.table({"row": rows})
 
     return read, calls
