@@ -1,4 +1,4 @@
-"""The diffusion objective: noise, v- and epsilon-prediction, min-SNR weights, caption dropout, EMA, learning rate.
+"""The objective: noise, epsilon- and v-prediction, rectified flow, weights, caption dropout, EMA, learning rate.
 
 The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on
 any number of workers and after every resume.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 
 from .distributed import local
+from .manifest import Manifest
 from .training_config import TrainingConfig
 
 NUM_TIMESTEPS = 1000
@@ -23,8 +24,11 @@ NUM_TIMESTEPS = 1000
 NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
 
-def noise_schedule(prediction_type: str = "v_prediction") -> DDPMScheduler:
-    """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022)."""
+def noise_schedule(prediction_type: str = "v_prediction", zero_terminal_snr: bool = False) -> DDPMScheduler:
+    """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022).
+
+    `zero_terminal_snr`: betas are rescaled so that the last step is noise alone (Lin et al., 2024, algorithm 1).
+    """
     return DDPMScheduler(
         num_train_timesteps=NUM_TIMESTEPS,
         beta_schedule="scaled_linear",
@@ -33,7 +37,51 @@ def noise_schedule(prediction_type: str = "v_prediction") -> DDPMScheduler:
         prediction_type=prediction_type,
         clip_sample=False,
         steps_offset=1,
+        rescale_betas_zero_snr=zero_terminal_snr,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowSchedule:
+    """Rectified flow (Liu et al., 2023): straight lines from latents to noise, whose direction is predicted.
+
+    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t, from 0, is at s = (t + 1) / 1,000 of
+    the way, shifted towards noise for more positions: shift s / (1 + (shift - 1) s) (Esser et al., 2024, equation 23).
+
+    Args:
+        shift: for latents of `num_positions`; others have it times the root of their number over that one.
+        num_positions: height times width of latents.
+    """
+
+    shift: float = 1.0
+    num_positions: int = 1
+
+    def times(self, timesteps_B: torch.Tensor, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        """(B,) in (0, 1]: how far from latents to noise each row is."""
+        height, width = latents_BCHW.shape[-2:]
+        shift = self.shift * (height * width / self.num_positions) ** 0.5
+        times_B = (timesteps_B + 1).float() / NUM_TIMESTEPS
+        return shift * times_B / (1 + (shift - 1) * times_B)
+
+    def add_noise(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+        times_B111 = self.times(timesteps_B, latents_BCHW)[:, None, None, None]
+        return (1 - times_B111) * latents_BCHW + times_B111 * noise_BCHW
+
+    def get_velocity(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+        return noise_BCHW - latents_BCHW
+
+
+Schedule = DDPMScheduler | FlowSchedule
+
+
+def training_schedule(config: TrainingConfig, manifest: Manifest, device: torch.device | str = "cpu") -> Schedule:
+    """The schedule that a config asks for, for latents as the manifest describes them."""
+    if config.prediction_type == "flow":
+        _, _, height, width = manifest.latents(config.largest_resolution).shape
+        return FlowSchedule(config.timestep_shift, height * width)
+    schedule = noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    return schedule
 
 
 def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> np.ndarray:
@@ -110,7 +158,7 @@ def drop_captions(text_BLD: torch.Tensor, empty_LD: torch.Tensor, dropped_B: tor
     return torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
 
 
-def loss_weights(schedule: DDPMScheduler, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
+def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
     """(B,) min-SNR-gamma weights (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
 
     min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction: the error of the clean
@@ -124,34 +172,41 @@ def loss_weights(schedule: DDPMScheduler, timesteps_B: torch.Tensor, gamma: floa
     return clipped / (snr + 1) if schedule.config.prediction_type == "v_prediction" else clipped / snr
 
 
-def timestep_density(schedule: DDPMScheduler, gamma: float | None, sampling: str) -> np.ndarray | None:
+def timestep_density(schedule: Schedule, gamma: float | None, sampling: str) -> np.ndarray | None:
     """(T,) how often training draws each timestep, 1 on average; None for "uniform" `sampling`: all equally often.
 
-    "importance": in proportion to the root of the loss weights; training divides the losses by it. Gradients then have
-    the same expectation and less variance, since less is computed at timesteps that hardly count (importance sampling
-    as in Nichol and Dhariwal, 2021, section 3.3).
+    "logit_normal": the logit of the way from latents to noise is normal, so its middle is drawn most (Esser et al.,
+    2024, section 3.1). "importance": in proportion to the root of the loss weights; training divides the losses by it.
+    Gradients then have the same expectation and less variance, since less is computed at timesteps that hardly count
+    (importance sampling as in Nichol and Dhariwal, 2021, section 3.3).
     """
     if sampling == "uniform":
         return None
+    if sampling == "logit_normal":
+        ends = torch.arange(NUM_TIMESTEPS + 1, dtype=torch.float64) / NUM_TIMESTEPS
+        return NUM_TIMESTEPS * torch.special.ndtr(torch.logit(ends)).diff().numpy()
     roots_T = loss_weights(schedule, torch.arange(schedule.config.num_train_timesteps), gamma).sqrt().double().numpy()
     return roots_T / roots_T.mean()
 
 
 def row_losses(
     unet: torch.nn.Module,
-    schedule: DDPMScheduler,
+    schedule: Schedule,
     latents_BCHW: torch.Tensor,
     text_BLD: torch.Tensor,
     draws: Draws,
     gamma: float | None = None,
 ) -> torch.Tensor:
     """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`."""
-    noisy = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
-    if schedule.config.prediction_type == "v_prediction":
+    noisy, timesteps_B = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B), draws.timesteps_B
+    is_flow = isinstance(schedule, FlowSchedule)
+    if is_flow or schedule.config.prediction_type == "v_prediction":
         target = schedule.get_velocity(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     else:
         target = draws.noise_BCHW
-    predicted = unet(noisy, draws.timesteps_B, text_BLD, return_dict=False)[0]
+    if is_flow:  # as diffusers' schedulers count them
+        timesteps_B = NUM_TIMESTEPS * schedule.times(timesteps_B, latents_BCHW)
+    predicted = unet(noisy, timesteps_B, text_BLD, return_dict=False)[0]
     squared = F.mse_loss(predicted.float(), target, reduction="none").mean(dim=(1, 2, 3))
     return squared * loss_weights(schedule, draws.timesteps_B, gamma)
 

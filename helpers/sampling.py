@@ -10,7 +10,7 @@ import numpy as np
 import ray.train
 import torch
 import transformers
-from diffusers import DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
+from diffusers import DiffusionPipeline, SchedulerMixin, UNet2DConditionModel
 from PIL import Image
 
 from . import checkpoint, diffusion, encoder, images, storage
@@ -19,6 +19,7 @@ from .training_config import TrainingConfig
 from .unet import build_unet
 
 SAMPLERS = {
+    "ddim": "DDIMScheduler",
     "dpm++": "DPMSolverMultistepScheduler",
     "euler": "EulerDiscreteScheduler",
     "unipc": "UniPCMultistepScheduler",
@@ -30,28 +31,37 @@ def read_encoder_manifest(config: TrainingConfig) -> Manifest:
     return read_manifest(next(iter(config.proportions)))
 
 
-def build_pipeline(
-    unet: UNet2DConditionModel, encoder_model: str, prediction_type: str = "v_prediction", sampler: str = "ddim"
-) -> DiffusionPipeline:
-    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data.
-
-    `sampler`: "ddim", "dpm++", "euler" or "unipc", as diffusers implements them.
-    """
-    noise_schedule = diffusion.noise_schedule(prediction_type)
+def build_pipeline(unet: UNet2DConditionModel, encoder_model: str, config: TrainingConfig) -> DiffusionPipeline:
+    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data."""
     pipeline = import_pipeline()(
         vae=encoder.load_vae(encoder_model),
         text_encoder=encoder.load_text_encoder(encoder_model),
         tokenizer=images.load_tokenizer(encoder_model),
         unet=unet.eval(),
-        scheduler=DDIMScheduler.from_config(noise_schedule.config, set_alpha_to_one=False),
+        scheduler=build_sampler(config),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    if sampler != "ddim":
-        pipeline.scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def build_sampler(config: TrainingConfig) -> SchedulerMixin:
+    """diffusers' scheduler that `config.sampler` names, for the objective that the U-Net was trained with."""
+    sampler = getattr(diffusers, SAMPLERS[config.sampler])
+    if config.prediction_type == "flow":
+        return sampler(
+            num_train_timesteps=diffusion.NUM_TIMESTEPS,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=config.timestep_shift,
+        )
+    schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr).config
+    options = {"set_alpha_to_one": False} if config.sampler == "ddim" else {}
+    if config.zero_terminal_snr:  # sampling begins with noise alone, as training saw it
+        options["timestep_spacing"] = "trailing"
+    return sampler.from_config(schedule, **options)
 
 
 def import_pipeline() -> type[DiffusionPipeline]:
@@ -118,7 +128,7 @@ def sample(
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
-    pipeline = build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
+    pipeline = build_pipeline(unet, manifest.encoder["model"], config)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     size = {"resolution": config.largest_resolution, "width": width, "height": height}
     sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
@@ -159,5 +169,5 @@ def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "e
     """
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
-    pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config.prediction_type)
+    pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config)
     return export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))

@@ -119,11 +119,11 @@ class TrainStep:
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
-        self.schedule = diffusion.noise_schedule(config.prediction_type)
+        self.schedule = diffusion.training_schedule(config, manifest, self.device)
         self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
-        if self.density_T is not None:
-            self.sampling_weights_T = torch.from_numpy(1 / self.density_T).float().to(self.device)
-        self.schedule.alphas_cumprod = self.schedule.alphas_cumprod.to(self.device)
+        if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
+            weights_T = np.divide(1, self.density_T, out=np.zeros_like(self.density_T), where=self.density_T > 0)
+            self.sampling_weights_T = torch.from_numpy(weights_T).float().to(self.device)
         self.unet, self.model = build_model(
             config.unet_config,
             seed=config.seed,
@@ -164,7 +164,7 @@ class TrainStep:
         latents = torch.where(keep[:, None, None, None], latents, 0)
         with autocast(self.autocast_precision, self.device):
             losses = diffusion.row_losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
-        if self.density_T is not None:
+        if self.config.timestep_sampling == "importance":
             losses = losses * self.sampling_weights_T[draws.timesteps_B]
         return losses * keep
 

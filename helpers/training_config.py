@@ -62,15 +62,17 @@ class TrainingConfig(Parameters):
     # the model and its objective
     unet_config: Model = learned("tiny", '"tiny", "small", "sd2-base" (865.9 M parameters), or a config.json\'s path')
     resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
-    prediction_type: Literal["v_prediction", "epsilon"] = learned(
-        "v_prediction", 'what the U-Net predicts: "v_prediction" or "epsilon" (the noise)'
+    prediction_type: Literal["v_prediction", "epsilon", "flow"] = learned(
+        "v_prediction", 'what is predicted: "v_prediction", "epsilon" (the noise), or "flow" (rectified flow)'
     )
+    zero_terminal_snr: Switch = learned(False, "with v_prediction, the last timestep is noise alone")
     caption_shares: CaptionShares = learned(None, "how often each of a row's captions is used; None: all equally often")
     caption_dropout: Share = learned(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
     min_snr_gamma: Gamma = learned(5.0, "gamma of the min-SNR loss weights; None: all timesteps have weight 1")
-    timestep_sampling: Literal["uniform", "importance"] = learned(
-        "uniform", '"uniform", or more of those with a large weight: "importance"'
+    timestep_sampling: Literal["uniform", "importance", "logit_normal"] = learned(
+        "uniform", '"uniform"; more of those with a large weight: "importance"; of the middle, for flow: "logit_normal"'
     )
+    timestep_shift: Positive = learned(1.0, "of flow at the largest resolution, towards noise; smaller ones get less")
     ema_start: CountOrZero = learned(0, "step from which weights are averaged")
     ema_decay: Share = learned(0.995, "of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
     # the recipe
@@ -134,8 +136,23 @@ class TrainingConfig(Parameters):
                 f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
                 "validation runs on checkpoints, beside the training (0: never)."
             )
+        self.check_objective()
         if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
             raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
+
+    def check_objective(self) -> None:
+        """Raises ValueError for parameters of the objective that do not go together."""
+        flow, kind = self.prediction_type == "flow", f"prediction_type={self.prediction_type!r}"
+        if flow and self.min_snr_gamma is not None:
+            raise ValueError(f"min_snr_gamma={self.min_snr_gamma} weights epsilon and v, not {kind}: set it to None.")
+        if flow and self.timestep_sampling == "importance":
+            raise ValueError(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
+        if not flow and (self.timestep_sampling == "logit_normal" or self.timestep_shift != 1):
+            raise ValueError(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
+        if self.zero_terminal_snr and self.prediction_type != "v_prediction":
+            raise ValueError(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+        if flow and self.sampler not in ("dpm++", "unipc"):
+            raise ValueError(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
 
     def resolve_latents(self) -> str | dict[str, float]:
         """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""

@@ -35,8 +35,7 @@ def losses_by_noise(
     group each rank computes its part of the rows, and all return the same.
     """
     device = next(unet.parameters()).device
-    schedule = diffusion.noise_schedule(config.prediction_type)
-    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    schedule = diffusion.training_schedule(config, manifest, device)
     timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
     totals = np.zeros((timesteps_per_row, 3))
     for spec in manifest.latents_at(config.largest_resolution):

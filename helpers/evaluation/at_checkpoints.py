@@ -236,7 +236,7 @@ def draw(unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prom
     device, count = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
     first = distributed.rank() * count
     share = [prompts[min(number, len(prompts) - 1)] for number in range(first, first + count)]
-    pipeline = sampling.build_pipeline(unet, manifest.encoder["model"], config.prediction_type, config.sampler)
+    pipeline = sampling.build_pipeline(unet, manifest.encoder["model"], config)
     pipeline.vae.to(device)
     pipeline.text_encoder.to(device)
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}

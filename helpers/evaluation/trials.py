@@ -103,11 +103,13 @@ def held_out_errors(
     all timesteps it depends on their weights: min-SNR's weight the error of x0, so they are the same for both.
 
     Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
-    mse(v), ...}. Noise is the same in every call.
+    mse(v), ...}. Noise is the same in every call. Raises ValueError for a model that predicts flow.
     """
+    if config.prediction_type == "flow":
+        raise ValueError("prediction_type='flow' adds other noise at a timestep than epsilon and v: compare pictures.")
     losses = validation.losses_by_noise(unet, manifest, rows, config, timesteps_per_row=10)
     timesteps, errors = losses[:, 0].astype(int), losses[:, 2]
-    alphas = diffusion.noise_schedule(config.prediction_type).alphas_cumprod[timesteps].double().numpy()
+    alphas = diffusion.training_schedule(config, manifest).alphas_cumprod[timesteps].double().numpy()
     of_v = errors if config.prediction_type == "v_prediction" else errors / alphas
     of_x0 = (1 - alphas) * of_v
     weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))

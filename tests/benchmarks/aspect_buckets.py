@@ -47,7 +47,7 @@ def main():
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
             buckets[name] = run_setup.describe_shapes(load_plan(config))
-            pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config.prediction_type)
+            pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config)
             pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (

@@ -7,6 +7,7 @@ import pytest
 from ray import cloudpickle
 
 from helpers import sampling, unet
+from helpers.config import TrainingConfig
 from helpers.evaluation import generation, scores
 from helpers.lesson import captioned_shapes
 from tests.faults import die, once, slow
@@ -20,7 +21,9 @@ TWO = generation.Placement(num_generators=2)
 @pytest.fixture(scope="module")
 def settings(cluster, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    sampling.export_pipeline(sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd"), folder)
+    sampling.export_pipeline(
+        sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd", TrainingConfig()), folder
+    )
     return generation.Settings(folder, resolution=32, steps=2, rows_per_part=2)
 
 

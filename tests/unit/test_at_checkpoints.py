@@ -146,7 +146,7 @@ def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
 @pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
 def test_a_sampler_of_another_name_draws_otherwise(sampler):
     unet = build_unet("tiny")
-    pipelines = [sampling.build_pipeline(unet, "tiny-sd", sampler=name) for name in ("ddim", sampler)]
+    pipelines = [sampling.build_pipeline(unet, "tiny-sd", TrainingConfig(sampler=name)) for name in ("ddim", sampler)]
     one, other = (sampling.generate(pipe, PROMPTS[:1], resolution=32, steps=2)[0] for pipe in pipelines)
     assert one.shape == other.shape == (32, 32, 3) and (one != other).any()
 

@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
+import scipy.stats
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import diffusion
+from helpers import diffusion, sampling
 from helpers.config import TrainingConfig
 
 SHAPE = (4, 8, 8)
@@ -226,3 +229,113 @@ def test_a_constant_rate_stays_and_a_short_run_still_trains():
     config = TrainingConfig(warmup_steps=60, max_steps=10)  # shorter than its warm-up
     assert [diffusion.lr_multiplier(step, config) for step in (0, 9)] == pytest.approx([1 / 60, 1 / 6])
     assert 0 <= diffusion.lr_multiplier(60, config) <= 1
+
+
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_interpolates_and_predicts_as_diffusers_scheduler_says(shift):
+    """`FlowMatchEulerDiscreteScheduler`: its timesteps, sigmas and noisy latents; the target is noise - latents."""
+    generator, reference = torch.Generator().manual_seed(0), FlowMatchEulerDiscreteScheduler(shift=shift)
+    latents, noise = torch.randn(2, 1000, 4, 2, 2, generator=generator).unbind(0)
+    numbers, schedule = torch.arange(1000), diffusion.FlowSchedule(shift, num_positions=4)
+    descending = numbers.flip(0)  # diffusers counts from noise
+    times = schedule.times(numbers, latents)
+    torch.testing.assert_close(1000 * times, reference.timesteps[descending], rtol=1e-5, atol=1e-3)
+    expected = reference.scale_noise(latents, reference.timesteps[descending], noise)
+    torch.testing.assert_close(schedule.add_noise(latents, noise, numbers), expected, rtol=1e-5, atol=1e-5)
+    draws, told = diffusion.Draws(noise, noise, numbers, torch.zeros(1000, dtype=torch.bool)), []
+
+    def unet(noisy, timesteps_B, text, return_dict):
+        told.append(timesteps_B)
+        return (noise - latents,)
+
+    assert diffusion.row_losses(unet, schedule, latents, None, draws).abs().max() == 0
+    torch.testing.assert_close(told[0], 1000 * times)
+
+
+def test_flow_shifts_by_the_root_of_the_number_of_positions():
+    """Esser et al., 2024, equation 23: a quarter of the positions have half the shift."""
+    numbers, schedule = torch.arange(1000), diffusion.FlowSchedule(3.0, num_positions=64)
+    smaller = diffusion.FlowSchedule(1.5, num_positions=16)
+    small, large = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 8, 8)
+    assert torch.equal(schedule.times(numbers, small), smaller.times(numbers, small))
+    assert (schedule.times(numbers, large) >= schedule.times(numbers, small)).all()
+
+
+def test_logit_normal_timesteps_are_as_frequent_as_diffusers_draws_them():
+    density_T = diffusion.timestep_density(diffusion.FlowSchedule(), None, "logit_normal")
+    generator = torch.Generator().manual_seed(0)
+    options = {"logit_mean": 0.0, "logit_std": 1.0, "generator": generator}
+    drawn = compute_density_for_timestep_sampling("logit_normal", 200_000, **options).numpy()
+    counts = np.bincount((drawn * 10).astype(int), minlength=10)
+    expected = density_T.reshape(10, 100).sum(axis=1) * len(drawn) / 1000
+    assert ((counts - expected) ** 2 / expected).sum() < scipy.stats.chi2(9).ppf(0.999)
+    assert density_T.mean() == pytest.approx(1)
+
+
+def test_with_zero_terminal_snr_the_last_timestep_is_noise_alone():
+    schedule = diffusion.noise_schedule("v_prediction", zero_terminal_snr=True)
+    latents, noise = torch.randn(2, 1, 4, 2, 2, generator=torch.Generator().manual_seed(0)).unbind(0)
+    last = torch.tensor([999])
+    torch.testing.assert_close(schedule.add_noise(latents, noise, last), noise)
+    torch.testing.assert_close(schedule.get_velocity(latents, noise, last), -latents)
+    assert diffusion.loss_weights(schedule, last, 5.0) == 0
+    assert diffusion.timestep_density(schedule, 5.0, "importance")[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({**FLOW, "min_snr_gamma": 5.0}, "min_snr_gamma=5.0 weights epsilon and v, not prediction_type='flow'"),
+        ({**FLOW, "timestep_sampling": "importance"}, "timestep_sampling='importance' goes by min-SNR weights"),
+        ({**FLOW, "sampler": "ddim"}, "sampler='ddim' cannot sample prediction_type='flow'"),
+        ({"timestep_sampling": "logit_normal"}, "are for flow, not for prediction_type='v_prediction'"),
+        ({"timestep_shift": 3.0}, "are for flow, not for prediction_type='v_prediction'"),
+        ({"prediction_type": "epsilon", "zero_terminal_snr": True}, "zero_terminal_snr=True needs v_prediction"),
+    ],
+)
+def test_parameters_of_the_objective_that_do_not_go_together_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TrainingConfig(**changes)
+
+
+class Perfect(torch.nn.Module):
+    """Knows the latents: what it predicts from noisy ones is exact."""
+
+    def __init__(self, latents_BCHW, schedule, prediction_type):
+        super().__init__()
+        self.latents, self.schedule, self.kind = latents_BCHW, schedule, prediction_type
+
+    def forward(self, noisy, timestep):
+        if self.kind == "flow":
+            time = timestep / 1000
+            return (noisy - (1 - time) * self.latents) / time - self.latents
+        alpha = self.schedule.alphas_cumprod[timestep.long()]
+        noise = (noisy - alpha.sqrt() * self.latents) / (1 - alpha).sqrt()
+        return alpha.sqrt() * noise - (1 - alpha).sqrt() * self.latents
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({**FLOW, "timestep_shift": 2.0}, "flow"),
+        ({**FLOW, "sampler": "unipc"}, "flow"),
+        ({"zero_terminal_snr": True}, "v"),
+        ({"zero_terminal_snr": True, "sampler": "dpm++"}, "v"),
+    ],
+)
+def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(changes, kind):
+    config = TrainingConfig(**changes)
+    sampler = sampling.build_sampler(config)
+    sampler.set_timesteps(20)
+    schedule = None if kind == "flow" else diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    model, noisy = Perfect(latents, schedule, kind), noisy * sampler.init_noise_sigma
+    for timestep in sampler.timesteps:
+        predicted = model(sampler.scale_model_input(noisy, timestep), timestep)
+        noisy = sampler.step(predicted, timestep, noisy).prev_sample
+    torch.testing.assert_close(
+        noisy, latents, rtol=0, atol=0.12
+    )  # DDIM ends at the first timestep, which has a little noise

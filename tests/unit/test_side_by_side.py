@@ -9,6 +9,7 @@ from PIL import Image
 from scipy import stats
 
 from helpers import sampling, unet
+from helpers.config import TrainingConfig
 from helpers.evaluation import figures, side_by_side
 from helpers.evaluation.side_by_side import NO_PREFERENCE, SideBySide
 
@@ -27,7 +28,9 @@ def shown_models(judging):
 def test_two_pipelines_draw_the_same_prompts(tmp_path):
     folders = [str(tmp_path / name) for name in NAMES]
     for seed, folder in enumerate(folders):
-        sampling.export_pipeline(sampling.build_pipeline(unet.build_unet("tiny", seed=seed), "tiny-sd"), folder)
+        sampling.export_pipeline(
+            sampling.build_pipeline(unet.build_unet("tiny", seed=seed), "tiny-sd", TrainingConfig()), folder
+        )
     pairs = side_by_side.draw_pairs(folders, PROMPTS[:2], resolution=32, steps=1)
     for pair in pairs:
         first, second = pair.by_model
