@@ -56,6 +56,12 @@ class FlowSchedule:
     shift: float = 1.0
     num_positions: int = 1
 
+    @property
+    def alphas_cumprod(self) -> torch.Tensor:
+        """(T,) the share of the latents in the variance, as a `DDPMScheduler` has it, of latents of `num_positions`."""
+        times_T = self.times(torch.arange(NUM_TIMESTEPS), torch.empty(1, 1, self.num_positions, 1, device="meta"))
+        return (1 - times_T) ** 2 / ((1 - times_T) ** 2 + times_T**2)
+
     def times(self, timesteps_B: torch.Tensor, latents_BCHW: torch.Tensor) -> torch.Tensor:
         """(B,) in (0, 1]: how far from latents to noise each row is."""
         height, width = latents_BCHW.shape[-2:]

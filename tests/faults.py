@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import psutil
 import pytest
@@ -56,8 +57,12 @@ def wait_for_ever():
     threading.Event().wait()
 
 
-def wait_until(reached):
+def wait_until(reached, seconds=300):
+    """Raises TimeoutError after so many seconds, for which nothing here waits even on a busy machine."""
+    given_up = time.monotonic() + seconds
     while not reached():
+        if time.monotonic() > given_up:
+            raise TimeoutError(f"{reached} did not become true within {seconds} s")
         threading.Event().wait(0.05)
 
 

@@ -41,6 +41,14 @@ TRAINER = {"trainer": 1}  # one training worker a node
 ENCODER = {"accelerator_type:A10G": 1}
 
 
+@pytest.fixture(autouse=True)
+def leave_no_node(nodes):
+    """A test that fails leaves no node on which the next one would be placed."""
+    yield
+    for node in list(nodes.worker_nodes):
+        lose(nodes, node)
+
+
 @pytest.fixture
 def data(encoded):
     return encoded[0].storage

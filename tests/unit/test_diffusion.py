@@ -258,6 +258,7 @@ def test_flow_interpolates_and_predicts_as_diffusers_scheduler_says(shift):
 def test_flow_shifts_by_the_root_of_the_number_of_positions():
     """Esser et al., 2024, equation 23: a quarter of the positions have half the shift."""
     numbers, schedule = torch.arange(1000), diffusion.FlowSchedule(3.0, num_positions=64)
+    assert schedule.alphas_cumprod[-1] == 0 and (schedule.alphas_cumprod.diff() < 0).all()
     smaller = diffusion.FlowSchedule(1.5, num_positions=16)
     small, large = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 8, 8)
     assert torch.equal(schedule.times(numbers, small), smaller.times(numbers, small))
