@@ -130,11 +130,13 @@ def test_encoders_are_spot_instances_and_the_rest_is_on_demand(encoders, seen, l
     assert asked == launched
 
 
-def test_each_aws_worker_watches_for_its_interruption():
+def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disks():
     *_, start, watch = read("aws.yaml")["worker_start_ray_commands"]
     folder, module = re.fullmatch(r"cd (\S+); nohup setsid python -m (\S+) > .* &", watch).groups()
     assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in (CLUSTERS / "Dockerfile").read_text()
-    assert "ray start --address=" in start
+    # Ray spills to a folder of the instance's own disks, which its container sees.
+    assert re.search(r"ray start --address=\S+ --object-spilling-directory=/spill$", start)
+    assert read("aws.yaml")["docker"]["run_options"] == ["-v /opt/dlami/nvme/spill:/spill"]
 
 
 # ---- a driver that fails
