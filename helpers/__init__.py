@@ -12,6 +12,7 @@ Core
     schema          the columns of latents on disk: names, shapes, bytes
     manifest        what a latents folder says about itself: counts, encoder, files with their row groups
     images          encoded bytes to RGB pictures of a given shape; captions to token ids
+    hub             a model hub's ids and their commits, looked up once
   * encoder         the actor that turns pictures and captions into latents and embeddings
   * plan            which rows make which step, on any number of workers
   * read            how they get to the workers: Ray Data's tasks, blocks in order

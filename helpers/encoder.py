@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from . import images, schema
-from .images import load_tokenizer, model_source
+from .images import load_tokenizer, model_folder
 
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,13 +28,14 @@ CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended",
 
 def load_vae(model: str, dtype: torch.dtype = torch.float32) -> AutoencoderKL:
     options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
-    return AutoencoderKL.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
+    return AutoencoderKL.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
 
 
 def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTextModel:
     transformers.logging.disable_progress_bar()
     options = {"subfolder": "text_encoder", "dtype": dtype, "use_safetensors": True}
-    return CLIPTextModel.from_pretrained(**model_source(model), **options).eval().requires_grad_(False)
+    folder = model_folder(model, "text_encoder/*")
+    return CLIPTextModel.from_pretrained(folder, **options).eval().requires_grad_(False)
 
 
 def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str]:
@@ -43,8 +44,8 @@ def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema
     `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does.
     """
     model = config.encoder_model
-    vae = AutoencoderKL.load_config(**model_source(model), subfolder="vae")
-    text = CLIPTextConfig.from_pretrained(**model_source(model), subfolder="text_encoder")
+    vae = AutoencoderKL.load_config(model_folder(model, "vae/config.json"), subfolder="vae")
+    text = CLIPTextConfig.from_pretrained(model_folder(model, "text_encoder/config.json"), subfolder="text_encoder")
     downsampling, channels = 2 ** (len(vae["block_out_channels"]) - 1), vae["latent_channels"]
     columns = [
         schema.ColumnSpec(

@@ -1,8 +1,13 @@
-"""Encoded bytes -> an RGB picture of a given shape; captions -> token ids. Pure functions."""
+"""Encoded bytes -> an RGB picture of a given shape; captions -> token ids; where models are.
 
+Functions of pictures and captions are pure.
+"""
+
+import contextlib
 import functools
 import io
 import math
+import os
 import pathlib
 import struct
 import warnings
@@ -10,28 +15,55 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import WeakFileLock, disable_progress_bars
 from PIL import Image, ImageOps
 from transformers import CLIPTokenizer
 
-TINY_SD = "tiny-sd"
+TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
+# Files of a model's repository that nothing here reads: other formats and variants of its weights, pictures.
+UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
 
 
 def tiny_sd_folder() -> str:
     """Where this package's models are on the machine that calls it, in diffusers layout."""
-    return str(pathlib.Path(__file__).parent / TINY_SD)
+    return model_folder(TINY_SD)
 
 
-def model_source(model: str) -> dict[str, str]:
-    """`from_pretrained`'s arguments for "tiny-sd" (in this package), a folder, a hub id, or "hub/id@revision"."""
-    path = tiny_sd_folder() if model == TINY_SD else model
-    name, _, revision = (path, "", "") if pathlib.Path(path).exists() else path.partition("@")
-    return {"pretrained_model_name_or_path": name, "revision": revision or "main"}
+def is_hub_id(model: str) -> bool:
+    return not (model in IN_PACKAGE or "://" in model or os.path.exists(model))
+
+
+def model_folder(model: str, *patterns: str) -> str:
+    """The folder of a model on this machine: in this package, as given, or of a hub id in the hub's cache (`HF_HOME`).
+
+    Of "hub/id@commit" (`hub.pin_model`) the files that match `patterns` are downloaded where the cache lacks them. A
+    lock makes a node's processes do so one after the other: each file is downloaded once, and what is there is used
+    without a request. Raises ValueError for a model that is neither there nor can be downloaded.
+    """
+    if model in IN_PACKAGE:
+        return str(pathlib.Path(__file__).parent / model)
+    if not is_hub_id(model):
+        return model
+    (name, _, revision), cache = model.partition("@"), constants.HF_HUB_CACHE
+    os.makedirs(cache, exist_ok=True)
+    writable = os.access(cache, os.W_OK)  # one in an image may not be
+    lock = WeakFileLock(f"{cache}/{name.replace('/', '--')}.lock") if writable else contextlib.nullcontext()
+    options = {"allow_patterns": list(patterns), "ignore_patterns": UNUSED}
+    try:
+        with lock, disable_progress_bars():
+            return snapshot_download(name, revision=revision or None, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{model!r} is neither a folder here, nor in {cache}, nor to be had from {constants.ENDPOINT}: check its "
+            f"name, the network, HF_TOKEN and HF_HUB_OFFLINE. ({str(error).splitlines()[0]})"
+        ) from None
 
 
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(model: str) -> CLIPTokenizer:
     """The tokenizer, loaded once per process; no code from the model's folder is ever run."""
-    return CLIPTokenizer.from_pretrained(**model_source(model), subfolder="tokenizer")
+    return CLIPTokenizer.from_pretrained(model_folder(model, "tokenizer/*"), subfolder="tokenizer")
 
 
 def tokenize(captions: Sequence[str], tokenizer: CLIPTokenizer) -> np.ndarray:

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import ray
 from PIL import Image, ImageOps
 
-from . import held_out_rows, images, preprocess, resumable_job, schema, storage
+from . import held_out_rows, hub, images, preprocess, resumable_job, schema, storage
 from .data_io import index, inputs
 from .manifest import MANIFEST, Manifest, RowRange, add_up, read_manifest, write_manifest
 from .plan import CHUNK_BYTES, Plan, Source, draw_caption
@@ -44,14 +44,18 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
     """Check a run's raw data, index it, and write its manifest to `training.latents_uri`.
 
     Encodes only an empty caption and, once, the rows held out for validation. The index is built by a Ray Data job if
-    Ray is connected, else in this process. Raises FileNotFoundError or ValueError that says what to change.
+    Ray is connected, else in this process. Pins `config.encoder_model` (`hub.pin_encoder`). Raises
+    FileNotFoundError or ValueError that says what to change.
     """
     if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
         raise ValueError(
             f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
             f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
         )
-    uri, found = training.latents_uri, preprocess.check(config)
+    uri = training.latents_uri
+    known = read_manifest(uri).encoder if storage.exists(storage.join(uri, MANIFEST)) else None
+    hub.pin_encoder(config, known)
+    found = preprocess.check(config)
     parameters = {**found.parameters, "validation_share": training.validation_share, "online": config.to_dict()}
     with lease.hold(uri, f"latents_uri={uri!r}"):
         share = training.validation_share

@@ -160,6 +160,6 @@ class Parameters:
         return {name: getattr(self, name) for name in names}
 
     def derive(self, **values: Any) -> None:
-        """Set fields that follow from others; only for `__post_init__`, as the instance is frozen."""
+        """Set fields that follow from others, in `__post_init__`, or a model's commit, before a job or a run starts."""
         for name, value in values.items():
             object.__setattr__(self, name, value)

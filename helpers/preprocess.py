@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
-from . import images, resumable_job, schema, storage
+from . import hub, images, resumable_job, schema, storage
 from .data_io import checks, inputs
 from .manifest import encode_embedding, read_files
 from .preprocessing_config import PreprocessingConfig
@@ -189,8 +189,10 @@ def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
 def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) -> resumable_job.Job:
     """Check a preprocessing job and plan it, before any worker starts; encodes nothing but one empty caption.
 
-    Raises FileNotFoundError or ValueError with what to change.
+    Pins `config.encoder_model` (`hub.pin_encoder`). Raises FileNotFoundError or ValueError with what to change.
     """
+    earlier = resumable_job.begun_with(config.latents_uri) or {}
+    hub.pin_encoder(config, earlier.get("encoder"))
     checked = check(config)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders
@@ -242,23 +244,25 @@ def check(config: PreprocessingConfig) -> CheckedInput:
 def describe(config: PreprocessingConfig) -> dict:
     """The encoder's part of the manifest, from the model's configs and one empty caption encoded here, on the CPU.
 
-    Keys: encoder, columns, scaling_factor, empty_caption_embedding. Raises ValueError for a model that is not in
-    diffusers layout, or a resolution that its VAE cannot take.
+    Keys: encoder, columns, scaling_factor, empty_caption_embedding. The encoder's "model" is pinned, and its "revision"
+    that commit, or a hash of a folder's files. Raises ValueError for a model that is not in diffusers layout, or a
+    resolution that its VAE cannot take.
     """
     import torch
     from diffusers import AutoencoderKL
 
     from . import encoder
 
-    model = config.encoder_model
+    model = hub.pin_model(config.encoder_model, parameter="encoder_model")
+    pinned = dataclasses.replace(config, encoder_model=model, encoder_revision=None)
     try:
-        source = images.model_source(model)
-        vae_config, commit = AutoencoderKL.load_config(**source, subfolder="vae", return_commit_hash=True)
+        _, columns, precision = encoder.arguments(pinned, config.num_captions)
+        vae_config = AutoencoderKL.load_config(images.model_folder(model, "vae/config.json"), subfolder="vae")
         tokenizer, text_encoder = images.load_tokenizer(model), encoder.load_text_encoder(model)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"encoder_model={model!r} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): "
-            f"give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
+            f"encoder_model={config.encoder_model!r} holds no model in diffusers layout (vae/, text_encoder/, "
+            f"tokenizer/): give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
         ) from None
     halvings = len(vae_config["block_out_channels"]) - 1
     for width, height in itertools.chain.from_iterable(config.shapes.values()):
@@ -269,9 +273,9 @@ def describe(config: PreprocessingConfig) -> dict:
             )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
-    _, columns, precision = encoder.arguments(config, config.num_captions)
+    revision = model.partition("@")[2] if images.is_hub_id(model) else hash_files(model)
     return {
-        "encoder": {"model": model, "revision": commit or hash_files(model), "precision": precision},
+        "encoder": {"model": model, "revision": revision, "precision": precision},
         "columns": columns,
         "scaling_factor": vae_config["scaling_factor"],
         "empty_caption_embedding": encode_embedding(empty),
@@ -280,7 +284,7 @@ def describe(config: PreprocessingConfig) -> dict:
 
 def hash_files(model: str) -> str:
     """A hash of the files of the VAE, the text encoder and the tokenizer in a model's folder."""
-    folder = pathlib.Path(images.model_source(model)["pretrained_model_name_or_path"])
+    folder = pathlib.Path(images.model_folder(model))
     digest = hashlib.sha256()
     for path in sorted(path for name in ("vae", "text_encoder", "tokenizer") for path in folder.glob(f"{name}/*")):
         if path.is_file():

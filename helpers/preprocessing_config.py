@@ -76,7 +76,9 @@ class PreprocessingConfig(Parameters):
     max_pixels: Count = rows(89_478_485, "of a picture; larger ones are rejected unopened (decompression bombs)")
     # The encoder. It decides what is stored too: `preprocess.describe` records it.
     encoder_model: Model = free("tiny-sd", "the one in helpers, or a folder or hub id in diffusers layout")
-    encoder_revision: OptionalText = free(None, "of a hub id: a commit, a tag or a branch; None: the newest")
+    encoder_revision: OptionalText = free(
+        None, "of a hub id: commit, tag or branch; None: the newest, kept on resuming"
+    )
     encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
     encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
     # the output

@@ -65,6 +65,14 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     return segments
 
 
+def begun_with(latents_uri: str) -> dict | None:
+    """`Job.parameters` of the job that is finished or unfinished at `latents_uri`; None without one."""
+    if storage.exists(storage.join(latents_uri, MANIFEST)):
+        return read_manifest(latents_uri).job
+    job_uri = storage.join(latents_uri, SEGMENTS, JOB)
+    return storage.read_json(job_uri).get("parameters", {}) if storage.exists(job_uri) else None
+
+
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
 
 
@@ -108,14 +116,14 @@ class Job:
 
         Raises ValueError if the folder holds other files, or was made with other parameters, naming the first.
         """
+        if (earlier := begun_with(self.latents_uri)) is not None:
+            self.check_same(earlier)
         if self.finished:
-            self.check_same(read_manifest(self.latents_uri).job)
             entries = read_segments(self.latents_uri)
             return [Segment(entry["index"], entry["sources"], entry["read"], entry["limit"]) for entry in entries]
         if storage.exists(self.uri(SEGMENTS, JOB)):
-            earlier = storage.read_json(self.uri(SEGMENTS, JOB))
-            self.check_same(earlier.get("parameters", {}))
-            return [Segment(**segment) for segment in earlier["segments"]]
+            job = storage.read_json(self.uri(SEGMENTS, JOB))
+            return [Segment(**segment) for segment in job["segments"]]
         if files := self.written_files():
             raise ValueError(
                 f"latents_uri={self.latents_uri!r} holds files that do not belong to an unfinished job ({files[0]}): "

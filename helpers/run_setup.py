@@ -9,7 +9,7 @@ import platform
 import subprocess
 from typing import Any
 
-from . import checkpoint, storage, train
+from . import checkpoint, hub, storage, train
 from .manifest import Manifest, read_manifests
 from .plan import Plan, plan_run
 from .runtime import lease, metrics_log
@@ -51,10 +51,12 @@ def open_run(config: TrainingConfig) -> Manifest:
 
     Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitoring.monitor_run` ends. Before
-    changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
+    changing anything, raises what `check_run` and `hub.pin_model` raise, and RuntimeError if another driver holds the
+    run.
     """
     manifests = read_manifests(config.proportions)
     shapes = describe_shapes(check_run(config, manifests))
+    pin_clip(config)
     for uri, manifest in manifests.items():
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
@@ -80,6 +82,13 @@ def open_run(config: TrainingConfig) -> Manifest:
     )
     limit_health_checks(config.hang_timeout)
     return next(iter(manifests.values()))
+
+
+def pin_clip(config: TrainingConfig) -> None:
+    """Name the commit in `config.clip_model` (`hub.pin_model`), so that all scores of a run are by the same CLIP."""
+    if config.validate_every and config.clip_model:
+        earlier = (read_earlier(config) or {}).get("parameters", {})
+        config.derive(clip_model=hub.pin_model(config.clip_model, earlier.get("clip_model"), "clip_model"))
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
@@ -272,13 +281,13 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
     """Raises ValueError if a run's data has changed since it was started; both as `describe_data` returns them."""
     now = json.loads(json.dumps(now))  # `before` comes from a JSON file: tuples have become lists
-    for uri, one, other in zip(config.proportions, before, now, strict=False):
-        for name in one["made_with"].keys() & other["made_with"].keys() - {"input_crc32"}:
-            if one["made_with"][name] != other["made_with"][name]:
+    for uri, *both in zip(config.proportions, before, now, strict=False):
+        one, other = ({"encoder": data["encoder"], **data["made_with"]} for data in both)
+        for name in one.keys() & other.keys() - {"input_crc32"}:
+            if one[name] != other[name]:
                 raise ValueError(
-                    f"run_name={config.run_name!r} was started on data of {uri} made with "
-                    f"{name}={one['made_with'][name]!r}, not {other['made_with'][name]!r}: set it back to resume the "
-                    "run, or give another run_name."
+                    f"run_name={config.run_name!r} was started on data of {uri} made with {name}={one[name]!r}, not "
+                    f"{other[name]!r}: set it back to resume the run, or give another run_name."
                 )
     if before != now:
         raise ValueError(

@@ -26,7 +26,7 @@ import torch
 from diffusers import DiffusionPipeline
 from ray.data import ActorPoolStrategy
 
-from .. import encoder, images, sampling, schema, storage
+from .. import encoder, hub, images, sampling, schema, storage
 from ..runtime import session
 from . import scores
 
@@ -71,7 +71,7 @@ class Placement:
 
 
 class Job:
-    """The parts of a list of prompts, and which of them are done.
+    """The parts of a list of prompts, and which of them are done. Hub ids are pinned to a commit (`hub.pin_model`).
 
     Raises ValueError if `uri` holds pictures of other prompts, settings or weights.
     """
@@ -79,11 +79,14 @@ class Job:
     def __init__(self, prompts: list[str], uri: str, settings: Settings):
         if not prompts:
             raise ValueError("There are no prompts: give at least one.")
-        self.prompts, self.uri, self.settings = prompts, storage.resolve(uri), settings
-        values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
-        self.values = {**dataclasses.asdict(settings), **values, "weights": fingerprint(settings.pipeline)}
+        self.prompts, self.uri = prompts, storage.resolve(uri)
         job_uri = storage.join(self.uri, JOB)
-        before = storage.read_json(job_uri) if storage.exists(job_uri) else self.values
+        before = storage.read_json(job_uri) if storage.exists(job_uri) else {}
+        models = {name: hub.pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
+        self.settings = dataclasses.replace(settings, **models)
+        values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
+        self.values = {**dataclasses.asdict(self.settings), **values, "weights": fingerprint(settings.pipeline)}
+        before = before or self.values
         for name, value in self.values.items():
             if before.get(name) != value:
                 raise ValueError(
@@ -134,7 +137,8 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             storage.copy_folder(pipeline, folder)
             pipeline = folder
         options = {"dtype": dtype, "safety_checker": None, "use_safetensors": True}
-        loaded = sampling.import_pipeline().from_pretrained(**images.model_source(pipeline), **options)
+        folder = images.model_folder(pipeline, "model_index.json", "*/*")
+        loaded = sampling.import_pipeline().from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 

@@ -7,7 +7,6 @@ Inception's features, are those of the package torch-fidelity.
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,8 +16,8 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, Pretra
 from transformers import logging as transformers_logging
 
 from .. import images
+from ..images import TINY_CLIP
 
-TINY_CLIP = "tiny-clip"
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ROWS_AT_A_TIME = 1024  # of a kernel matrix: of 30,000 x 30,000 elements only 250 MB are held at once
 BATCH_SIZE = 64
@@ -109,25 +108,25 @@ class CLIP:
             config.json, safetensors, tokenizer and preprocessor_config.json, such as openai/clip-vit-large-patch14.
         device: where it computes.
 
-    Raises ValueError for a model of another kind or layout. torchvision is not needed.
+    Raises ValueError for a model of another kind or layout, and what `images.model_folder` raises. torchvision is not
+    needed.
     """
 
     def __init__(self, model: str = TINY_CLIP, device: str | torch.device = "cpu"):
-        in_package = str(pathlib.Path(__file__).parents[1] / TINY_CLIP)
-        source = images.model_source(in_package if model == TINY_CLIP else model)
+        folder = images.model_folder(model, "*")
         self.device = torch.device(device)
         transformers_logging.disable_progress_bar()
         try:
-            kind = PretrainedConfig.get_config_dict(**source)[0].get("model_type")
+            kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
             if kind != "clip":
                 raise ValueError(f"its config.json says model_type={kind!r}, not 'clip'")
             loaded, report = CLIPModel.from_pretrained(
-                **source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
             if report["missing_keys"]:
                 raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
-            self.tokenizer = CLIPTokenizer.from_pretrained(**source)
-            self.processor = CLIPImageProcessorPil.from_pretrained(**source)
+            self.tokenizer = CLIPTokenizer.from_pretrained(folder)
+            self.processor = CLIPImageProcessorPil.from_pretrained(folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{model!r} is not a CLIP model in transformers layout ({str(error).strip().splitlines()[0]}): give a "

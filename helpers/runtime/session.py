@@ -19,17 +19,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .. import storage
 from ..training_config import TrainingConfig
 
-STORE_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")  # prefixes of the stores' variables
+FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "HF_")  # prefixes of the variables of stores and of the model hub
 START_ATTEMPTS = 4
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     """Start Ray on this machine ("local"), or join the cluster at an address; once per process.
 
-    Workers get this package and the object stores' variables (`STORE_VARIABLES`) through the runtime environment: a
-    cluster's nodes need only requirements.txt. A local Ray is quiet and is given at least four CPUs, so that on a small
-    machine stages that wait for each other share a core. On a cluster, logs and signal handlers stay as they are, and
-    the dashboard's address is printed if there is one.
+    Workers get this package and the variables of object stores and of the model hub (`FORWARDED`) through the runtime
+    environment: a cluster's nodes need only requirements.txt. A local Ray is quiet and is given at least four CPUs, so
+    that on a small machine stages that wait for each other share a core. On a cluster, logs and signal handlers stay as
+    they are, and the dashboard's address is printed if there is one.
     """
     if ray.is_initialized():
         return
@@ -83,11 +83,11 @@ def start_local_ray(num_cpus: int | None) -> None:
 
 
 def worker_environment(**variables: str) -> dict:
-    """What workers get: this package without its notebooks, `variables`, and this process's `STORE_VARIABLES`.
+    """What workers get: this package without its notebooks, `variables`, and this process's `FORWARDED` ones.
 
     A file that `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node.
     """
-    ours = {name: value for name, value in os.environ.items() if name.startswith(STORE_VARIABLES)}
+    ours = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     package = str(pathlib.Path(__file__).parents[1])
     return {"py_modules": [package], "excludes": ["*.ipynb"], "env_vars": {**ours, **variables}}
 

@@ -215,7 +215,7 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
         (
             {"encoder_model": "/no/such/model"},
             ValueError,
-            r"encoder_model='/no/such/model' holds no model in diffusers layout",
+            r"encoder_model='/no/such/model' is neither a folder here nor a model that https",
         ),
     ],
 )

@@ -1,22 +1,15 @@
-"""`Encoder`, `LatentEncoder`, and `encoder_revision`: which commit of a model on the hub encodes. No Ray."""
+"""`Encoder` and `LatentEncoder`. No Ray."""
 
-import json
-import shutil
-
-import huggingface_hub.constants
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
 
-from helpers import encoder, images, preprocess, resumable_job, schema
+from helpers import encoder, images, preprocess, schema
 from helpers.config import PreprocessingConfig
-from tests.faults import ROOT
 from tests.unit.test_buckets import raw_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMITS = {"v1": "a" * 40, "main": "b" * 40}
 
 
 def random_batch(num_rows=3):
@@ -85,67 +78,3 @@ def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowin
     )
     for column in ("image_latents_32", schema.EMBEDDINGS):
         assert pc.is_valid(found[column]).to_pylist() == [reason == "" for reason in reasons]
-
-
-# ---- revisions: the hub is a cache in its layout, and offline
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """`org/model` with a tag and another commit, whose latents have another scale and captions are shorter."""
-    folder = tmp_path / "hub" / "models--org--model"
-    (folder / "refs").mkdir(parents=True)
-    for name, commit in COMMITS.items():
-        (folder / "refs" / name).write_text(commit)
-        shutil.copytree(ROOT / "helpers" / "tiny-sd", folder / "snapshots" / commit)
-    newer = folder / "snapshots" / COMMITS["main"]
-    for path, name, value in (
-        (newer / "vae" / "config.json", "scaling_factor", 7.0),
-        (newer / "tokenizer" / "tokenizer_config.json", "model_max_length", 12),
-        (newer / "text_encoder" / "config.json", "bos_token_id", 5),
-    ):
-        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder.parent))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    images.load_tokenizer.cache_clear()
-    yield "org/model"
-    images.load_tokenizer.cache_clear()
-
-
-def config(hub, revision, **options):
-    return PreprocessingConfig(encoder_model=hub, encoder_revision=revision, resolutions=[32], **options)
-
-
-def test_every_part_of_the_encoder_is_of_the_revision(hub):
-    for revision, scale, tokens, start in (("v1", None, 24, 0), (None, 7.0, 12, 5), (COMMITS["v1"], None, 24, 0)):
-        model, columns, _ = encoder.arguments(config(hub, revision))
-        found = encoder.Encoder(model)
-        assert (found.vae.config.scaling_factor == 7.0) == (scale == 7.0)
-        assert columns[-1].shape[0] == tokens
-        assert (found.text_encoder.config.bos_token_id == 5) == (start == 5)
-
-
-def test_the_commit_stands_in_the_manifest(hub):
-    for revision, commit in (("v1", COMMITS["v1"]), (COMMITS["v1"], COMMITS["v1"]), (None, COMMITS["main"])):
-        made = preprocess.describe(config(hub, revision))
-        model = f"{hub}@{revision}" if revision else hub
-        assert made["encoder"] == {"model": model, "revision": commit, "precision": "fp32"}
-        assert (made["scaling_factor"] == 7.0) == (revision is None)
-
-
-def test_another_revision_is_refused_on_resume(hub, tmp_path):
-    def job(revision):
-        made = preprocess.describe(config(hub, revision))
-        segments = [resumable_job.Segment(0, [], 1)]
-        return resumable_job.Job(str(tmp_path / "latents"), {}, made, plan=lambda: segments, id_type=pa.int64())
-
-    first = job("v1")
-    first.save()
-    job("v1")
-    with pytest.raises(ValueError, match=rf"other parameters \(encoder=.*{COMMITS['v1']}.* not .*{COMMITS['main']}"):
-        job(None)
-
-
-def test_a_missing_revision_is_one_sentence(hub):
-    with pytest.raises(ValueError, match=r"^encoder_model='org/model@v2' holds no model in diffusers layout"):
-        preprocess.describe(config(hub, "v2"))

@@ -37,7 +37,7 @@ def written(job, number):
 
 def test_30000_prompts_killed_half_way_leave_only_what_is_missing(tmp_path):
     prompts = [f"prompt {number}" for number in range(30_000)]
-    settings = generation.Settings("hub/id", resolution=512)
+    settings = generation.Settings(f"hub/id@{0:040}", resolution=512)
     job = generation.Job(prompts, tmp_path, settings)
     parts = [job.part(number) for number in job.pending()]
     assert len(parts) == 235 and [text for part in parts for text in part["prompts"]] == prompts

@@ -1,0 +1,180 @@
+"""Models of the hub: which commit a job or run loads, and how often the hub is asked. One on loopback; no Ray."""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import constants
+
+from helpers import encoder, images, online, preprocess, run_setup
+from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.evaluation import scores
+from helpers.lesson import captioned_shapes
+from helpers.manifest import read_manifest
+from helpers.runtime import session
+from tests.faults import ROOT
+from tests.hub_server import MODEL, HubServer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TINY_SD = ROOT / "helpers" / "tiny-sd"
+NODE = """
+import multiprocessing, sys
+from helpers import encoder, images
+from helpers.config import PreprocessingConfig
+
+def load(number, start):
+    start.wait(300)
+    if number < 4:
+        encoder.Encoder(sys.argv[1])
+    else:
+        images.load_tokenizer(sys.argv[1])
+        encoder.arguments(PreprocessingConfig(encoder_model=sys.argv[1]))
+
+context = multiprocessing.get_context("fork")
+start = context.Barrier(24)
+processes = [context.Process(target=load, args=(number, start)) for number in range(24)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+sys.exit(sum(process.exitcode != 0 for process in processes))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with tiny-sd, which this process asks; its cache is empty."""
+    server = HubServer(TINY_SD)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "driver" / "hub"))
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def newer(tmp_path):
+    """Another version of the model: its latents have another scale, its captions other tokens."""
+    folder = shutil.copytree(TINY_SD, tmp_path / "newer")
+    changes = {"vae/config": {"scaling_factor": 7.0}, "text_encoder/config": {"bos_token_id": 5}}
+    for name, change in {**changes, "tokenizer/tokenizer_config": {"model_max_length": 12}}.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    return folder
+
+
+def config_of(tmp_path, kind=PreprocessingConfig, **options):
+    config = kind(storage=str(tmp_path / "storage"), encoder_model=MODEL, resolutions=[32], **options)
+    if not os.path.exists(config.raw_uri):
+        captioned_shapes.write_parquet(config.raw_uri, 20)
+    return config
+
+
+@pytest.mark.slow
+def test_a_node_downloads_each_file_once_whatever_the_number_of_its_processes(hub, tmp_path):
+    """On each of 2 nodes 20 processes load tokenizer and configs and 4 load models at once, with an empty cache."""
+    model = preprocess.describe(config_of(tmp_path))["encoder"]["model"]
+    before, nodes = len(hub.requests), []
+    looked_up = [path for _, path in hub.requests if path.startswith("/api/models/")]
+    for number in range(2):
+        place = {"HF_HOME": str(tmp_path / str(number)), "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
+        nodes.append(subprocess.Popen([sys.executable, "-c", NODE, model], cwd=ROOT, env={**os.environ, **place}))
+    assert [node.wait(600) for node in nodes] == [0, 0]
+    asked = collections.Counter(hub.requests[before:])
+    print(f"The driver looked up {looked_up}; the nodes sent {asked.total()} requests.")
+    files = [file for part in ("vae", "text_encoder", "tokenizer") for file in (TINY_SD / part).iterdir()]
+    assert len(looked_up) == 2  # the commit and its list of files
+    # On each node the list, and the head and the bytes of each file; huggingface_hub asks for agents' names, too.
+    assert set(asked.values()) == {2} and asked.total() == 2 * (1 + 2 * len(files) + 1)
+
+
+def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
+    config = config_of(tmp_path)
+    job, first = preprocess.prepare(config), hub.refs["main"]
+    job.save()
+    second = hub.move("main", newer)
+    assert config.encoder_model == encoder.arguments(config)[0] == f"{MODEL}@{first}"
+    assert job.description["encoder"] == {"model": f"{MODEL}@{first}", "revision": first, "precision": "fp32"}
+    resumed = config_of(tmp_path)
+    assert preprocess.prepare(resumed).description == job.description
+    assert resumed.encoder_model == config.encoder_model
+    with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
+        preprocess.prepare(config_of(tmp_path, encoder_revision="main"))
+    another = config_of(tmp_path, latents_uri=str(tmp_path / "another"), encoder_revision="main")
+    assert preprocess.prepare(another).description["scaling_factor"] == 7.0
+    model, columns, _ = encoder.arguments(dataclasses.replace(another, limit=5))
+    assert model == f"{MODEL}@{second}" and columns[-1].shape[0] == 12
+    assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
+
+
+def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
+    training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
+    manifest, first = online.prepare(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
+    begun = run_setup.describe_data({training.latents_uri: manifest}, training)
+    second = hub.move("main", newer)
+    resumed = config_of(tmp_path, OnlineConfig)
+    assert online.prepare(resumed, training).encoder == read_manifest(training.latents_uri).encoder == manifest.encoder
+    assert resumed.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
+    assert encoder.load_vae(manifest.encoder["model"]).config.scaling_factor != 7.0
+    other = online.prepare(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
+    now = run_setup.describe_data({training.latents_uri: other}, training)
+    with pytest.raises(ValueError, match=rf"^run_name='run' was started .* with encoder=.*{first}.*, not .*{second}"):
+        run_setup.check_same_data(training, begun, now)
+
+
+def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
+    first = hub.move("main", ROOT / "helpers" / "tiny-clip")
+    config = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
+    run_setup.pin_clip(config)
+    hub.move("main", TINY_SD)
+    assert config.clip_model == f"{MODEL}@{first}"
+    assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
+    monkeypatch.setattr(run_setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
+    resumed = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
+    run_setup.pin_clip(resumed)
+    assert resumed == config
+
+
+def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}@v9' is neither .* that {hub.url} gives: .*404"):
+        preprocess.prepare(config_of(tmp_path, encoder_revision="v9"))
+    hub.stop()
+    config = config_of(tmp_path)
+    with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}' is neither .* gives: .*could not be reached"):
+        preprocess.prepare(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=rf"^'{MODEL}@{0:040}' is neither .* nor to be had from {hub.url}: check"):
+        images.load_tokenizer(f"{MODEL}@{0:040}")
+    assert not os.path.exists(config.latents_uri)
+
+
+def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, monkeypatch):
+    """By the Dockerfile's own command; also where `main` has moved since, and offline."""
+    dockerfile = (ROOT / "helpers/clusters/Dockerfile").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^RUN (if .*)$", dockerfile, re.MULTILINE)
+    image = {"HF_HOME": str(tmp_path / "driver"), "HF_ENDPOINT": hub.url, "ENCODER_MODEL": MODEL}
+    image["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, **image}, check=True)
+    first, before = hub.refs["main"], len(hub.requests)
+    hub.move("main", newer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = config_of(tmp_path)
+    assert preprocess.prepare(config).description["encoder"]["revision"] == first
+    encoder.Encoder(config.encoder_model)
+    assert len(hub.requests) == before
+
+
+def test_workers_get_the_hubs_variables(monkeypatch):
+    given = {"HF_ENDPOINT": "http://hub", "HF_TOKEN": "secret", "HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert session.worker_environment()["env_vars"].items() >= given.items()
