@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .distributed import local
 from .manifest import Manifest
@@ -234,23 +235,25 @@ class EMA:
         self.averaged = dict(model.named_parameters())
         self.shadow = None
 
-    @torch.no_grad()
-    def update(self, step: int, skipped: torch.Tensor | float = 0.0) -> None:
+    def update(self, step: int, skipped: bool = False) -> None:
         """Call after the optimizer's step number `step`; the first is 1.
 
-        `skipped`: 1 if the optimizer did not change the parameters, and the average is to stay too; on their device, so
-        that the host need not know yet.
+        `skipped`: the optimizer did not change the parameters, and the average is to stay too.
         """
         if step <= self.start:
             return
         if self.shadow is None:
-            self.shadow = self.copy()
-            return
-        since_start = step - self.start
-        decay = min(self.decay, (1 + since_start) / (10 + since_start))  # soon forgets where the run began
-        weight = (1 - decay) * (1 - skipped)
-        for name, average in self.shadow.items():
-            local(average).lerp_(local(self.averaged[name]).float(), weight)
+            self.begin(self.copy())
+        elif not skipped:
+            since_start = step - self.start
+            decay = min(self.decay, (1 + since_start) / (10 + since_start))  # soon forgets where the run began
+            get_ema_multi_avg_fn(decay)(*self.pairs, None)  # on a GPU a few kernels for all tensors
+
+    @torch.no_grad()
+    def begin(self, shadow: dict[str, torch.Tensor]) -> None:
+        """Go on from these averages. The tensors are listed once: the GPU would wait for it in every step."""
+        self.shadow = shadow
+        self.pairs = [local(average) for average in shadow.values()], [local(self.averaged[name]) for name in shadow]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """name -> the model's parameter in fp32; no copy if it is fp32 already."""
@@ -284,7 +287,9 @@ class EMA:
 
     def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
         """Continue after `step` steps from what `state_dict` returned."""
-        self.shadow = {name: state[name].clone() for name in self.averaged} if step > self.start else None
+        self.shadow = None
+        if step > self.start:
+            self.begin({name: state[name].clone() for name in self.averaged})
 
 
 def lr_multiplier(step: int, config: TrainingConfig) -> float:

@@ -98,16 +98,16 @@ def generate(
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
-        made = pipeline(
+        latents = pipeline(
             batch,
             height=height or resolution,
             width=width or resolution,
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
             generator=generators,
-            output_type="np",
-        )
-        pictures += [(picture * 255).round().astype(np.uint8) for picture in made.images]
+            output_type="latent",
+        ).images
+        pictures += list(encoder.decode_latents(pipeline.vae, latents / pipeline.vae.config.scaling_factor))
     return pictures
 
 

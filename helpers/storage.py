@@ -149,11 +149,16 @@ def sizes(uri: str | os.PathLike) -> dict[str, int]:
 
 def read_text(uri: str | os.PathLike) -> str:
     """Raises FileNotFoundError if it does not exist."""
+    return read_bytes(uri).decode()
+
+
+def read_bytes(uri: str | os.PathLike) -> bytes:
+    """Raises FileNotFoundError if it does not exist."""
     filesystem, path = open_filesystem(uri)
     for attempt in range(1, max_attempts() + 1):
         try:
             with filesystem.open_input_stream(path) as stream:
-                return stream.read().decode()
+                return stream.read()
         except OSError as error:
             if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
                 raise

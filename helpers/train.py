@@ -20,6 +20,7 @@ import ray.train
 import ray.train.collective
 import ray.train.torch
 import torch
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from . import checkpoint, distributed, schema, storage
 from .manifest import read_manifest, read_manifests
@@ -41,9 +42,9 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     Args:
         config: `TrainingConfig.to_dict()`.
         source: where the steps come from; None: the dataset that a `StepSource` made for `config`.
-        evaluate: `evaluate(unet, config, step)` evaluates the averaged weights, on all workers between two steps, where
-            no GPU is left for Ray Train's validation; returns what belongs to the checkpoint's metrics, and whether it
-            is the best so far (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints are not evaluated.
+        evaluate: `evaluate(unet, config, step)` computes with the averaged weights, on all workers between two steps,
+            what Ray Train's validation needs where no GPU is left for it (`evaluation.at_checkpoints.OnWorkers`).
+            None: such checkpoints are not evaluated.
     """
     source = source or StepSource(TrainingConfig.from_dict(config))
     config = source.config
@@ -325,8 +326,8 @@ class CheckpointManager:
     """Saves checkpoints while training goes on, and has them validated: beside it, or by the workers themselves.
 
     A Ray task validates where there is a GPU that nobody uses (`evaluation.at_checkpoints`); where there is none it
-    would wait until training ends, and keep every checkpoint until then. So the workers evaluate between two steps. The
-    last checkpoint is left to the task, which gets a GPU of the trainers.
+    would wait until training ends, and keep every checkpoint until then. So the workers do what takes a GPU between two
+    steps, and the task the rest. The last checkpoint is left to the task, which gets a GPU of the trainers.
 
     Training stops only while the state is copied to CPU memory, pinned and kept where there is a GPU. A thread of Ray
     Train then writes it, each worker its own part, and uploads it to the run's folder. A checkpoint counts once all of
@@ -352,12 +353,11 @@ class CheckpointManager:
         started, config, state = time.perf_counter(), self.train_step.config, self.train_step
         self.uploaded.wait()
         due = bool(config.validate_every) and (step % config.validate_every == 0 or step == config.max_steps)
-        found, is_best = {}, False
-        if due and step < config.max_steps and not has_spare_gpu(state.device):
-            due = False
-            if self.evaluate:
+        if due and step < config.max_steps and not has_spare_gpu(state.device, config.training_accelerator_type):
+            due = self.evaluate is not None
+            if due:
                 with state.averaged() as unet:
-                    found, is_best = self.evaluate(unet, config, step)
+                    self.evaluate(unet, config, step)
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
         parts = dict(model=state.model, optimizer=state.optimizer, ema=state.ema)
         finish = checkpoint.async_save(folder, **parts, step=step, group=self.group, stager=self.stager)
@@ -365,30 +365,23 @@ class CheckpointManager:
         if self.log:
             self.log.flush()
         ray.train.report(
-            {**found, "step": step},
+            {"step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
             # Ray Train takes rank 0's name.
             checkpoint_dir_name=checkpoint.checkpoint_name(step, self.log.attempt) if self.log else None,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=functools.partial(self.upload, finish, is_best),
+            checkpoint_upload_fn=functools.partial(self.upload, finish),
             delete_local_checkpoint_after_upload=False,
             validation=due,
         )
         return time.perf_counter() - started
 
-    def upload(
-        self, finish: Callable[[], None], is_best: bool, local: ray.train.Checkpoint, name: str
-    ) -> ray.train.Checkpoint:
+    def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         """In Ray Train's thread: wait until the files are written, then copy them to `name` in the run's folder."""
         try:
             finish()
-            run_uri = self.train_step.config.run_uri
-            uri = storage.join(run_uri, name)
+            uri = storage.join(self.train_step.config.run_uri, name)
             storage.copy_folder(local.path, uri)
-            if is_best:
-                distributed.gather_objects(None, self.group)  # every rank's files are there
-                if distributed.rank() == 0:
-                    checkpoint.keep_as_best(run_uri, uri, name)
             return ray.train.Checkpoint(storage.open_filesystem(uri)[1], self.filesystem)
         finally:
             shutil.rmtree(local.path)
@@ -398,7 +391,15 @@ class CheckpointManager:
 # ---- validation
 
 
-def has_spare_gpu(device: torch.device) -> bool:
-    """Whether a Ray task can validate beside the training: on a GPU that nobody uses, or on CPUs. For all ranks."""
-    spare = distributed.rank() == 0 and (device.type != "cuda" or ray.available_resources().get("GPU", 0) >= 1)
+def has_spare_gpu(device: torch.device, accelerator_type: str | None = None) -> bool:
+    """Whether a Ray task can validate beside the training: on a GPU of the trainers' kind that nobody uses, or on CPUs.
+
+    For all ranks.
+    """
+    spare = device.type != "cuda"
+    if distributed.rank() == 0 and not spare:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        free = [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
+        of_kind = [node for node in free if accelerator_type is None or f"accelerator_type:{accelerator_type}" in node]
+        spare = any(node.get("GPU", 0) >= 1 for node in of_kind)
     return ray.train.collective.broadcast_from_rank_zero(spare)

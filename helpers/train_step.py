@@ -199,10 +199,12 @@ class TrainStep:
             loss += micro_loss.detach()
         with self.profile_span("optimizer"):
             learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
-            loss, norm = self.update(step, loss, learning_rate)
+            loss, norm = self.update(loss, learning_rate)
             # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
             loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
-        self.skipped_steps = 0 if np.isfinite(loss + norm) else self.skipped_steps + 1
+            skipped = not np.isfinite(loss + norm)
+            self.ema.update(step + 1, skipped)
+        self.skipped_steps = self.skipped_steps + 1 if skipped else 0
         if self.skipped_steps > config.max_skipped_steps:
             name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)
             raise FloatingPointError(
@@ -218,8 +220,8 @@ class TrainStep:
         }
 
     @torch.no_grad()
-    def update(self, step: int, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip, AdamW, EMA, all queued on the device; if the loss or the gradient is not finite, nothing changes.
+    def update(self, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip and AdamW, queued on the device; if the loss or the gradient is not finite, nothing changes.
 
         `loss`: this rank's part of it. Returns the whole loss and the gradient's norm before clipping.
         """
@@ -227,27 +229,29 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         loss = sum_over_ranks(loss.double())
-        skipped = 1 - (loss + norm).isfinite().float()
         # As PyTorch's `GradScaler` does: the fused AdamW divides gradients by the one, and changes nothing if the other
         # is 1, without the host knowing.
         self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1).float()
-        self.optimizer.found_inf = skipped
+        self.optimizer.found_inf = 1 - (loss + norm).isfinite().float()
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(step + 1, skipped)
         return loss, norm
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
         """The U-Net with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
 
-        They take the place of the trained weights meanwhile. Compiled blocks run as they were written: they would be
-        compiled again for another number of rows.
+        They take the place of the trained weights meanwhile, in the same memory. Compiled blocks run as they were
+        written: they would be compiled again for another number of rows. Each module is then in the mode that it was
+        in, or the compiled blocks would no longer fit.
         """
+        modes = {module: module.training for module in self.unet.modules()}
         with self.ema.swapped(), torch.compiler.set_stance("force_eager"):
-            yield self.unet.eval()
-            self.unet.train()
-            for module in self.unet.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones
+            try:
+                yield self.unet.eval()
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+                    if isinstance(module, FSDPModule):
+                        module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones

@@ -13,6 +13,7 @@ from .distributed import rank, sum_over_ranks, world_size
 from .manifest import Manifest
 from .train_step import Unit
 from .training_config import TrainingConfig
+from .unet import autocast, computes_in_bf16
 
 BATCH_SIZE = 64
 
@@ -32,9 +33,12 @@ def losses_by_noise(
     resolution, in all of its shapes.
 
     The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. In a process
-    group each rank computes its part of the rows, and all return the same.
+    group each rank computes its part of the rows, and all return the same. The precision is that of training, so that
+    it does not matter who computes.
     """
-    device = next(unet.parameters()).device
+    weight = next(unet.parameters())
+    device, in_bf16 = weight.device, weight.dtype == torch.bfloat16
+    autocast_precision = "fp32" if in_bf16 or computes_in_bf16(config.strategy, config.precision) else config.precision
     schedule = diffusion.training_schedule(config, manifest, device)
     timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
     totals = np.zeros((timesteps_per_row, 3))
@@ -50,7 +54,8 @@ def losses_by_noise(
                 draws = diffusion.draw(0, number, positions_B, moments.shape[2:], device=device)
                 draws.timesteps_B[:] = int(timestep)
                 latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
-                losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
+                with autocast(autocast_precision, device):
+                    losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
                 unweighted = (losses * counts).sum().item()
                 # All rows have the same timestep here, and so the same weight.
                 weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()

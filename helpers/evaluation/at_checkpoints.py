@@ -2,8 +2,9 @@
 
 Ray Train calls `validate` for each checkpoint that is due, one at a time, in parallel with training. It ends a run
 whose validation is killed or runs out of memory, so `validate` only waits for a Ray task that does the work
-(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they evaluate between two steps
-(`OnWorkers`). Results: `runtime.results`; pictures: the run's `evaluation/{step}/`.
+(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they compute losses and pictures between
+two steps (`OnWorkers`), and the task only scores them, on CPUs (`score_checkpoint`). Results: `runtime.results`;
+pictures: the run's `evaluation/{step}/`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import ray
 import ray.train
-import ray.train.collective
 import torch
+from diffusers import DiffusionPipeline
 
 from .. import checkpoint, distributed, encoder, held_out_rows, images, sampling, schema, storage
 from ..manifest import Manifest
@@ -35,6 +38,8 @@ from .prompts import read_prompts
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # pictures kept per checkpoint, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
+# Pictures of the prompts, pictures of held-out rows, why there are none.
+Pictures = tuple[list[np.ndarray], list[np.ndarray], list[str]]
 
 
 def validation_config(
@@ -56,6 +61,7 @@ def validation_config(
     """
     if config.validate_every:
         prompts = resolve_prompts(config, prompts)
+        held_out_rows.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
     if config.best_by == "agreement" and agreement is None:
         raise ValueError(
             "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
@@ -89,25 +95,32 @@ def validate(
 ) -> dict[str, Any]:
     """Ray Train's validation function: has a checkpoint evaluated, and returns the results as its metrics.
 
-    The newest checkpoint goes first: older ones are recorded as skipped. An evaluation that fails, is killed or takes
-    longer than `timeout_s` is recorded as failed, and the run continues.
+    The newest checkpoint goes first: older ones are recorded as skipped, but for those that only have to be scored. An
+    evaluation that fails, is killed or takes longer than `timeout_s` is recorded as failed, and the run continues.
 
     Args:
         config, prompts, agreement: as for `validation_config`, the config as a dict.
         work: your own function in place of `evaluate_checkpoint`, with the same arguments.
         where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
-            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU.
+            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU of the trainers'
+            kind. A task that only scores takes a CPU anywhere.
         timeout_s: seconds after which an evaluation is abandoned.
     """
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
-    if newest > step:
+    to_score = "to_score" in results.of_step(config.run_uri, step)
+    if newest > step and not to_score:
         return results.note(
             config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
         )
-    gpu = int(config.use_gpu)  # its memory is freed when the task's process ends, after one call
-    task = ray.remote(**{"num_cpus": 1, "num_gpus": gpu, "max_calls": gpu, "max_retries": 0, **(where or {})})(call)
-    working = task.remote(work or evaluate_checkpoint, saved, config.to_dict(), prompts, agreement)
+    work = score_checkpoint if to_score else work or evaluate_checkpoint
+    options = {"num_cpus": 1, "max_retries": 0}
+    if not to_score:
+        if config.use_gpu:  # a GPU's memory is freed when the task's process ends, after one call
+            options |= {"num_gpus": 1, "max_calls": 1, "accelerator_type": config.training_accelerator_type}
+        options |= where or {}
+    task = ray.remote(**options)(call)
+    working = task.remote(work, saved, config.to_dict(), prompts, agreement)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
@@ -147,9 +160,44 @@ def evaluate_checkpoint(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
         unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        if config.precision == "bf16" and config.strategy != "ddp":
+            compute_in_bf16(unet)
         result = evaluate_unet(unet, config, checkpoint.step_of(folder), prompts, agreement)
         if results.is_best(config, result):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
+    return result
+
+
+def compute_in_bf16(unet: torch.nn.Module) -> None:
+    """Let a U-Net compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
+
+    def cast(value):
+        return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def cast_inputs(module, arguments, options):
+        return tuple(map(cast, arguments)), {name: cast(value) for name, value in options.items()}
+
+    unet.to(torch.bfloat16)
+    unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+
+
+def score_checkpoint(
+    saved: ray.train.Checkpoint, config: dict, prompts: list[str] | None, agreement: Agreement | None
+) -> dict[str, Any]:
+    """Score what the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is better."""
+    config, name = TrainingConfig.from_dict(config), storage.name(saved.path)
+    torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
+    result = results.of_step(config.run_uri, step_of_name(name))
+    to_score = result.pop("to_score")
+    uris = [part_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
+    by_rank = [pickle.loads(storage.read_bytes(uri)) for uri in uris]
+    pictures = [[one for some in kind for one in some] for kind in zip(*by_rank, strict=True)]
+    result = finish(result, pictures, to_score["prompts"], config, agreement)
+    for uri in uris:
+        storage.delete(uri)
+    if results.is_best(config, result):
+        checkpoint.keep_as_best(config.run_uri, storage.join(config.run_uri, name), name)
     return result
 
 
@@ -157,21 +205,30 @@ def evaluate_checkpoint(
 
 
 class OnWorkers:
-    """`evaluate` of `train.train_loop_per_worker`: the workers share the held-out rows and the prompts.
+    """`evaluate` of `train.train_loop_per_worker`: the workers compute losses and pictures, each its share.
 
-    `prompts`: as `resolve_prompts` returns them; `agreement`: as for `validation_config`.
+    They go on to train while a Ray task scores what they leave in the run's folder (`score_checkpoint`).
+
+    `prompts`: as `resolve_prompts` returns them. `agreement` is not used here: the task has `validation_config`'s.
     """
 
     def __init__(self, prompts: list[str] | None = None, agreement: Agreement | None = None):
-        self.prompts, self.agreement = prompts, agreement
+        self.prompts, self.evaluator = prompts, None
 
-    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> tuple[dict[str, Any], bool]:
+    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
+        started = time.perf_counter()
+        self.evaluator = self.evaluator or Evaluator(unet, config, self.prompts)
+        result = self.evaluator.losses(step)
+        storage.write_bytes(part_uri(config, step, distributed.rank()), pickle.dumps(self.evaluator.draw()))
         if distributed.rank() == 0:
-            held_out_rows.of_run(config)  # caches them for the other ranks
-        ray.train.collective.barrier()
-        result = evaluate_unet(unet, config, step, self.prompts, self.agreement)
-        is_best = distributed.rank() == 0 and results.is_best(config, result)
-        return ray.train.collective.broadcast_from_rank_zero((result, is_best))
+            to_score = {"ranks": distributed.world_size(), "prompts": self.evaluator.prompts}
+            result |= {"seconds": time.perf_counter() - started, "unfinished": True, "to_score": to_score}
+            results.write(config.run_uri, result)
+
+
+def part_uri(config: TrainingConfig, step: int, rank: int) -> str:
+    """Of a rank's share of the pictures, as `Evaluator.draw` returns them; deleted once they are scored."""
+    return storage.join(config.run_uri, "evaluation", f"{step:09d}", f"rank-{rank:05d}.pickle")
 
 
 # ---- what is evaluated
@@ -180,39 +237,98 @@ class OnWorkers:
 def evaluate_unet(
     unet: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
 ) -> dict[str, Any]:
-    """Evaluate a U-Net on all ranks together; rank 0 returns what it writes to the run's `validation/{step}.json`.
+    """Evaluate a U-Net in this process; returns what it writes to the run's `validation/{step}.json`.
 
     The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
-    recorded and the rest continues. Pictures depend only on the order of the prompts, not on the number of ranks.
+    recorded and the rest continues.
     """
-    started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
-    rows = held_out_rows.of_run(config)
-    result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
-    if distributed.rank() == 0:
-        results.write(config.run_uri, {**result, "unfinished": True})
-    if prompts is None and rows is not None:
-        prompts = list(dict.fromkeys(rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
-    try:
-        drawn = draw(unet, config, manifest, prompts) if prompts else []
-    except Exception as error:  # no failure here may end the run
-        drawn = error
-    drawn_by_rank = distributed.gather_objects(drawn)
-    if drawn_by_rank is None:
-        return {}
-    errors = [drawn for drawn in drawn_by_rank if isinstance(drawn, Exception)]
-    failed = {"drawing": describe(errors[0])} if errors else {}
-    if prompts and not failed:
-        pictures = [picture for drawn in drawn_by_rank for picture in drawn][: len(prompts)]
-        save_grid(pictures, prompts, config, step)
+    started, evaluator = time.perf_counter(), Evaluator(unet, config, prompts)
+    result, pictures = evaluator.losses(step), evaluator.draw()
+    result["seconds"] = time.perf_counter() - started
+    return finish(result, pictures, evaluator.prompts, config, agreement)
+
+
+class Evaluator:
+    """Computes a U-Net's losses and pictures, on all ranks together; what that takes is read once.
+
+    `prompts`: None for captions of held-out rows.
+    """
+
+    def __init__(self, unet: torch.nn.Module, config: TrainingConfig, prompts: list[str] | None):
+        self.unet, self.config, self.device = unet, config, next(unet.parameters()).device
+        self.manifest, self.rows = sampling.read_encoder_manifest(config), held_out_rows.of_run(config)
+        if prompts is None and self.rows is not None:
+            prompts = list(dict.fromkeys(self.rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
+        self.prompts = prompts or []
+
+    @functools.cached_property
+    def pipeline(self) -> DiffusionPipeline:
+        encoder_model, config = self.manifest.encoder["model"], self.config
+        return sampling.build_pipeline(self.unet, encoder_model, config)
+
+    def losses(self, step: int) -> dict[str, Any]:
+        """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
+        result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
+        if distributed.rank() == 0:
+            results.write(self.config.run_uri, {**result, "unfinished": True})
+        return result
+
+    def draw(self) -> Pictures:
+        """This rank's share.
+
+        Pictures depend on the order of the prompts, not on the number of ranks. On a GPU the frozen models take memory
+        only meanwhile.
+        """
+        try:
+            frozen = torch.nn.ModuleList([self.pipeline.vae, self.pipeline.text_encoder]).to(self.device)
+            drawn, real = self.draw_share() if self.prompts else [], self.decode_share()
+            frozen.to("cpu")
+            return drawn, real, []
+        except Exception as error:  # no failure here may end the run
+            return [], [], [describe(error)]
+
+    def draw_share(self) -> list[np.ndarray]:
+        """All ranks draw equally many, because they gather sharded weights together."""
+        count = -(-len(self.prompts) // distributed.world_size())
+        first = distributed.rank() * count
+        share = [self.prompts[min(number, len(self.prompts) - 1)] for number in range(first, first + count)]
+        options = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
+        size = self.config.largest_resolution
+        return sampling.generate(self.pipeline, share, resolution=size, seed=first, **options)
+
+    def decode_share(self) -> list[np.ndarray]:
+        """Of the largest resolution's latents, in all shapes; none if they are not compared, or were before."""
+        wanted = self.prompts and self.rows is not None and uses_clip(self.config, self.manifest)
+        if not wanted or storage.exists(embeddings_uri(self.config)):
+            return []
+        count, pictures = -(-self.rows.num_rows // distributed.world_size()), []
+        rows = self.rows.slice(distributed.rank() * count, count)
+        for spec in self.manifest.latents_at(self.config.largest_resolution):
+            if spec.name in rows.column_names and rows.num_rows:
+                moments, valid = spec.decode(rows[spec.name])
+                pictures += list(encoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
+        return pictures
+
+
+def finish(
+    result: dict[str, Any], pictures: Pictures, prompts: list[str], config: TrainingConfig, agreement: Agreement | None
+) -> dict[str, Any]:
+    """Score the pictures and write the whole result, which is returned. A score that fails is recorded as failed."""
+    (drawn, real, errors), started = pictures, time.perf_counter()
+    failed = {"drawing": errors[0]} if errors else {}
+    result.pop("unfinished", None)
+    if prompts and not errors:
+        drawn = drawn[: len(prompts)]
+        save_grid(drawn, prompts, config, result["step"])
         result["prompts"] = len(prompts)
-        for name, values in score(pictures, prompts, config, manifest, rows, agreement):
-            if isinstance(values, Exception):
-                failed[name] = describe(values)
-            else:
-                result |= values
-    result["seconds"] = round(time.perf_counter() - started, 3)
+        for name, measure in measures(drawn, real, prompts, config, agreement).items():
+            try:
+                result |= measure()
+            except Exception as error:  # must not end the run
+                failed[name] = describe(error)
+    result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 3)
     results.write(config.run_uri, result)
-    return results.note(config.run_uri, step, failed=failed) if failed else result
+    return results.note(config.run_uri, result["step"], failed=failed) if failed else result
 
 
 def describe(error: Exception) -> str:
@@ -231,76 +347,51 @@ def held_out_losses(
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
 
 
-def draw(unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]) -> list[np.ndarray]:
-    """This rank's part of the pictures. All ranks draw equally many, because they gather sharded weights together."""
-    device, count = next(unet.parameters()).device, -(-len(prompts) // distributed.world_size())
-    first = distributed.rank() * count
-    share = [prompts[min(number, len(prompts) - 1)] for number in range(first, first + count)]
-    pipeline = sampling.build_pipeline(unet, manifest.encoder["model"], config)
-    pipeline.vae.to(device)
-    pipeline.text_encoder.to(device)
-    options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    return sampling.generate(pipeline, share, resolution=config.largest_resolution, seed=first, **options)
+@functools.lru_cache(maxsize=1)
+def load_clip(model: str) -> scores.CLIP:
+    """Once a process."""
+    return scores.CLIP(model, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def score(
-    pictures: list[np.ndarray],
-    prompts: list[str],
-    config: TrainingConfig,
-    manifest: Manifest,
-    rows: pa.Table | None,
-    agreement: Agreement | None,
-) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """Yield `(name, values)` for each score that is asked for, or its exception in place of the values."""
+def uses_clip(config: TrainingConfig, manifest: Manifest) -> bool:
+    """tiny-clip was only trained on the drawn pictures."""
+    return bool(config.clip_model) and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd")
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    clip = functools.cache(lambda: scores.CLIP(config.clip_model, device=device))
-    embedded = functools.cache(lambda: clip().images(pictures))
+
+def measures(
+    drawn: list[np.ndarray], real: list[np.ndarray], prompts: list[str], config: TrainingConfig, agreement: Agreement
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """{score that is asked for: what computes it and returns its values}."""
+    clip = functools.partial(load_clip, config.clip_model)
+    embedded = functools.cache(lambda: clip().images(drawn))
 
     def rate():
-        shares = agreement(pictures, prompts)
+        shares = agreement(drawn, prompts)
         return {"agreement": shares["all"], "agreement_by_attribute": shares}
 
-    measures = {"agreement": rate} if agreement else {}
-    # tiny-clip was only trained on the drawn pictures.
-    if config.clip_model and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd"):
-        measures["clip_score"] = lambda: {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
-        if rows is not None:
-            real = functools.partial(embed_held_out, config=config, manifest=manifest, rows=rows)
-            measures["cmmd"] = lambda: {"cmmd": scores.cmmd(embedded(), real(clip()))}
-    for name, measure in measures.items():
-        try:
-            yield name, measure()
-        except Exception as error:  # reported by the caller; must not end the run
-            yield name, error
+    found = {"agreement": rate} if agreement else {}
+    if uses_clip(config, sampling.read_encoder_manifest(config)):
+        found["clip_score"] = lambda: {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
+        if real or storage.exists(embeddings_uri(config)):
+            found["cmmd"] = lambda: {"cmmd": scores.cmmd(embedded(), embed_held_out(real, config))}
+    return found
 
 
-def embed_held_out(clip: scores.CLIP, config: TrainingConfig, manifest: Manifest, rows: pa.Table) -> np.ndarray:
-    """(n, d) embeddings of held-out rows' pictures, decoded from their latents; cached in the run's `validation/`."""
+def embeddings_uri(config: TrainingConfig) -> str:
     name = f"held-out-{zlib.crc32(config.clip_model.encode()):08x}.npy"
-    uri = storage.join(config.run_uri, "validation", name)
+    return storage.join(config.run_uri, "validation", name)
+
+
+def embed_held_out(real: list[np.ndarray], config: TrainingConfig) -> np.ndarray:
+    """(n, d) embeddings of the held-out rows' pictures, cached in the run's `validation/`."""
+    uri = embeddings_uri(config)
     if storage.exists(uri):
-        filesystem, path = storage.open_filesystem(uri)
-        with filesystem.open_input_file(path) as file:
-            return np.load(io.BytesIO(file.read()))
-    embedded = np.concatenate([clip.images(pictures) for pictures in decode_rows(rows, config, manifest)])
+        return np.load(io.BytesIO(storage.read_bytes(uri)))
+    embedded = load_clip(config.clip_model).images(real)
     file = io.BytesIO()
     np.save(file, embedded)
     storage.write_bytes(uri, file.getvalue())
     return embedded
-
-
-def decode_rows(
-    rows: pa.Table, config: TrainingConfig, manifest: Manifest, batch_size: int = 64
-) -> Iterator[list[np.ndarray]]:
-    """Yield batches of pictures decoded from the largest resolution's latents, in all shapes, by the same VAE."""
-    vae = encoder.load_vae(manifest.encoder["model"]).to("cuda" if torch.cuda.is_available() else "cpu")
-    for spec in manifest.latents_at(config.largest_resolution):
-        if spec.name in rows.column_names:
-            moments, valid = spec.decode(rows[spec.name])
-            moments = moments[np.asarray(valid)]
-            for start in range(0, len(moments), batch_size):
-                yield list(encoder.reconstruct(vae, moments[start : start + batch_size]))
 
 
 def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:

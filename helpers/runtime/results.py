@@ -3,7 +3,8 @@
 Keys of a file: step; validation_loss, unweighted and rows (`validation.validation_loss`); loss_by_noise, {timestep:
 unweighted loss}; prompts, the number of pictures drawn; clip_score, cmmd, agreement and agreement_by_attribute, if they
 were asked for; seconds. After failures: failed, {what: a sentence}. A checkpoint that was skipped for a newer one has
-step and skipped, a sentence. `unfinished` is true while an evaluation runs.
+step and skipped, a sentence. `unfinished` is true while an evaluation runs; to_score, {ranks, prompts}, is there until
+what the trainers drew is scored (`evaluation.at_checkpoints.OnWorkers`).
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ def write(run_uri: str, result: dict[str, Any]) -> None:
     storage.write_json(uri(run_uri, result["step"]), result)
 
 
+def of_step(run_uri: str, step: int) -> dict[str, Any]:
+    """The result of a step; {"step": step} without one."""
+    return storage.read_json(uri(run_uri, step)) if storage.exists(uri(run_uri, step)) else {"step": step}
+
+
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
     """Add to a step's result that its evaluation was skipped or failed, print it, and return the result."""
-    result = storage.read_json(uri(run_uri, step)) if storage.exists(uri(run_uri, step)) else {"step": step}
-    result.pop("unfinished", None)
+    result = of_step(run_uri, step)
+    for name in ("unfinished", "to_score"):
+        result.pop(name, None)
     if skipped:
         result["skipped"] = skipped
     if failed:
@@ -76,7 +83,11 @@ def read_picture(uri: str) -> np.ndarray:
 
 
 def is_best(config: TrainingConfig, result: dict[str, Any]) -> bool:
-    """Whether no other step of the run is better by `config.best_by`. False if the result does not have it."""
+    """Whether no other step of the run is better by `config.best_by`. False if the result does not have it.
+
+    A step whose evaluation is unfinished does not count: it becomes the best when it is finished.
+    """
     value, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
-    others = [other.get(config.best_by) for other in read(config.run_uri) if other["step"] != result["step"]]
+    finished = [other for other in read(config.run_uri) if "unfinished" not in other]
+    others = [other.get(config.best_by) for other in finished if other["step"] != result["step"]]
     return value is not None and all(sign * value <= sign * other for other in others if other is not None)

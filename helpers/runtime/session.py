@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import ray
 import ray.data
+from ray.util import accelerators
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
@@ -133,28 +134,37 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
     """Check the cluster's GPUs for the trainers, which share them with encoders that need `encoder_gpus` in all.
 
     Raises ValueError if the trainers may get GPUs of two kinds: all would run at the slower one's speed, and run out of
-    memory on the smaller one. Prints a line if there are too few GPUs, or none is left for validation.
+    memory on the smaller one; and for a kind that no node has and none will, as no nodes join a Ray on this machine,
+    or as Ray does not know it. Prints a line if there are too few GPUs, or none is left for validation.
     """
     if not use_gpu:
         return
-    kinds = gpu_kinds()
-    if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
-        counts = ", ".join(f"{count:g} of kind {kind}" for kind, count in sorted(kinds.items()))
+    kinds, kind = gpu_kinds(), config.training_accelerator_type
+    counted = ", ".join(f"{count:g} of kind {name}" for name, count in sorted(kinds.items()))
+    if kind not in {None, *kinds} and (is_local() or kind not in vars(accelerators).values()):
         raise ValueError(
-            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counts}): trainers on two "
+            f"training_accelerator_type={kind!r}, and the cluster has no GPU of that kind but {counted or 'none'}: "
+            "name a kind that it has, or None for any."
+        )
+    if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
+        raise ValueError(
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counted}): trainers on two "
             f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
         )
+    if kind and set(kinds) != {kind}:  # the encoders have GPUs of another kind
+        kinds, encoder_gpus = {kind: kinds.get(kind, 0)}, 0
+    gpus = f"GPUs of kind {kind}" if kind else "GPUs"
     has, fewest = sum(kinds.values()), config.fewest_workers + encoder_gpus
     needed = config.most_workers + encoder_gpus + 1
     if has < fewest:
         lower = "num_training_workers or num_encoders" if encoder_gpus else "num_training_workers"
         print(
-            f"Training wants {fewest:g} GPUs, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: the "
-            f"run starts when nodes with the others have joined. If none will, set {lower} lower."
+            f"Training wants {fewest:g} {gpus}, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: "
+            f"the run starts when nodes with the others have joined. If none will, set {lower} lower."
         )
     elif config.validate_every and has < needed:
         print(
-            f"Training and its validation want {needed:g} GPUs, one of them for validation, and the cluster has "
+            f"Training and its validation want {needed:g} {gpus}, one of them for validation, and the cluster has "
             f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
         )
 
@@ -169,14 +179,23 @@ def gpu_kinds() -> dict[str, float]:
     return kinds
 
 
+def is_local() -> bool:
+    """Whether this process started Ray on this machine (`start_local_ray`): no other nodes will join."""
+    return "PRETRAIN_LOCAL_RAY" in ray.get_runtime_context().runtime_env.get("env_vars", {})
+
+
 def run_on_device(function: Callable, use_gpu: bool, *arguments, **options):
     """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
 
-    In this process, the GPU's memory would stay in use, although the trainers need it.
+    In this process, the GPU's memory would stay in use, although the trainers need it. If the first argument is a run's
+    `TrainingConfig`, or its dict, it is a GPU of the trainers' kind (`training_accelerator_type`).
     """
     if not use_gpu:
         return function(*arguments, **options)
-    return ray.get(ray.remote(num_gpus=1, max_calls=1)(function).remote(*arguments, **options))
+    first = arguments[0] if arguments else None
+    config = first if isinstance(first, dict) else vars(first) if isinstance(first, TrainingConfig) else {}
+    on_gpu = ray.remote(num_gpus=1, max_calls=1, accelerator_type=config.get("training_accelerator_type"))
+    return ray.get(on_gpu(function).remote(*arguments, **options))
 
 
 def free_disk(storage_uri: str) -> int:

@@ -1,87 +1,79 @@
-"""Training throughput while checkpoints are evaluated on another node, as a share of that without evaluation.
+"""What evaluating checkpoints costs the training, where the trainers use every GPU and evaluate themselves.
 
-    python -m tests.benchmarks.validation_cost [--steps 900] [--rounds 3] [--seconds 2] [--rows 1000]
+    python -m tests.benchmarks.validation_cost [--rows 1000] [--evaluations 3]
 
-One machine plays a cluster of two Ray nodes: the trainer's, and one with the resource "spare" for evaluations. The
-trainer has one core to itself and everything else runs on the others, as on two machines. An evaluation is played: it
-sleeps for `--seconds`. What is left to cost: Ray Train's part, the start of the tasks' processes, reading the
-checkpoint, writing the results. Both runs save the same three checkpoints. Rates are rows over elapsed time after the
-first twenty steps, checkpoints included (`metrics_log.throughput`). The goal is 0.97. Needs at least two cores and an
-otherwise idle machine.
+This process is one trainer, with the tiny models, whose batch, held-out rows, prompts and steps between evaluations are
+those of the profile of phase 2. Measured are the pauses of `OnWorkers`, as shares of the time between two evaluations
+(goal: under 2 %), and what each reads and loads. Many trainers share rows and prompts as they share the batch, so the
+share stays, but for gathering sharded weights and waiting for the slowest.
 """
 
-import functools
-import os
-import sys
+import collections
 import tempfile
 import time
 
-from ray import cloudpickle
+import diffusers
+import pyarrow as pa
+import pyarrow.parquet as pq
+import transformers
 
-from helpers import train
+from helpers import held_out_rows, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import at_checkpoints
-from helpers.runtime import metrics_log, results
+from helpers.lesson import full_run
+from helpers.manifest import read_manifest
+from helpers.runtime import session
+from helpers.train_step import TrainStep, Unit
 from tests.benchmarks import record
-from tests.faults import add_node, simulated_cluster
-from tests.pipelines import draw_and_encode, fit
+from tests.pipelines import draw_and_encode
 
-# Workers cannot import this module: what they need of it travels with the function that they run.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+NAMES = ("manifest.json", "files.json", "from_pretrained")
 
 
-def loop_on_core(core, values, **options):
-    """The worker loop, on one of this machine's cores."""
-    os.sched_setaffinity(0, {core})
-    train.train_loop_per_worker(values, **options)
+def count_calls(counted):
+    """Count in `counted` the JSON files that this process reads, by name, and its `from_pretrained` calls."""
+    read, kinds = storage.read_json, (diffusers.ModelMixin, transformers.PreTrainedModel)
+    storage.read_json = lambda uri: counted.update([storage.name(uri)]) or read(uri)
+    for kind in (*kinds, transformers.PreTrainedTokenizerBase):
 
+        def from_pretrained(cls, *arguments, inner=kind.from_pretrained.__func__, **options):
+            counted["from_pretrained"] += 1
+            return inner(cls, *arguments, **options)
 
-def play(saved, config, prompts, agreement, seconds):
-    """In place of `at_checkpoints.evaluate_checkpoint`: fetches the checkpoint, takes its time, writes its result."""
-    config, step = TrainingConfig.from_dict(config), at_checkpoints.step_of_name(saved.path)
-    with saved.as_directory():
-        time.sleep(seconds)
-    result = {"step": step, "validation_loss": 1 / step, "unweighted": 1.0, "rows": 0, "seconds": seconds}
-    results.write(config.run_uri, result)
-    return result
-
-
-def rate(config, seconds, core):
-    """Images a second of a run on the core; its evaluations take `seconds` each."""
-    on_spare = {"num_cpus": 0, "resources": {"spare": 1}}
-    evaluation = {"work": functools.partial(play, seconds=seconds), "where": on_spare}
-    fit(config, loop=functools.partial(loop_on_core, core), evaluation=evaluation)
-    made = sum("validation_loss" in result for result in results.read(config.run_uri))
-    if config.validate_every and not made:
-        raise SystemExit("No checkpoint was evaluated: the rates say nothing.")
-    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri))[0]
+        kind.from_pretrained = classmethod(from_pretrained)
 
 
 def main():
-    given = record.options(__doc__, steps=900, rounds=3, seconds=2.0, rows=1000)
-    core, *others = sorted(os.sched_getaffinity(0))
-    if not others:
-        raise SystemExit("This machine has one core: two are needed, one of them for the trainer alone.")
-    os.sched_setaffinity(0, others)  # which the processes that Ray starts inherit
-    with simulated_cluster(4) as cluster, tempfile.TemporaryDirectory() as folder:
-        add_node(cluster, num_cpus=0, resources={"spare": 1})
-        storage, every = draw_and_encode(folder, given.rows), max(1, given.steps // 3)
-        common = dict(storage=storage, resolution=32, max_steps=given.steps, checkpoint_every=every)
-
-        def run(number, validate_every):
-            name = f"{'with' if validate_every else 'without'}-{number}"
-            config = TrainingConfig(**common, run_name=name, validate_every=validate_every, validation_share=0.05)
-            return rate(config, given.seconds, core)
-
-        measures = {
-            "without": functools.partial(run, validate_every=0),
-            "with": functools.partial(run, validate_every=every),
-        }
-        rates = record.in_turns(given.rounds, measures)
-    ratio, said = record.compare(rates, "with", "without")
-    print(f"{said} (goal 0.97)")
-    what = f"training while another node evaluates 3 checkpoints, {given.seconds:g} s each"
-    record.write("validation_cost", {what: f"{said} (goal 0.97)"}, images_per_second=rates, ratio=ratio)
+    given, counted, found = record.options(__doc__, rows=1000, evaluations=3), collections.Counter(), []
+    profile = full_run.read_profile("full-sd2-512")
+    sizes = {name: profile[name] for name in ("global_batch_size", "validate_every", "checkpoint_every")}
+    with tempfile.TemporaryDirectory() as folder:
+        session.connect("local")
+        draw_and_encode(folder, given.rows)
+        config = TrainingConfig(storage=folder, resolution=32, micro_batch_size=64, **sizes)
+        manifest, rows = read_manifest(config.latents_uri), held_out_rows.first(config, held_out_rows.NUM_ROWS)
+        rows = pa.concat_tables([rows] * (config.global_batch_size // len(rows) + 1))
+        uri = storage.join(config.run_uri, held_out_rows.FOLDER, "rows.parquet")
+        storage.write_text(uri, "")
+        pq.write_table(rows[: held_out_rows.NUM_ROWS], uri)
+        trainer, batch = TrainStep(config, manifest), rows[: config.global_batch_size].combine_chunks()
+        started = time.perf_counter()
+        trainer.step(0, [Unit.from_arrow(batch, manifest, 32, 0)])
+        between = config.validate_every * (time.perf_counter() - started)
+        count_calls(counted)
+        on_workers = at_checkpoints.OnWorkers(rows["caption"].to_pylist()[: at_checkpoints.NUM_PROMPTS])
+        for number in range(1, given.evaluations + 1):
+            counted.clear()
+            started = time.perf_counter()
+            with trainer.averaged() as unet:
+                on_workers(unet, config, number * config.validate_every)
+            pause = time.perf_counter() - started
+            found.append({"pause": pause, "share": pause / between, **{name: counted[name] for name in NAMES}})
+            print(found[-1], flush=True)
+    last = ", ".join(f"{name} {found[0][name]} and {found[-1][name]} times" for name in NAMES)
+    said = f"{found[0]['share']:.3%} and {found[-1]['share']:.3%} of the time (goal 2 %); {last}"
+    what = f"pause of the trainers for the first and a later evaluation, every {config.validate_every:,} steps"
+    record.write("validation_cost", {what: said}, evaluations=found, seconds_between=between)
 
 
 if __name__ == "__main__":

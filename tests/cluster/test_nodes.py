@@ -15,16 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import ray.train.collective
+import torch
 from ray import cloudpickle
 from ray.train import ScalingConfig
 
 from helpers import online, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
 from helpers.manifest import read_segments
 from helpers.plan import load_plan
 from helpers.read import read_chunks, split_units
-from helpers.runtime import fault_tolerance, metrics_log, monitoring, session
+from helpers.runtime import fault_tolerance, metrics_log, monitoring, results, session
 from helpers.train_step import TrainStep
 from tests.faults import (
     ROOT,
@@ -337,8 +340,46 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_device(sample, True, 3)
+    pid, gpus, number = session.run_on_device(sample, True, 3)  # no config: on any kind
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
     assert session.run_on_device(sample, False, 3)[0] == os.getpid()
     lose(nodes, node)
+
+
+def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes, tmp_path, monkeypatch):
+    """Of two kinds on three nodes; a free GPU of the other kind is none to spare; scores need no GPU."""
+    small = dict(num_cpus=2, object_store_memory=80_000_000)
+    kinds = {"A100": 2, "A10G": 4}
+    added = {
+        add_node(nodes, num_gpus=count, resources={f"accelerator_type:{kind}": 1}, **small): kind
+        for kind, count in kinds.items()
+    }
+    kind_of = {node.node_id: kind for node, kind in added.items()}
+    config = TrainingConfig(
+        storage=str(tmp_path), use_gpu=True, training_accelerator_type="A100", checkpoint_every=10, validate_every=10
+    )
+
+    def where(*_):
+        return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
+
+    for given in (config, config.to_dict()):
+        found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
+        assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
+    saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
+    found = at_checkpoints.validate(saved, config.to_dict(), work=where)
+    assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
+
+    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
+    spare = functools.partial(train.has_spare_gpu, torch.device("cuda"))
+    wait_until(lambda: spare("A100"))
+    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(train.Rejects).remote(config)
+    wait_until(lambda: not spare("A100"))  # the A10Gs are free
+    assert spare("A10G") and spare(None) and not spare("H100")
+
+    monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
+    results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
+    assert at_checkpoints.validate(saved, config.to_dict(), timeout_s=60)["gpus"] == 0
+    ray.kill(trainers)
+    for node in added:
+        lose(nodes, node)

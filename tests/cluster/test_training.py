@@ -103,7 +103,7 @@ def validating_loop(folder):
             return super().__call__(unet, config, step)
 
     def loop(values, **options):
-        train.has_spare_gpu = lambda device: False
+        train.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(values["prompts"]))
         train.train_loop_per_worker(values, **options)
 

@@ -1,5 +1,7 @@
 """What the evaluation of a checkpoint finds and leaves, and which checkpoint is the best."""
 
+import collections
+import dataclasses
 import json
 import types
 
@@ -7,15 +9,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray.train
-import ray.train.collective
+import torch.distributed as dist
 from PIL import Image
 
-from helpers import distributed, sampling, storage
+from helpers import checkpoint, distributed, encoder, images, sampling, storage
 from helpers.config import TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
 from helpers.manifest import write_manifest
 from helpers.runtime import results
+from helpers.train_step import TrainStep
 from helpers.unet import build_unet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +48,7 @@ def clip(monkeypatch):
         cmmd=lambda x, y: float(((x.mean(0) - y.mean(0)) ** 2).sum()),
     )
     monkeypatch.setattr(at_checkpoints, "scores", module)
+    at_checkpoints.load_clip.cache_clear()
 
 
 @pytest.fixture
@@ -115,32 +119,101 @@ def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
 
 
 def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
-    config = build_run()
     photographs = build_manifest(encoder={"model": "another", "revision": "0", "precision": "fp32"})
-    assert list(at_checkpoints.score([], [], config, photographs, None, None)) == []
+    assert not at_checkpoints.uses_clip(build_run(), photographs)
 
 
-def test_several_ranks_draw_what_one_draws(build_run, build_manifest, monkeypatch):
-    config, manifest = build_run(), sampling.read_encoder_manifest(build_run())
-    unet = build_unet("tiny").eval()
-    alone, parts = at_checkpoints.draw(unet, config, manifest, PROMPTS), []
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    for rank in range(2):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        parts.append(at_checkpoints.draw(unet, config, manifest, PROMPTS))
-    assert [len(part) for part in parts] == [2, 2]  # as many, for sharded weights
-    for one, other in zip(alone, parts[0] + parts[1], strict=False):
-        assert np.abs(one.astype(int) - other).max() <= 1
+def test_several_ranks_draw_what_one_draws(build_run, monkeypatch):
+    evaluator = at_checkpoints.Evaluator(build_unet("tiny").eval(), build_run(), PROMPTS)
+    alone, parts = evaluator.draw(), []
+    for ranks in (2, 8):  # more than there are prompts and held-out rows
+        monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
+        for rank in range(ranks):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            parts.append(evaluator.draw())
+    assert [len(drawn) for drawn, *_ in parts] == [2] * 2 + [1] * 8  # as many, for sharded weights
+    for kind, count in enumerate((3, 6)):  # drawn, real
+        for some in (parts[:2], parts[2:]):
+            together = [picture for part in some for picture in part[kind]][:count]
+            for one, other in zip(alone[kind], together, strict=True):
+                assert np.abs(one.astype(int) - other).max() <= 1
 
 
-def test_workers_evaluate_and_agree_on_the_best(build_run, monkeypatch):
-    monkeypatch.setattr(ray.train.collective, "barrier", lambda: None)
-    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    config, on_workers = build_run(clip_model=None), at_checkpoints.OnWorkers(PROMPTS[:1])
-    result, is_best = on_workers(build_unet("tiny").eval(), config, 10)
-    assert is_best and results.read(config.run_uri) == [result]
-    results.write(config.run_uri, {"step": 20, "validation_loss": result["validation_loss"] / 2})
-    assert not on_workers(build_unet("tiny").eval(), config, 30)[1]
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts the files that are read and the models that are loaded, by name."""
+    counted = collections.Counter()
+
+    def count(owner, name, label):
+        inner = getattr(owner, name)
+
+        def counting(*arguments, **options):
+            counted[label(arguments)] += 1
+            return inner(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(storage, "read_bytes", lambda arguments: storage.name(arguments[0]))
+    for owner, name in ((encoder, "load_vae"), (encoder, "load_text_encoder"), (images, "load_tokenizer")):
+        count(owner, name, lambda arguments, name=name: name)
+    count(CLIP, "__init__", lambda arguments: "CLIP")
+    return counted
+
+
+def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counted):
+    """Three times: models and manifest are read once a process; the best is known when its scores are there."""
+    straight = evaluate_unet(build_run(run_name="straight"))
+    config, steps = build_run(best_by="clip_score"), (10, 20, 30)
+    at_checkpoints.load_clip.cache_clear()
+    counted.clear()
+    on_workers = at_checkpoints.OnWorkers(PROMPTS)
+    for step in steps:
+        on_workers(build_unet("tiny").eval(), config, step)
+    assert counted == {"load_vae": 1, "load_text_encoder": 1, "load_tokenizer": 1, "manifest.json": 1}
+    assert all({"unfinished", "to_score", "validation_loss"} <= one.keys() for one in results.read(config.run_uri))
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda call: types.SimpleNamespace(remote=call))
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    saved = [checkpoint_at(config, step) for step in steps]
+    for one, axis in zip(saved, (0, 1, 0), strict=True):
+        monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
+        at_checkpoints.validate(one, config.to_dict())
+    found = results.read(config.run_uri)
+    assert counted["CLIP"] == 1 and not counted["files.json"]
+    assert found[0] == {**straight, "seconds": found[0]["seconds"]}
+    assert not any({"unfinished", "to_score", "failed", "skipped"} & one.keys() for one in found)
+    (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
+    assert checkpoint.step_of(kept) == max(found, key=lambda one: (one["clip_score"], one["step"]))["step"]
+    assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".pickle")
+
+
+def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, counted):
+    config = build_run()
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: 1 / 0)
+    at_checkpoints.OnWorkers(PROMPTS)(build_unet("tiny").eval(), config, 10)
+    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), config.to_dict(), None, None)
+    assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
+    assert not {"unfinished", "to_score"} & found.keys()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, strategy):
+    """In bf16, whose errors would hide what a checkpoint is better by: within a hundredth of that to fp32."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        config = build_run(precision="bf16", strategy=strategy, clip_model=None)
+        state = TrainStep(config, sampling.read_encoder_manifest(config))
+        folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
+        parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+        checkpoint.async_save(folder, **parts, step=10, stager=stager)()
+        with state.averaged() as unet:
+            by_trainers = at_checkpoints.Evaluator(unet, config, []).losses(10)
+    finally:
+        dist.destroy_process_group()
+    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), config.to_dict(), [], None)
+    in_fp32 = evaluate_unet(dataclasses.replace(config, precision="fp32"), config.seed, prompts=[])
+    loss, error = in_fp32["validation_loss"], abs(in_fp32["validation_loss"] - by_trainers["validation_loss"])
+    assert 0 < error < 0.01 * loss
+    assert abs(by_task["validation_loss"] - by_trainers["validation_loss"]) < 0.01 * error
 
 
 @pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])

@@ -76,6 +76,30 @@ def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, caps
     assert "set num_training_workers or num_encoders lower" in said
 
 
+def test_a_kind_of_gpu_that_the_cluster_has_none_of_is_told(cluster_of, monkeypatch, capsys):
+    """Refused where no node will join, or where Ray knows no such kind; else the sentence says what is waited for."""
+    monkeypatch.setattr(session, "is_local", lambda: False)
+    cluster_of(("A10G", 4.0))
+    with pytest.raises(ValueError) as error:
+        session.check_gpus(run_of(training_accelerator_type="A100-80GB"), use_gpu=True)
+    assert str(error.value) == (
+        "training_accelerator_type='A100-80GB', and the cluster has no GPU of that kind but 4 of kind A10G: name a "
+        "kind that it has, or None for any."
+    )
+    session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True, encoder_gpus=4)
+    assert "wants 2 GPUs of kind A100, 0 of them for encoders, and the cluster has 0:" in capsys.readouterr().out
+    monkeypatch.setattr(session, "is_local", lambda: True)
+    with pytest.raises(ValueError, match="training_accelerator_type='A100', and the cluster has no GPU of that kind"):
+        session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True)
+
+
+def test_only_gpus_of_the_trainers_kind_are_left_for_validation(cluster_of, capsys):
+    cluster_of(("A100", 2.0), ("A10G", 4.0))
+    session.check_gpus(run_of(validate_every=250, training_accelerator_type="A100"), use_gpu=True)
+    said = capsys.readouterr().out
+    assert "want 3 GPUs of kind A100, one of them for validation, and the cluster has 2: the trainers stop" in said
+
+
 def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
     now, throttle = 0.0, throttle_module.SchedulerThrottle()
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import checkpoint, schema, validation
 from helpers import train as worker_loop
 from helpers.config import TrainingConfig
+from helpers.distributed import local
 from helpers.read import UNIT
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_unet, has_compiler, load_unet_config
@@ -340,6 +341,41 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, group_of_o
     assert column(found) == pytest.approx(column(one[0]), rel=0.02) and (column(found) != column(one[0])).any()
     unet = checkpoint.load_weights(tmp_path / "c", build_unet(state.config.unet_config, seed=9), "model")
     assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("values", [{"strategy": "fsdp", "precision": "bf16"}, {"channels_last": True}], ids=str)
+def test_an_evaluation_changes_no_modules_mode_layout_or_compiled_code(
+    group_of_one, tmp_path, monkeypatch, recipe, manifest, rows, values
+):
+    """The nine blocks of Stable Diffusion 2, narrow: nine graphs before it, of any sizes, and none after it."""
+    narrow = {"block_out_channels": [32] * 4, "attention_head_dim": [2] * 4, "cross_attention_dim": 128}
+    narrow |= {"layers_per_block": 1}
+    (tmp_path / "unet.json").write_text(json.dumps({**load_unet_config("sd2-base"), **narrow}))
+    graphs, compile_module = [], torch.nn.Module.compile
+
+    def compile_by_recording(module, **options):
+        compile_module(module, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_recording)
+    torch.compiler.reset()
+    state = TrainStep(recipe(unet_config=str(tmp_path / "unet.json"), compile_unet=True, **values), manifest)
+    frozen = state.unet.mid_block.eval()  # in another mode than the rest
+    train(state, manifest, rows, 0, 2)
+
+    def look():
+        modes = [module.training for module in state.unet.modules()]
+        tensors = [*state.unet.parameters(), *state.ema.state_dict().values()]
+        return modes, [(tensor.stride(), local(tensor).data_ptr()) for tensor in tensors]
+
+    before, made = look(), len(graphs)
+    with state.averaged() as unet:
+        assert not any(module.training for module in unet.modules())
+        validation.validation_loss(unet, manifest, held_out(rows), state.config)
+    assert look() == before and not frozen.training
+    train(state, manifest, rows, 2, 4)
+    assert made == len(graphs) == 9
+    torch.compiler.reset()
 
 
 # ---- one process
