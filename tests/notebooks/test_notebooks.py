@@ -166,9 +166,11 @@ def test_notebooks_are_committed_executed_without_errors(name):
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
-def test_three_links_or_more_lead_out_of_a_notebook(name):
+def test_three_links_or_more_lead_out_of_a_notebook_and_its_links_to_files_exist(name):
     text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     assert len(set(re.findall(r"\]\((https?://[^)\s]+)\)", text))) >= 3
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+        assert ((ROOT / name).parent / target).exists(), target
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
