@@ -269,7 +269,7 @@ def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, ne
     grid[1, 0].set_ylabel("nearest in\ntraining data", fontsize=SMALL)
     ax = axes(bottom)
     ax.hist(held_out, 30, color=SKY, label=f"{len(held_out)} held-out rows")
-    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=18, mew=1.5, clip_on=False)
+    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=24, mew=1.5)
     ax.set(xlabel="distance to the nearest training row (generated pictures: marks on the axis)", ylabel="rows", xlim=0)
     ax.legend(frameon=False)
     baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
@@ -298,9 +298,11 @@ def guidance_curve(tables, *, distance="cmmd"):
             raise ValueError(f"A sweep has no column {distance!r}: give guidance_sweep real pictures to compare with.")
         table = table.sort_values("guidance_scale")
         ax.plot(table["clip_score"], table[distance], "o-", color=color, label=name)
-        for scale, score, value in table[["guidance_scale", "clip_score", distance]].itertuples(index=False):
-            ax.annotate(f"{scale:g}", (score, value), (5, 4), textcoords="offset points", fontsize=SMALL)
+        for number, (scale, score, value) in enumerate(table[["guidance_scale", "clip_score", distance]].to_numpy()):
+            offset = (5, 4) if number % 2 else (-10, -13)  # neighbours on the curve may lie close to each other
+            ax.annotate(f"{scale:g}", (score, value), offset, textcoords="offset points", fontsize=SMALL)
             said.append(f"{name}, {scale:g}: {score:.1f}, {value:.3g}")
+    ax.margins(0.08)
     ax.set(xlabel="CLIP score", ylabel=distance.upper())
     if len(tables) > 1:
         ax.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""What the notebooks show of raw rows, of a finished job and of held-out prompts, as frames and pictures."""
+"""What the notebooks show of raw rows, of a finished job, of held-out prompts, and of a cell that is run too early."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.train
+from IPython import get_ipython
 from PIL import Image
 
 from .. import checkpoint, held_out_rows, images, preprocess, schema, storage, train
@@ -20,6 +21,19 @@ from ..data_io import filters, inputs
 from ..evaluation import at_checkpoints
 from ..manifest import Manifest, read_manifest
 from . import captioned_shapes
+
+
+def explain_missing_names() -> None:
+    """From now on, a NameError in this notebook also says that the cells above must be run first."""
+    if (shell := get_ipython()) is not None:
+        shell.set_custom_exc((NameError,), _show_name_error)
+
+
+def _show_name_error(shell, kind, error, trace, tb_offset=None):
+    """Show it as IPython does, with a note; but not a Ray error, which is also a NameError if a task raised one."""
+    if kind is NameError:
+        error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:

@@ -29,6 +29,7 @@ def main():
         print(by_hand.run(folder, max_steps=given.steps, stop_at=half, checkpoint_every=half))
         seconds = time.perf_counter() - started
         pipeline = StableDiffusionPipeline.from_pretrained(f"{folder}/pipeline")
+        pipeline.set_progress_bar_config(disable=True)
         pictures = sampling.generate(pipeline, prompts, resolution=64, guidance_scale=2.0)
     agreement = captioned_shapes.agreement(pictures, prompts)["all"]
     print(f"{seconds:.0f} s, agreement {agreement:.3f}")

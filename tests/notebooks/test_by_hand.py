@@ -1,5 +1,7 @@
 """The hand-written cells, without this project: a script of them alone encodes, trains, resumes and draws."""
 
+import re
+
 import numpy as np
 import pytest
 from diffusers import StableDiffusionPipeline
@@ -16,11 +18,14 @@ def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
+@pytest.mark.parametrize("spread", [{"strategy": "ddp"}, {"strategy": "fsdp", "bf16": True}])
+def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path, spread):
+    """And their sampler draws what diffusers' draws."""
     captioned_shapes.write_parquet(tmp_path / "raw", 200, spoilt_share=0.05)
-    printed = by_hand.run(tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6)
+    printed = by_hand.run(tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6, **spread)
     assert "200 rows read, 190 written, 10 dropped" in printed
     assert [line for line in printed.splitlines() if line.startswith("{'step'")] == ["{'step': 4}", "{'step': 6}"]
+    assert int(re.search(r"largest difference of a pixel: (\d+) of 255", printed)[1]) <= 2
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline")
     (picture,) = pipeline("a red circle", height=64, width=64, num_inference_steps=2, output_type="np").images
     assert picture.shape == (64, 64, 3) and np.isfinite(picture).all()

@@ -23,6 +23,8 @@ import pytest
 import ray
 import yaml
 from matplotlib import cbook
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
@@ -164,9 +166,11 @@ def test_notebooks_are_committed_executed_without_errors(name):
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
-def test_three_links_or_more_lead_out_of_a_notebook(name):
+def test_three_links_or_more_lead_out_of_a_notebook_and_its_links_to_files_exist(name):
     text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     assert len(set(re.findall(r"\]\((https?://[^)\s]+)\)", text))) >= 3
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+        assert ((ROOT / name).parent / target).exists(), target
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
@@ -321,7 +325,25 @@ def test_a_batch_run_without_latents_names_the_command(workspace, tmp_path):
     assert "papermill Preprocessing.ipynb" in errors[0]["evalue"]
 
 
+def test_a_cell_that_is_run_too_early_says_what_to_run_first():
+    """After the cells that import and check parameters, one from the middle."""
+    notebook = read("Preprocessing.ipynb")
+    cells = code_cells("Preprocessing.ipynb")
+    notebook.cells = [*cells[:3], next(cell for cell in cells if "def pipeline(" in cell.source)]
+    with pytest.raises(CellExecutionError, match="(?s)'job' is not defined.*Run the cells above this one first"):
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+
+
 # ---- the README
+
+
+def test_the_readme_and_the_notebooks_give_the_same_minutes():
+    """The README's table says how long a notebook takes to run with all its sections; so does its first cell."""
+    row = re.compile(r"^\| \[\w+\.ipynb\]\((\S+)\) \|.*\| (\d+) \|$", re.MULTILINE)
+    minutes = dict(row.findall((ROOT / "README.md").read_text()))
+    assert list(minutes) == list(MOST_CELLS)
+    for name, number in minutes.items():
+        assert f"about {number} minute" in read(name).cells[0].source, name
 
 
 def readme_commands():
