@@ -187,7 +187,7 @@ def evaluate_unet(
     """
     started, manifest = time.perf_counter(), sampling.read_encoder_manifest(config)
     rows = held_out_rows.of_run(config)
-    result = {"step": step, **held_out_losses(unet, manifest, rows, config)}
+    result = {"step": step, **held_out_losses(unet, manifest, rows, config), **validation_set_losses(unet, config)}
     if distributed.rank() == 0:
         results.write(config.run_uri, {**result, "unfinished": True})
     if prompts is None and rows is not None:
@@ -220,7 +220,10 @@ def describe(error: Exception) -> str:
 
 
 def held_out_losses(
-    unet: torch.nn.Module, manifest: Manifest, rows: pa.Table | None, config: TrainingConfig
+    unet: torch.nn.Module,
+    manifest: Manifest,
+    rows: pa.Table | held_out_rows.ValidationSet | None,
+    config: TrainingConfig,
 ) -> dict[str, Any]:
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:
@@ -229,6 +232,15 @@ def held_out_losses(
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
+
+
+def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+    """The same for the rows of `validation_uri`, as "validation_set_loss" and so on; {} if there is none."""
+    if not config.validation_uri:
+        return {}
+    rows = held_out_rows.ValidationSet(config, distributed.rank(), distributed.world_size())
+    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def draw(unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]) -> list[np.ndarray]:
