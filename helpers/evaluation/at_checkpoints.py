@@ -219,6 +219,18 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+    """What `held_out_losses` returns, of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without.
+
+    For all ranks, which share the rows.
+    """
+    if not config.validation_uri:
+        return {}
+    rows = held_out_rows.ValidationSet(config, distributed.rank(), distributed.world_size())
+    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
+
+
 def held_out_losses(
     unet: torch.nn.Module,
     manifest: Manifest,
@@ -232,15 +244,6 @@ def held_out_losses(
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
-
-
-def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
-    """The same for the rows of `validation_uri`, as "validation_set_loss" and so on; {} if there is none."""
-    if not config.validation_uri:
-        return {}
-    rows = held_out_rows.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
-    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def draw(unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, prompts: list[str]) -> list[np.ndarray]:
