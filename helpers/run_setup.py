@@ -10,7 +10,7 @@ import subprocess
 from typing import Any
 
 from . import checkpoint, hub, storage, train
-from .manifest import Manifest, read_manifests
+from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from .plan import Plan, plan_run
 from .runtime import lease, metrics_log
 from .training_config import TrainingConfig
@@ -166,6 +166,7 @@ def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
                 f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
                 f"holds {manifest.num_captions} captions a row: give one for each, or None."
             )
+    check_validation_set(config, next(iter(manifests.values())))
     plan = plan_run(manifests, config)
     check_init_from(config)
     if earlier := read_earlier(config):
@@ -237,6 +238,35 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
                 f"resolution={latents.resolution} makes latents of {width} x {height}, which unet_config="
                 f"{config.unet_config!r} cannot halve {halvings} times: encode the data with resolutions and a "
                 f"size_multiple that are multiples of {latents.size[0] // width * 2**halvings}."
+            )
+
+
+def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
+    """Raises ValueError unless `validation_uri` is empty or holds stored latents that match those of the run."""
+    uri, resolution = config.validation_uri, config.largest_resolution
+    if not uri:
+        return
+    if uri in config.proportions:
+        raise ValueError(f"validation_uri={uri!r} is what the run trains on: give another data set, or leave it empty.")
+    if not storage.exists(storage.join(uri, MANIFEST)) or read_manifest(uri).online:
+        raise ValueError(f"validation_uri={uri!r} holds no stored latents: make them with Preprocessing.ipynb.")
+    manifest = read_manifest(uri)
+    if not manifest.rows_at(resolution):
+        raise ValueError(
+            f"validation_uri={uri!r} holds no latents of resolution={resolution}, which the run is validated at: "
+            "encode the validation set with that resolution."
+        )
+
+    def settings(of: Manifest) -> dict[str, Any]:
+        shapes = {spec.name: spec.shape for spec in [*of.latents_at(resolution), of.embeddings]}
+        return {"encoder": of.encoder, "scaling_factor": of.scaling_factor, **shapes}
+
+    ours = settings(trained_on)
+    for name, value in settings(manifest).items():
+        if ours.get(name) != value:
+            raise ValueError(
+                f"validation_uri={uri!r} has {name}={value}, and the run's data has {ours.get(name)}: encode both with "
+                "the same settings."
             )
 
 

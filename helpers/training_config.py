@@ -10,6 +10,7 @@ from .parameters import (
     Amount,
     Count,
     CountOrZero,
+    Location,
     Model,
     OptionalCount,
     OptionalText,
@@ -49,6 +50,8 @@ Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None
 Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
 Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
 Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
+Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
+Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
 
 
 @checked
@@ -103,14 +106,13 @@ class TrainingConfig(Parameters):
     hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
     trackers: Trackers = free((), '"tensorboard"; "wandb" or "mlflow" where they are installed')
     # the evaluation at checkpoints
+    validation_uri: Location = free("", 'encoded data to validate on too (best_by "validation_set_loss"); empty: none')
     prompts: Prompts = free(None, "texts, or a file of them; None: captions that training does not see")
     guidance_scale: Guidance = free(2.0, "of classifier-free guidance; 1: none")
     sampling_steps: Steps = free(20, "steps in which a picture is drawn")
     sampler: Literal["ddim", "dpm++", "euler", "unipc"] = free("ddim", 'or, in fewer steps, "dpm++", "euler", "unipc"')
     clip_model: Clip = free("tiny-clip", "CLIP for scores: the one in helpers, a folder or hub id; None: none")
-    best_by: Literal["validation_loss", "unweighted", "clip_score", "cmmd", "agreement"] = free(
-        "validation_loss", 'which checkpoint is kept as best: "clip_score", "cmmd", "agreement"'
-    )
+    best_by: Score = free("validation_loss", 'which checkpoint is kept as best: "clip_score", "cmmd", "agreement"')
     profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
 
     def __post_init__(self) -> None:
@@ -139,6 +141,8 @@ class TrainingConfig(Parameters):
         self.check_objective()
         if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
             raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
+        if self.best_by.startswith("validation_set") and not self.validation_uri:
+            raise ValueError(f"best_by={self.best_by!r} needs a validation_uri: give one, or keep the best by another.")
 
     def check_objective(self) -> None:
         """Raises ValueError for parameters of the objective that do not go together."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from . import diffusion
+from . import diffusion, schema
 from .distributed import rank, sum_over_ranks, world_size
 from .manifest import Manifest
 from .train_step import Unit
@@ -16,6 +16,9 @@ from .training_config import TrainingConfig
 from .unet import autocast, computes_in_bf16
 
 BATCH_SIZE = 64
+Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
+# A table; or what gives this rank's batches of the rows with latents in a column, as `held_out_rows.ValidationSet`.
+Rows = pa.Table | Callable[[schema.ColumnSpec], Batches]
 
 
 def validation_loss(*arguments, **options) -> tuple[float, float]:
@@ -25,7 +28,7 @@ def validation_loss(*arguments, **options) -> tuple[float, float]:
 
 @torch.no_grad()
 def losses_by_noise(
-    unet: torch.nn.Module, manifest: Manifest, rows: pa.Table, config: TrainingConfig, timesteps_per_row: int = 8
+    unet: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
 ) -> np.ndarray:
     """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
 
@@ -43,11 +46,9 @@ def losses_by_noise(
     timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
     totals = np.zeros((timesteps_per_row, 3))
     for spec in manifest.latents_at(config.largest_resolution):
-        if spec.name not in rows.column_names:
-            continue
-        encoded = rows.filter(rows[spec.name].is_valid())
-        for positions_B, counts_B in rank_batches(encoded.num_rows):
-            unit = Unit.from_arrow(encoded.take(positions_B).combine_chunks(), manifest, spec, 0)
+        batches = table_batches(rows, spec) if isinstance(rows, pa.Table) else rows(spec)
+        for encoded, positions_B, counts_B in batches:
+            unit = Unit.from_arrow(encoded.combine_chunks(), manifest, spec, 0)
             moments, text, _ = unit.to(device)
             counts = torch.from_numpy(counts_B).to(device)
             for number, timestep in enumerate(timesteps):
@@ -62,6 +63,14 @@ def losses_by_noise(
                 totals[number] += unweighted * weight, unweighted, counts_B.sum()
     totals = sum_over_ranks(torch.tensor(totals, device=device)).cpu().numpy()
     return np.column_stack([timesteps, totals[:, :2] / totals[:, 2:].clip(min=1)])
+
+
+def table_batches(rows: pa.Table, latents: schema.ColumnSpec) -> Batches:
+    """The batches of this rank, of the rows of a table that have these latents."""
+    if latents.name in rows.column_names:
+        encoded = rows.filter(rows[latents.name].is_valid())
+        for positions_B, counts_B in rank_batches(encoded.num_rows):
+            yield encoded.take(positions_B), positions_B, counts_B
 
 
 def rank_batches(num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

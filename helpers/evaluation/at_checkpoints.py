@@ -269,6 +269,7 @@ class Evaluator:
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
         result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
+        result |= validation_set_losses(self.unet, self.config)
         if distributed.rank() == 0:
             results.write(self.config.run_uri, {**result, "unfinished": True})
         return result
@@ -335,8 +336,23 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+    """What `held_out_losses` returns, of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without.
+
+    For all ranks, which share the rows.
+    """
+    if not config.validation_uri:
+        return {}
+    rows = held_out_rows.ValidationSet(config, distributed.rank(), distributed.world_size())
+    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
+
+
 def held_out_losses(
-    unet: torch.nn.Module, manifest: Manifest, rows: pa.Table | None, config: TrainingConfig
+    unet: torch.nn.Module,
+    manifest: Manifest,
+    rows: pa.Table | held_out_rows.ValidationSet | None,
+    config: TrainingConfig,
 ) -> dict[str, Any]:
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:

@@ -137,8 +137,10 @@ def draw_loss(ax, metrics, scores):
     curve = smoothed_loss(metrics)
     ax.plot(metrics["step"], metrics["loss"], color=BLUE, alpha=0.25, lw=0.8)
     ax.plot(metrics["step"], curve, color=BLUE, label="training")
-    if "validation_loss" in scores:
-        ax.plot(scores["step"], scores["validation_loss"], "o", color=RED, ms=5, mec="white", label="held out")
+    losses = {"validation_loss": (RED, "held out"), "validation_set_loss": (ORANGE, "validation set")}
+    for column, (color, label) in losses.items():
+        if column in scores:
+            ax.plot(scores["step"], scores[column], "o", color=color, ms=5, mec="white", label=label)
     ax.set_ylim(0, 1.3 * np.nanquantile(metrics["loss"].astype(float), 0.98))
     ax.legend(frameon=False, fontsize=SMALL)
     label_over_steps(ax, "loss")

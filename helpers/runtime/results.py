@@ -1,10 +1,12 @@
 """Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
 
 Keys of a file: step; validation_loss, unweighted and rows (`validation.validation_loss`); loss_by_noise, {timestep:
-unweighted loss}; prompts, the number of pictures drawn; clip_score, cmmd, agreement and agreement_by_attribute, if they
-were asked for; seconds. After failures: failed, {what: a sentence}. A checkpoint that was skipped for a newer one has
-step and skipped, a sentence. `unfinished` is true while an evaluation runs; to_score, {ranks, prompts}, is there until
-what the trainers drew is scored (`evaluation.at_checkpoints.OnWorkers`).
+unweighted loss}; for a `validation_uri`, the same four as validation_set_loss, validation_set_unweighted,
+validation_set_rows and validation_set_loss_by_noise, and validation_set_uri; prompts, the number of pictures drawn;
+clip_score, cmmd, agreement and agreement_by_attribute, if they were asked for; seconds. After failures: failed, {what:
+a sentence}. A checkpoint that was skipped for a newer one has step and skipped, a sentence. `unfinished` is true while
+an evaluation runs; to_score, {ranks, prompts}, is there until what the trainers drew is scored
+(`evaluation.at_checkpoints.OnWorkers`).
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ def scores(run_uri: str) -> pd.DataFrame:
 
 
 def numbers(result: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a result; the losses by noise as "loss_by_noise/{timestep}"."""
-    flat = {f"loss_by_noise/{int(timestep):04d}": loss for timestep, loss in result.get("loss_by_noise", {}).items()}
+    """The numbers of a result; losses by noise as "loss_by_noise/{timestep}"."""
+    by_noise = {name: losses for name, losses in result.items() if name.endswith("loss_by_noise")}
+    flat = {f"{name}/{int(timestep):04d}": loss for name in by_noise for timestep, loss in by_noise[name].items()}
     kept = {name: value for name, value in result.items() if isinstance(value, int | float)}
     return {**kept, **flat}
 
@@ -85,9 +88,12 @@ def read_picture(uri: str) -> np.ndarray:
 def is_best(config: TrainingConfig, result: dict[str, Any]) -> bool:
     """Whether no other step of the run is better by `config.best_by`. False if the result does not have it.
 
-    A step whose evaluation is unfinished does not count: it becomes the best when it is finished.
+    A step whose evaluation is unfinished does not count: it becomes the best when it is finished. Losses on another
+    validation set, which a run may be given when it is resumed, are not compared.
     """
     value, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
-    finished = [other for other in read(config.run_uri) if "unfinished" not in other]
-    others = [other.get(config.best_by) for other in finished if other["step"] != result["step"]]
+    found = [other for other in read(config.run_uri) if "unfinished" not in other and other["step"] != result["step"]]
+    if config.best_by.startswith("validation_set"):
+        found = [other for other in found if other.get("validation_set_uri") == config.validation_uri]
+    others = [other.get(config.best_by) for other in found]
     return value is not None and all(sign * value <= sign * other for other in others if other is not None)

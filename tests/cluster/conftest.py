@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 
 import pytest
 
@@ -25,7 +26,8 @@ def encoded(cluster, tmp_path_factory):
 @pytest.fixture(scope="session")
 def run(encoded, tmp_path_factory):
     """A finished run, undisturbed and validated: (config, Ray Train's result). Two workers shard it, at two sizes."""
-    config = short_run(encoded[0].storage, "first", **TWO_WORKERS, validate_every=20)
+    validation_uri = shutil.copytree(encoded[0].latents_uri, f"{encoded[0].storage}/validation set")
+    config = short_run(encoded[0].storage, "first", **TWO_WORKERS, validate_every=20, validation_uri=validation_uri)
     flag = tmp_path_factory.mktemp("flags") / "evaluated"
     wait = functools.partial(wait_until, functools.partial(is_evaluated, config, 20))
     return config, fit(config, loop=loop_with((wait, 30, 0, flag)))  # or step 40 would be evaluated in its place

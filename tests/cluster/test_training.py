@@ -92,6 +92,8 @@ def test_validation_runs_beside_training_on_held_out_rows(run):
     validation = results.scores(run[0].run_uri)
     assert validation["step"].tolist() == [20, 40]
     assert (validation["rows"] > 5).all() and validation["validation_loss"].is_monotonic_decreasing
+    assert (validation["validation_set_rows"] > 10 * validation["rows"]).all()
+    assert validation["validation_set_loss"].is_monotonic_decreasing
 
 
 def validating_loop(folder):

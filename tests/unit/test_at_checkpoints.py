@@ -20,6 +20,8 @@ from helpers.manifest import write_manifest
 from helpers.runtime import results
 from helpers.train_step import TrainStep
 from helpers.unet import build_unet
+from tests.benchmarks import made_up
+from tests.conftest import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["a large red circle in the centre on a blue background", "a small white square", "a triangle"]
@@ -87,6 +89,27 @@ def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
     assert names == ["00.png", "01.png", "02.png", "grid.png"]
     assert Image.open(f"{folder}/grid.png").size == (96, 32) and Image.open(f"{folder}/02.png").size == (32, 32)
     assert results.scores(config.run_uri)["validation_loss"].tolist() == [found["validation_loss"]]
+
+
+def test_a_validation_set_has_losses_of_its_own_names_beside_those_of_held_out_rows(build_run, tmp_path):
+    """By which the best may be kept: of those on the same set, which a resumed run may replace."""
+    made_up.write_latents(f"{tmp_path}/set", 70, SHAPES, 50)
+    config = build_run(validation_uri=f"{tmp_path}/set", best_by="validation_set_loss")
+    found = evaluate_unet(config, prompts=[])
+    without = evaluate_unet(build_run(run_name="without"), prompts=[])
+    names = {"validation_loss", "unweighted", "rows", "loss_by_noise"}
+    assert {name: found[name] for name in names} == {name: without[name] for name in names}
+    added = {"loss", "unweighted", "rows", "loss_by_noise", "uri"}
+    assert found.keys() - without.keys() == {f"validation_set_{name}" for name in added}
+    assert found["validation_set_rows"] == 70 and found["validation_set_loss"] != found["validation_loss"]
+    (scores,) = results.scores(config.run_uri).to_dict("records")
+    by_noise = [scores[f"validation_set_loss_by_noise/{timestep:04d}"] for timestep in range(62, 1000, 125)]
+    assert np.mean(by_noise) == pytest.approx(scores["validation_set_unweighted"])
+    better = {"step": 20, "validation_set_loss": found["validation_set_loss"] / 2}
+    results.write(config.run_uri, {**better, "validation_set_uri": "another"})
+    assert results.is_best(config, found)
+    results.write(config.run_uri, {**better, "validation_set_uri": config.validation_uri})
+    assert not results.is_best(config, found)
 
 
 def test_the_same_weights_give_the_same_evaluation(build_run):

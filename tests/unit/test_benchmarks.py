@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 
 import pytest
@@ -111,3 +112,23 @@ def test_the_table_is_made_from_the_results(monkeypatch, tmp_path):
         assert text.startswith(f"before\n{table.BEGIN}\n| what") and text.endswith(f"{table.END}\nafter\n")
         assert "| reading | 5 samples/s | `python -m tests.benchmarks.read_speed --rows 8` | 1, " in text
         assert "old" not in text and text.count("| reading |") == 1
+
+
+def test_the_table_of_results_is_what_the_files_say(monkeypatch):
+    """If not: `python -m tests.benchmarks.table`."""
+    monkeypatch.delenv("BENCHMARK_RESULTS")
+    _, _, rest = table.README.read_text().partition(table.BEGIN)
+    assert rest.partition(table.END)[0].strip().splitlines() == table.lines()
+
+
+def test_each_number_measured_in_the_readme_is_in_the_results_that_it_names():
+    """Digit for digit."""
+    _, _, rest = (record.ROOT / "README.md").read_text().partition("| what | measured |\n|---|---|\n")
+    lines, number = rest.partition("\n\n")[0].splitlines(), re.compile(r"\d[\d.,]*\d|\d")
+    assert len(lines) >= 5
+    for line in lines:
+        row = re.fullmatch(r"\| \[.+\]\((tests/benchmarks/results/\w+\.json)\).* \| (.+) \|", line)
+        assert row, line
+        summary = json.loads((record.ROOT / row[1]).read_text())["summary"]
+        known = number.findall(" ".join([*summary, *summary.values()]))
+        assert set(number.findall(row[2])) <= set(known), line

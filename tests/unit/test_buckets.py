@@ -8,6 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.distributed as dist
 from PIL import Image
 
 from helpers import encoder, held_out_rows, images, preprocess, resumable_job, run_setup, schema, storage
@@ -19,7 +21,9 @@ from helpers.plan import plan_run
 from helpers.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.runtime.meter import Meter
 from helpers.train_step import TrainStep, Unit
-from helpers.validation import validation_loss
+from helpers.unet import build_unet
+from helpers.validation import losses_by_noise, validation_loss
+from tests.processes import start_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(64, 64), (96, 48), (48, 96), (40, 40), (20, 60), (90, 64), (8, 8)]
@@ -235,6 +239,32 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     assert sum(counts) == len(rows) and all(counts)
     expected = np.average(losses, axis=0, weights=counts)
     np.testing.assert_allclose(validation_loss(state.unet, manifest, rows, config), expected, rtol=1e-6)
+
+
+def validate(rank, folder, config, world):
+    """One of `world` processes, which validate on a validation set together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
+    config = TrainingConfig.from_dict(config)
+    rows = held_out_rows.ValidationSet(config, rank, world)
+    losses = losses_by_noise(build_unet("tiny").eval(), rows.manifest, rows, config)
+    np.save(f"{folder}/{world}-{rank}.npy", losses)
+    dist.destroy_process_group()
+
+
+def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tmp_path):
+    """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
+    uri, manifest = folder
+    config, unet = TrainingConfig(validation_uri=uri), build_unet("tiny").eval()
+    rows = held_out_rows.ValidationSet(config)
+    assert rows.num_rows == 40
+    alone = losses_by_noise(unet, rows.manifest, rows, config)
+    in_one_batch = losses_by_noise(unet, manifest, pq.read_table(f"{uri}/data"), config)
+    np.testing.assert_allclose(alone, in_one_batch, rtol=1e-5)
+    for world in (2, 3):
+        start_ranks(validate, (str(tmp_path), config.to_dict(), world), nprocs=world)
+        for rank in range(world):
+            np.testing.assert_allclose(np.load(tmp_path / f"{world}-{rank}.npy"), alone, rtol=1e-12)
 
 
 def test_flops_are_counted_by_shape(folder):

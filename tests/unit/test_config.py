@@ -85,6 +85,10 @@ SEVERAL = [
         "best_by='cmmd' needs a CLIP: give clip_model, or keep the best by another.",
     ),
     (
+        {"best_by": "validation_set_loss"},
+        "best_by='validation_set_loss' needs a validation_uri: give one, or keep the best by another.",
+    ),
+    (
         {"latents_uri": {"/a": 1, "/b": 1e-9}},
         "latents_uri: the proportion 1e-09 of /b is less than a thousandth: leave it out.",
     ),

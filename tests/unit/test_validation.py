@@ -2,10 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import diffusion, validation
+from helpers import diffusion, held_out_rows, run_setup, schema, validation
 from helpers.config import TrainingConfig
+from helpers.manifest import write_manifest
+from helpers.read import read_row_ranges
 from helpers.train_step import Unit
 from helpers.unet import build_unet
+from tests.benchmarks import made_up
+from tests.conftest import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,3 +46,63 @@ def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(unet, build_
 
 def test_no_validation_rows_give_zero_not_a_crash(unet, build_manifest, build_latents):
     assert validation.validation_loss(unet, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
+
+
+def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypatch):
+    """Each once, and rows of all files are numbered through."""
+    manifest, read = made_up.write_latents(f"{tmp_path}/set", 2000, made_up.SMALL, 300), set()
+
+    def read_noted(ranges, **options):
+        read.update(ranges)
+        return read_row_ranges(ranges, **options)
+
+    monkeypatch.setattr(held_out_rows, "read_row_ranges", read_noted)
+    rows, used = held_out_rows.ValidationSet(TrainingConfig(validation_uri=f"{tmp_path}/set", resolution=32)), []
+    for number, (table, positions, counts) in enumerate(rows(manifest.latents(32)), start=1):
+        used += positions[counts].tolist()
+        assert table["id"].to_pylist() == positions.tolist() and len(table) <= 64
+        assert number <= len(read) <= number + held_out_rows.GROUPS_AHEAD
+    assert used == list(range(2000)) and rows.num_rows == 2000
+    assert sum(one.num_rows for one in read) == 2000
+
+
+ENCODER = {"model": "another", "revision": "0", "precision": "fp32"}
+SMALL = {name: shape for name, shape in SHAPES.items() if "64" not in name}
+UNLIKE = {
+    "encoder": ({"encoder": ENCODER}, f"{ENCODER}", f"{ENCODER | {'model': 'made-up'}}"),
+    "scaling_factor": ({"scaling_factor": 0.25}, "0.25", "0.5"),
+    "caption_embeddings": ({"shapes": {**SHAPES, schema.EMBEDDINGS: (9, 128)}}, "(9, 128)", "(6, 128)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (None, "holds no stored latents: make them with Preprocessing.ipynb."),
+        ({"job": {"online": {"limit": 3}}}, "holds no stored latents: make them with Preprocessing.ipynb."),
+        (
+            {"shapes": SMALL, "resolutions": [32]},
+            "holds no latents of resolution=64, which the run is validated at: encode the validation set with that "
+            "resolution.",
+        ),
+        *[
+            (changes, f"has {name}={theirs}, and the run's data has {ours}: encode both with the same settings.")
+            for name, (changes, theirs, ours) in UNLIKE.items()
+        ],
+    ],
+)
+def test_a_validation_set_unlike_the_runs_data_is_refused_before_the_run_starts(
+    tmp_path, build_manifest, changes, said
+):
+    config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "set")
+    if changes is not None:
+        write_manifest(config.validation_uri, build_manifest(**changes), [])
+    with pytest.raises(ValueError) as error:
+        run_setup.check_run(config, {config.latents_uri: build_manifest()})
+    assert str(error.value) == f"validation_uri={config.validation_uri!r} {said}"
+
+
+def test_training_data_are_no_validation_set(tmp_path, build_manifest):
+    config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "latents")
+    with pytest.raises(ValueError, match="is what the run trains on: give another data set, or leave it empty.$"):
+        run_setup.check_run(config, {config.latents_uri: build_manifest()})
