@@ -132,6 +132,23 @@ def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
     return loop
 
 
+def loop_with_refused_uploads(steps):
+    """The worker loop, in which rank 1 can upload no part of the checkpoints of some steps."""
+
+    def loop(values, **options):
+        copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
+
+        def copy_or_refuse(folder, uri):
+            if rank == 1 and int(storage.name(uri).split("-")[1]) in steps:
+                raise OSError("AWS Error SLOW_DOWN during PutObject operation: reduce your request rate")
+            copy_folder(folder, uri)
+
+        storage.copy_folder = copy_or_refuse
+        train.train_loop_per_worker(values, **options)
+
+    return loop
+
+
 def loop_with_nan(at_step, rank=1):
     """The worker loop, in which one rank's losses of a step are not a number, in every attempt."""
 

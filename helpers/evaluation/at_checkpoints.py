@@ -101,6 +101,8 @@ def validate(
     """
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
+    if not saved:  # a `fault_tolerance.LostCheckpoint`
+        return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
     if newest > step:
         return results.note(
             config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
