@@ -4,8 +4,12 @@ import functools
 import json
 import os
 import pathlib
+import random
+import shutil
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +18,7 @@ from pyarrow import fs
 # pyarrow does not retry a read if the store's error message is longer than the file. It
 # raises an OSError with this text.
 SHORT_READ_ERROR = "Failed to flush response stream"
+PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 
 
 def resolve(uri: str | os.PathLike) -> str:
@@ -91,6 +96,20 @@ def max_attempts() -> int:
     return int(os.environ.get("AWS_MAX_ATTEMPTS", 10))
 
 
+def retry(action: Callable[[], None]) -> None:
+    """Call `action()`, again after each of `PAUSES` while it raises an OSError, but for a file that does not exist.
+
+    pyarrow repeats single requests (`max_attempts`). This is for work that is lost if the store is busy for longer.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return action()
+        except OSError as error:
+            if pause is None or isinstance(error, FileNotFoundError):
+                raise
+            time.sleep(pause * random.uniform(0.8, 1.2))  # the workers that were refused do not all come back at once
+
+
 def is_local(uri: str | os.PathLike) -> bool:
     return isinstance(open_filesystem(uri)[0], fs.LocalFileSystem)
 
@@ -141,24 +160,25 @@ def list_folders(uri: str | os.PathLike) -> list[str]:
     return [join(uri, below) for below, item in _list(uri).items() if item.type == fs.FileType.Directory]
 
 
-def sizes(uri: str | os.PathLike) -> dict[str, int]:
+def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
-    found = {"": _info(uri)} if _info(uri).is_file else _list(uri, recursive=True)
+    found = {"": _info(uri)} if _info(uri).is_file else _list(uri, recursive)
     return {below: item.size for below, item in found.items() if item.is_file}
 
 
-def read_text(uri: str | os.PathLike) -> str:
-    """Raises FileNotFoundError if it does not exist."""
-    return read_bytes(uri).decode()
+def read_text(uri: str | os.PathLike, offset: int = 0) -> str:
+    """A file from a byte on. Raises FileNotFoundError if it does not exist."""
+    return read_bytes(uri, offset).decode()
 
 
-def read_bytes(uri: str | os.PathLike) -> bytes:
-    """Raises FileNotFoundError if it does not exist."""
+def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
+    """A file from a byte on. Raises FileNotFoundError if it does not exist."""
     filesystem, path = open_filesystem(uri)
     for attempt in range(1, max_attempts() + 1):
         try:
-            with filesystem.open_input_stream(path) as stream:
-                return stream.read()
+            with filesystem.open_input_file(path) as file:
+                file.seek(offset)
+                return file.read()
         except OSError as error:
             if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
                 raise
@@ -210,7 +230,24 @@ def delete(uri: str | os.PathLike) -> None:
 
 
 def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:
-    """Copy all files of a folder to another path or URI."""
+    """Copy all files of a folder to another path or URI, each by `retry`; raises what the last attempt raised.
+
+    `pyarrow.fs.copy_files` would ignore that a store refuses a file when it is closed, which is when it is uploaded.
+    """
     (from_filesystem, from_path), (to_filesystem, to_path) = open_filesystem(source), open_filesystem(target)
-    to_filesystem.create_dir(to_path)
-    fs.copy_files(from_path, to_path, source_filesystem=from_filesystem, destination_filesystem=to_filesystem)
+    found = from_filesystem.get_file_info(fs.FileSelector(from_path, recursive=True))
+    paths = [item.path for item in found if item.is_file]
+
+    def copy(path: str) -> None:
+        new = to_path + path[len(from_path) :]
+        to_filesystem.create_dir(os.path.dirname(new))
+        if from_filesystem == to_filesystem:
+            return to_filesystem.copy_file(path, new)  # a store copies its objects itself
+        with (
+            from_filesystem.open_input_stream(path, compression=None) as data,
+            to_filesystem.open_output_stream(new, compression=None) as file,
+        ):
+            shutil.copyfileobj(data, file, 2**23)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda path: retry(functools.partial(copy, path)), paths))

@@ -97,7 +97,10 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
             started = time.perf_counter()
         writer.wait()
         if log:
-            log.flush()
+            storage.retry(log.flush)
+    checkpoints.uploaded.wait()
+    if checkpoints.lost and step == source.end_step:  # no other one holds what the run was to reach: start again
+        raise RuntimeError(checkpoints.lost)
 
 
 # ---- data
@@ -333,6 +336,10 @@ class CheckpointManager:
     Train then writes it, each worker its own part, and uploads it to the run's folder. A checkpoint counts once all of
     its files are there (`checkpoint.find_corruption`).
 
+    If a worker cannot upload its part, that checkpoint is lost: rank 0 reports a `fault_tolerance.LostCheckpoint`,
+    training goes on, and the folder is deleted when the run is started again. After several in a row
+    `monitoring.RecordFailures` ends the run; after the last step Ray Train starts the workers again (`max_failures`).
+
     Args:
         train_step: what is saved.
         log: rank 0's metrics, whose attempt is part of a checkpoint's name; None on the other ranks.
@@ -347,6 +354,7 @@ class CheckpointManager:
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
         self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
         self.uploaded.set()
+        self.lost = None  # rank 0's: why the last checkpoint was lost
 
     def save(self, step: int) -> float:
         """Start to save; returns the seconds that training waited, the rest of the previous upload included."""
@@ -362,8 +370,6 @@ class CheckpointManager:
         parts = dict(model=state.model, optimizer=state.optimizer, ema=state.ema)
         finish = checkpoint.async_save(folder, **parts, step=step, group=self.group, stager=self.stager)
         self.uploaded.clear()
-        if self.log:
-            self.log.flush()
         ray.train.report(
             {"step": step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
@@ -377,12 +383,27 @@ class CheckpointManager:
         return time.perf_counter() - started
 
     def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-        """In Ray Train's thread: wait until the files are written, then copy them to `name` in the run's folder."""
+        """In Ray Train's thread: wait until the files are written, then copy them to `name` in the run's folder.
+
+        Raises nothing that the storage raises: Ray Train would call it again, or start all workers again.
+        """
         try:
             finish()
-            uri = storage.join(self.train_step.config.run_uri, name)
-            storage.copy_folder(local.path, uri)
-            return ray.train.Checkpoint(storage.open_filesystem(uri)[1], self.filesystem)
+            run_uri, error = self.train_step.config.run_uri, None
+            uri = storage.join(run_uri, name)
+            path = storage.open_filesystem(uri)[1]
+            try:
+                if self.log:
+                    storage.retry(self.log.flush)  # a run that resumes continues the step's samples_seen
+                storage.copy_folder(local.path, uri)
+            except OSError as refused:
+                error = f"{type(refused).__name__}: {refused}"
+            ranks = distributed.gather_objects(error, self.group) or []  # Ray Train goes by what rank 0 reports
+            self.lost = next((f"{name} could not be uploaded: {error}" for error in ranks if error), None)
+            if self.lost:
+                fault_tolerance.write_failure(run_uri, self.lost)
+                return fault_tolerance.LostCheckpoint(path, self.filesystem, self.lost)
+            return ray.train.Checkpoint(path, self.filesystem)
         finally:
             shutil.rmtree(local.path)
             self.uploaded.set()

@@ -139,6 +139,24 @@ def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
     return loop
 
 
+def loop_with_refused_uploads(attempt, steps):
+    """The worker loop, in which rank 1 cannot upload its part of the checkpoints of some steps, in one attempt."""
+    refused = [checkpoint.checkpoint_name(step, attempt) for step in steps]
+
+    def loop(values, **options):
+        copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
+
+        def copy_or_refuse(folder, uri):
+            if rank == 1 and storage.name(uri) in refused:
+                raise OSError("AWS Error SLOW_DOWN during PutObject operation: reduce your request rate")
+            copy_folder(folder, uri)
+
+        storage.copy_folder = copy_or_refuse
+        train.train_loop_per_worker(values, **options)
+
+    return loop
+
+
 def loop_with_nan(at_step, rank=1):
     """The worker loop, in which one rank's losses of a step are not a number, in every attempt."""
 

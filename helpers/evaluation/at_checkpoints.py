@@ -109,6 +109,8 @@ def validate(
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
     to_score = "to_score" in results.of_step(config.run_uri, step)
+    if not saved and not to_score:  # a `fault_tolerance.LostCheckpoint`
+        return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
     if newest > step and not to_score:
         return results.note(
             config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
@@ -196,7 +198,7 @@ def score_checkpoint(
     result = finish(result, pictures, to_score["prompts"], config, agreement)
     for uri in uris:
         storage.delete(uri)
-    if results.is_best(config, result):
+    if saved and results.is_best(config, result):  # a lost checkpoint is not kept
         checkpoint.keep_as_best(config.run_uri, storage.join(config.run_uri, name), name)
     return result
 

@@ -14,6 +14,7 @@ import ray
 import ray.train
 import ray.train.collective
 import torch
+from pyarrow import fs
 
 from .. import distributed, storage
 from ..training_config import TrainingConfig
@@ -179,15 +180,33 @@ class PreemptionNotice:
         return True
 
 
+class LostCheckpoint(ray.train.Checkpoint):
+    """What rank 0 reports to Ray Train for a checkpoint of which a worker could not upload its part; `why`: a sentence.
+
+    It is false: Ray Train takes the report for one without a checkpoint, and deletes no older checkpoint for it.
+    """
+
+    def __init__(self, path: str, filesystem: fs.FileSystem, why: str):
+        super().__init__(path, filesystem)
+        self.why = why
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def write_failure(run_uri: str, error: str) -> None:
-    """Record why workers were lost, in `failures/` of the run."""
-    folder, errors = storage.join(run_uri, "failures"), read_failures(run_uri)
-    if errors[-1:] != [error]:  # Ray Train may report a failure twice
-        storage.write_json(storage.join(folder, f"{len(errors) + 1:03d}.json"), {"error": error})
+    """Print why workers or a checkpoint were lost, and record it in `failures/` of the run if the storage takes it."""
+    print(error)
+    try:
+        errors = read_failures(run_uri)
+        if errors[-1:] != [error]:  # Ray Train may report a failure twice
+            storage.write_json(storage.join(run_uri, "failures", f"{len(errors) + 1:03d}.json"), {"error": error})
+    except OSError as refused:
+        print(f"This could not be recorded: {refused}")
 
 
 def read_failures(run_uri: str) -> list[str]:
-    """One short text for each group of workers that was lost, oldest first."""
+    """One short text for each group of workers and each checkpoint that was lost, oldest first."""
     return [storage.read_json(uri)["error"] for uri in storage.list_files(storage.join(run_uri, "failures"), ".json")]
 
 

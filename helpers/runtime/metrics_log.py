@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import threading
 import zlib
 from collections.abc import Iterable
 
@@ -13,6 +15,8 @@ import pandas as pd
 from .. import storage
 
 COLUMNS = ["step", "attempt", "loss", "samples_seen"]
+FLUSH_SECONDS = 15  # that a line for an object store waits for others, at most
+OBJECT_LINES = 1_000  # after which an object is followed by another one
 
 
 def samples_crc32(ids: Iterable) -> int:
@@ -23,9 +27,11 @@ def samples_crc32(ids: Iterable) -> int:
 class MetricsLog:
     """`metrics.jsonl` of a run, one line per step, written by rank 0.
 
-    On a disk lines are appended one by one. An object store cannot append: there the lines between two checkpoints are
-    one object, `metrics-{attempt}-{step}.jsonl`. Steps that are repeated after a failure have a higher `attempt`;
-    `read_metrics` takes the last.
+    On a disk each line is appended at once. An object store cannot append: there a thread replaces an object,
+    `metrics-{attempt}-{first step}.jsonl`, by a longer one, `FLUSH_SECONDS` after the first line that it lacks; once it
+    has `OBJECT_LINES` lines, another one follows. So a step's metrics can be read within 30 seconds, if the store
+    takes a write within 15, and a worker that is killed loses no more than these seconds. Lines that the store refuses
+    are written later. Steps that are repeated after a failure have a higher `attempt`; `read_metrics` takes the last.
     """
 
     def __init__(self, run_uri: str):
@@ -33,7 +39,8 @@ class MetricsLog:
         earlier = read_metrics(run_uri, all_attempts=True)
         self.attempt = 1 if earlier.empty else int(earlier["attempt"].max()) + 1
         self.samples_seen = {0: 0, **dict(zip(earlier["step"], earlier["samples_seen"], strict=True))}  # by step
-        self.unwritten = []  # lines, until the next checkpoint
+        self.lines = []  # of the newest object
+        self.flushing, self.timer = threading.Lock(), None
         self.file = None
         if storage.is_local(run_uri):
             path = storage.join(run_uri, "metrics.jsonl")
@@ -55,15 +62,29 @@ class MetricsLog:
         if self.file:
             self.file.write(json.dumps(finite) + "\n")
         else:
-            self.unwritten.append(json.dumps(finite) + "\n")
+            self.lines.append(json.dumps(finite) + "\n")
+            if self.timer is None:
+                self.timer = threading.Timer(FLUSH_SECONDS, self.flush_in_time)
+                self.timer.daemon = True
+                self.timer.start()
+
+    def flush_in_time(self) -> None:
+        """In the timer's thread; the next line starts another timer."""
+        self.timer = None
+        try:
+            self.flush()
+        except OSError as error:
+            print(f"The newest metrics are written later: {error}")
 
     def flush(self) -> None:
-        """Write the lines since the last checkpoint to the object store."""
-        if self.unwritten:
-            last = json.loads(self.unwritten[-1])["step"]
-            name = f"metrics-{self.attempt:04d}-{last:09d}.jsonl"
-            storage.write_text(storage.join(self.run_uri, name), "".join(self.unwritten))
-            self.unwritten = []
+        """Write all lines so far to the object store, from any thread; if it raises an OSError, the lines are kept."""
+        with self.flushing:
+            lines = self.lines[:]  # meanwhile `write` may add others
+            if lines:
+                name = f"metrics-{self.attempt:04d}-{json.loads(lines[0])['step']:09d}.jsonl"
+                storage.write_text(storage.join(self.run_uri, name), "".join(lines))
+            if len(lines) >= OBJECT_LINES:
+                del self.lines[: len(lines)]
 
 
 class MetricsReader:
@@ -71,30 +92,26 @@ class MetricsReader:
 
     def __init__(self, run_uri: str):
         self.run_uri = run_uri
-        self.position = 0  # in the local file
-        self.seen = set()  # objects that were read
+        self.positions = {}  # URI of a file: bytes that were read
 
     def read(self) -> list[dict]:
         """Records of steps since the last call, in the order of their lines; incomplete lines come in a later call."""
         text = ""
-        for uri in metrics_files(self.run_uri):
-            if storage.is_local(uri):
-                with open(uri) as file:
-                    file.seek(self.position)
-                    new = file.read()
+        for uri, size in metrics_files(self.run_uri).items():
+            position = self.positions.get(uri, 0)
+            if size > position:
+                new = storage.read_text(uri, position)
                 new = new[: new.rfind("\n") + 1]
-                self.position += len(new.encode())
+                self.positions[uri] = position + len(new)  # in ASCII
                 text += new
-            elif uri not in self.seen:
-                self.seen.add(uri)
-                text += storage.read_text(uri)
         # A killed worker's last line may be incomplete.
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def metrics_files(run_uri: str) -> list[str]:
-    """URIs of the files that hold a run's metrics."""
-    return [uri for uri in storage.list_files(run_uri, ".jsonl") if storage.name(uri).startswith("metrics")]
+def metrics_files(run_uri: str) -> dict[str, int]:
+    """{URI: bytes} of the files that hold a run's metrics, in the order of their lines."""
+    found = storage.sizes(run_uri, recursive=False).items()
+    return {storage.join(run_uri, name): size for name, size in found if re.fullmatch(r"metrics.*\.jsonl", name)}
 
 
 def read_metrics(run_uri: str, all_attempts: bool = False) -> pd.DataFrame:

@@ -22,6 +22,8 @@ from .. import storage
 from ..training_config import TrainingConfig
 from . import fault_tolerance, lease, metrics_log, ray_errors, results, tracking
 
+MAX_LOST = 3  # checkpoints in a row, after which a run ends
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
@@ -53,10 +55,23 @@ def raise_end(run_uri: str) -> Iterator[None]:
 
 
 class RecordFailures(ray.train.UserCallback):
-    """Ray Train's callback that records why workers were lost; `monitor_run` shows it."""
+    """Ray Train's callback that records why workers were lost; `monitor_run` shows it.
+
+    It ends the run when `MAX_LOST` checkpoints in a row were lost, whichever workers saved them: what is trained after
+    the last complete one is lost with them.
+    """
 
     def __init__(self, run_uri: str):
         self.run_uri = run_uri
+        self.lost = 0  # checkpoints since the last complete one
+
+    def after_report(self, run_context, metrics, checkpoint):
+        self.lost = self.lost + 1 if isinstance(checkpoint, fault_tolerance.LostCheckpoint) else 0
+        if self.lost == MAX_LOST:  # raised in Ray Train's controller, which then starts no workers again
+            raise RuntimeError(
+                f"{MAX_LOST} checkpoints in a row were lost; {checkpoint.why}: start the same command again when the "
+                "storage takes files; the run resumes from its last complete checkpoint."
+            )
 
     def after_exception(self, run_context, worker_exceptions):
         errors = [
@@ -180,7 +195,7 @@ def format_seconds(seconds: float) -> str:
 
 @contextlib.contextmanager
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
-    """Show a run's steps, loss, images/s, time left and lost workers while the block (`trainer.fit()`) runs.
+    """Show a run's progress and what it lost, workers and checkpoints, while the block (`trainer.fit()`) runs.
 
     Images/s are `metrics_log.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's

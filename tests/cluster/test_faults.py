@@ -13,6 +13,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import ray
+import ray.train
 from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
@@ -29,6 +30,7 @@ from tests.faults import (
     loop_with,
     loop_with_cut_off_upload,
     loop_with_nan,
+    loop_with_refused_uploads,
     loop_with_sick_device,
     loop_with_slow_parts,
     once,
@@ -90,6 +92,24 @@ def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, cap
     assert "bytes of" in checkpoint.find_corruption(torn)
     fit(config)
     assert not storage.exists(torn)
+
+
+def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_the_run(run, straight, capsys):
+    """One is kept: that of step 10, from which the same command goes on, with the same steps bit by bit.
+
+    The last one is lost too: the run has its result only after Ray Train starts the workers again.
+    """
+    config = run_of(run, "refused", max_failures=1, checkpoints_kept=1, checkpoint_every=5, validate_every=20)
+    ended = "3 checkpoints in a row were lost; checkpoint-000000025-001 .*: OSError: AWS Error SLOW_DOWN"
+    with pytest.raises(ray.train.ControllerError, match=ended), monitoring.monitor_run(config):
+        fit(config, loop=loop_with_refused_uploads(1, (5, 15, 20, 25)))
+    assert attempts_of(config) == [1] and train.last_step(config) == 10
+    said = capsys.readouterr().out
+    assert "lost: checkpoint-000000015-001 could not be uploaded: OSError: AWS Error SLOW_DOWN" in said
+    assert "evaluation of step 20 skipped: its checkpoint could not be uploaded" in said
+    fit(dataclasses.replace(config, validate_every=0), loop=loop_with_refused_uploads(2, (40,)))
+    assert attempts_of(config) == [1, 11, 36] and train.last_step(config) == 40
+    assert_same_run(config, straight)
 
 
 @slow

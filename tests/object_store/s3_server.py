@@ -36,6 +36,7 @@ class S3Server:
         requests: [(method, path with its query)] of all that came.
         failures: how many were answered by 500 or 503 on purpose.
         delay: seconds that every request waits; late_every, late_delay: every so many requests one waits longer.
+        refuse, refusals: how many writes to paths that match this pattern are still answered by 503.
         cut_every: every so many answers to a GET of an object one breaks off in its middle; 0: none.
     """
 
@@ -43,6 +44,7 @@ class S3Server:
         self.lock = threading.RLock()
         self.buckets, self.objects, self.uploads, self.completed = {bucket}, {}, {}, {}
         self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
+        self.refuse, self.refusals = "", 0
         self.delay, self.late_every, self.late_delay, self.cut_every, self.gets = 0, 0, 2, 0, 0
         self.httpd = None
 
@@ -135,6 +137,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             number = len(state.requests)
             fails = state.fail_every and number % state.fail_every == 0
             state.failures += bool(fails)
+            refused = self.command == "PUT" and state.refusals > 0 and bool(re.search(state.refuse, path))
+            state.refusals -= refused
+        if refused:
+            return self.error(503, "SlowDown")
         delay = state.late_delay if state.late_every and number % state.late_every == 0 else state.delay
         if delay:
             time.sleep(delay)

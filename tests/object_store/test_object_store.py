@@ -1,11 +1,13 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
 import pathlib
+import types
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray.train
 
 from helpers import checkpoint, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
@@ -13,7 +15,9 @@ from helpers.lesson import captioned_shapes
 from helpers.manifest import read_files, read_manifest
 from helpers.plan import load_plan
 from helpers.read import read_chunks, read_latents
+from helpers.runtime import fault_tolerance, metrics_log
 from tests.benchmarks import made_up
+from tests.faults import attempts_of, wait_until
 from tests.pipelines import assert_bare, encode, fit, short_run
 
 ROWS, STEPS = 300, 12
@@ -27,7 +31,7 @@ def server(store):
 @pytest.fixture(autouse=True)
 def faultless(server):
     yield
-    server.fail_every = 0
+    server.fail_every = server.refusals = 0
 
 
 # ---- files
@@ -112,6 +116,117 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
         vars(server).update(cut_every=0, late_every=0, late_delay=2)
 
 
+# ---- checkpoints and metrics
+
+
+@pytest.fixture
+def run_uri(server, tmp_path, monkeypatch):
+    """In a bucket of which each request is made once, and a refused copy tried again at once."""
+    server.buckets.add("impatient")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(storage, "PAUSES", (0.01,))
+    return f"s3://impatient/runs/{tmp_path.name}"
+
+
+@pytest.fixture
+def upload(run_uri, tmp_path, monkeypatch):
+    """`upload(name)`: what Ray Train's thread does with a checkpoint that is written, and what it then reports."""
+    run = types.SimpleNamespace(storage_filesystem=storage.open_filesystem(run_uri)[0])
+    context = types.SimpleNamespace(get_storage=lambda: run)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    config = TrainingConfig(storage="s3://impatient", run_name=tmp_path.name)
+    manager = train.CheckpointManager(types.SimpleNamespace(config=config), log=None)
+
+    def upload(name, is_best=False):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a").write_bytes(b"123")
+        storage.write_json(folder / checkpoint.PROGRESS, {"step": 10, "files": {"a": 3}})
+        reported = manager.upload(lambda: None, is_best, ray.train.Checkpoint(str(folder)), name)
+        assert not folder.exists() and manager.uploaded.is_set()
+        return reported
+
+    return upload
+
+
+def test_an_upload_that_fails_once_is_tried_again(server, upload, run_uri):
+    name = checkpoint.checkpoint_name(10, 1)
+    server.refuse, server.refusals = f"{name}/a", 1
+    assert upload(name) and server.refusals == 0
+    assert storage.name(checkpoint.last_complete(run_uri)) == name and fault_tolerance.read_failures(run_uri) == []
+
+
+def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload, run_uri, capsys):
+    names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20, 30)]
+    server.refuse, server.refusals = names[1], float("inf")
+    first, second, third = map(upload, names)
+    assert first and third and isinstance(second, fault_tolerance.LostCheckpoint) and not second
+    (sentence,) = fault_tolerance.read_failures(run_uri)
+    assert sentence.startswith(f"{names[1]} could not be uploaded: OSError: ") and "AWS Error SLOW_DOWN" in sentence
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_store_that_takes_no_copy_of_the_best_loses_no_checkpoint(server, upload, run_uri):
+    server.refuse, server.refusals = "best/", float("inf")
+    assert upload(checkpoint.checkpoint_name(10, 1), is_best=True)
+    (sentence,) = fault_tolerance.read_failures(run_uri)
+    assert "could not be copied to best/: " in sentence
+
+
+@pytest.fixture
+def log(run_uri, monkeypatch):
+    """Metrics in the store, written soon after a step."""
+    monkeypatch.setattr(metrics_log, "FLUSH_SECONDS", 0.01)
+    return metrics_log.MetricsLog(run_uri)
+
+
+def write(log, *steps):
+    for step in steps:
+        log.write(step, {"loss": 0.5}, ids=[step], num_kept=2)
+
+
+def steps_read(reader, count):
+    """The steps of the next `count` lines."""
+    lines = []
+    wait_until(lambda: lines.extend(reader.read()) or len(lines) >= count)
+    return [line["step"] for line in lines]
+
+
+def test_metrics_are_seen_soon_after_a_step_without_a_checkpoint(log):
+    """So a worker that is killed then has lost nothing."""
+    reader = metrics_log.MetricsReader(log.run_uri)
+    for steps in ([1, 2], [3]):
+        write(log, *steps)
+        assert steps_read(reader, len(steps)) == steps
+    again = metrics_log.MetricsLog(log.run_uri)
+    write(again, 3)
+    assert steps_read(reader, 1) == [3] and reader.read() == []
+    found = metrics_log.read_metrics(log.run_uri)
+    assert found[["attempt", "samples_seen"]].values.tolist() == [[1, 2], [1, 4], [2, 6]]
+
+
+def test_a_long_run_leaves_few_objects(log, monkeypatch):
+    monkeypatch.setattr(metrics_log, "OBJECT_LINES", 4)
+    reader, seen = metrics_log.MetricsReader(log.run_uri), []
+    for step in range(1, 11):
+        write(log, step)
+        log.flush()
+        seen += reader.read()
+    assert [line["step"] for line in seen] == list(range(1, 11)) == metrics_log.read_metrics(log.run_uri).step.tolist()
+    names = [storage.name(uri) for uri in metrics_log.metrics_files(log.run_uri)]
+    assert names == [f"metrics-0001-{first:09d}.jsonl" for first in (1, 5, 9)]
+
+
+def test_metrics_that_the_store_refuses_are_written_later(server, log, capsys):
+    """And no step waits for it."""
+    server.refuse, server.refusals = "metrics-", float("inf")
+    write(log, 1)
+    wait_until(lambda: "The newest metrics are written later: " in capsys.readouterr().out)
+    write(log, 2)
+    server.refusals = 0
+    assert steps_read(metrics_log.MetricsReader(log.run_uri), 2) == [1, 2]
+
+
 # ---- a job
 
 
@@ -178,14 +293,16 @@ def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
 
 
 def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
-    """While the store fails every tenth request."""
+    """While the store fails every tenth request, and one file of a checkpoint more often than its client asks."""
     values = {"checkpoint_every": 6, "max_failures": 1}
     config = short_run("s3://bucket/sd", "run", max_steps=STEPS, **values)
     server.fail_every = 10
+    server.refuse, server.refusals = "checkpoint-000000006.*distcp", storage.max_attempts()
     fit(config)
+    assert server.refusals == 0 and attempts_of(config) == [1]
     server.fail_every = 0
     assert_bare(config)
     names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
-    assert {"config.json", "metrics-0001-000000006.jsonl", "metrics-0001-000000012.jsonl"} <= set(names)
+    assert {"config.json", "metrics-0001-000000001.jsonl"} <= set(names)
     assert train.last_step(config) == STEPS
     assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
