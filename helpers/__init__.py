@@ -46,7 +46,7 @@ runtime/            support at run time
     profiling       where its time and FLOPs go
     fault_tolerance a worker that hangs, a sick device, spot notices
     ray_errors      what Ray's errors mean: was something lost?
-    throttle        keeps Ray Data's scheduling loop from taking a core from the trainer
+    throttle        keeps Ray Data's scheduling loop from taking a core from the trainer, and its memory small
 evaluation/         is the model getting better?
     prompts         prompts from a list, a file, COCO's captions
     scores          CLIP score and CMMD, and the CLIP model behind them

@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 from . import schema, storage
 from .manifest import RowRange, read_manifests
 from .plan import EpochOrder, Plan, Source
-from .runtime.throttle import SchedulerThrottle
+from .runtime.throttle import BlockStatsCleaner, SchedulerThrottle
 from .training_config import TrainingConfig
 
 UNIT, KEEP = "unit", "keep"
@@ -75,8 +75,9 @@ def build_dataset(
     read_planned = functools.partial(read_chunks, plan=shared, read=read, **steps)
     num_parts = -(-num_tasks // LISTED_TASKS)
     numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_parts == 1 else num_parts)
+    numbers.context.custom_execution_callback_classes = [BlockStatsCleaner]
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
-        numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
+        numbers.context.custom_execution_callback_classes.append(SchedulerThrottle)
         for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
             ray.remote(fetch_plan).remote([shared])
     if num_parts > 1:

@@ -1,6 +1,6 @@
 """What Ray Data's coordinator can do: units a second through empty stages, its memory while the trainers are slow.
 
-    python -m tests.benchmarks.executor_ceiling [--trainers 32] [--encoders 16] [--seconds 60]
+    python -m tests.benchmarks.executor_ceiling [--trainers 32] [--encoders 16] [--seconds 60] [--listed-tasks 100]
 
 One process, the coordinator of `streaming_split`, schedules every task of a run and hands out every block. First the
 stages of an online run, which do nothing here, with blocks as in the first phase of the full run: a unit of 128 rows of
@@ -9,7 +9,7 @@ scheduling loop, one thread, for each unit: in a second it passes on at most as 
 needs 46. The coordinator's other threads mostly wait for trainers, a hundred times a second for each that lacks data.
 
 Then 100,000 small reading tasks whose rows a trainer takes slowly: how many chunk numbers wait to be read, and the
-coordinator's memory.
+coordinator's memory. So that the bound is reached within the minute, `read.LISTED_TASKS` is a twentieth of its value.
 """
 
 import json
@@ -24,8 +24,10 @@ import pyarrow as pa
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
+from helpers import read
 from helpers.read import build_dataset
 from helpers.runtime import session
+from helpers.runtime.throttle import ExecutionCallback
 from tests.benchmarks import record
 from tests.unit.test_plan import plan_of
 
@@ -40,18 +42,16 @@ def watch(rows, file, most_bytes):
     `most_bytes`: how much data is prepared ahead, as `read.execution_options` says it.
     """
 
-    class Watch:
+    class Watch(ExecutionCallback):
         written = 0.0
-
-        def before_execution_starts(self, executor):
-            pass
 
         def on_execution_step(self, executor):
             if time.time() < self.written + 0.5:
                 return
-            self.written, stages, stats = time.time(), [], executor.get_stats()
+            self.written, stages, stats, kept = time.time(), [], executor.get_stats(), 0
             while stats.parents:
                 stages.append((stats.base_name, stats.extra_metrics))
+                kept += sum(map(len, stats.metadata.values()))
                 stats = stats.parents[0]
             numbers = next(metrics for name, metrics in stages if name.startswith("StreamingRepartition"))
             process = psutil.Process()
@@ -60,18 +60,13 @@ def watch(rows, file, most_bytes):
                 "units": stages[1][1]["num_task_outputs_generated"],
                 "waiting": numbers["num_external_outqueue_blocks"],
                 "queued": sum(metrics["num_external_outqueue_blocks"] for _, metrics in stages),
+                "kept": kept,  # blocks that were made and of which it still knows
                 "loop": time.thread_time(),  # the scheduling loop calls this
                 "process": sum(process.cpu_times()[:2]),
                 "mib": process.memory_info().rss / 2**20,
             }
             with open(file, "a") as lines:
                 lines.write(json.dumps(line) + "\n")
-
-        def after_execution_succeeds(self, executor):
-            pass
-
-        def after_execution_fails(self, executor, error):
-            pass
 
     rows.context.custom_execution_callback_classes = [*rows.context.custom_execution_callback_classes, Watch]
     limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
@@ -143,7 +138,7 @@ def run(rows, trainers, seconds, pause=0.0, most_bytes=2**30):
 
 
 def main():
-    given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0)
+    given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0, listed_tasks=100)
     session.connect(num_cpus=8)
     lines = run(online_rows(given.encoders), given.trainers, given.seconds)
     names = ("units", "loop", "process", "time")
@@ -151,6 +146,7 @@ def main():
     needed = IMAGES_PER_SECOND / BATCH * UNITS_PER_STEP
     print(f"{1000 * loop / units:.1f} ms of the loop's CPU a unit, {1000 * process / units:.1f} of its process's")
     print(f"{units / wall:.0f} units/s on these cores; at most {units / loop:.0f}; phase 1 needs {needed:.0f}")
+    read.LISTED_TASKS = given.listed_tasks
     held = run(small_tasks(), 1, given.seconds, pause=0.05, most_bytes=2**28)
     half = held[len(held) // 2]
     for name, line in {"at first": held[0], "half way": half, "at last": held[-1]}.items():

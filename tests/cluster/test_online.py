@@ -232,8 +232,9 @@ def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypat
             threading.Event().wait(0.01)
         if len(units) == 600:
             break
-    waiting = [line["waiting"] for line in executor_ceiling.seen(file)]
+    waiting, kept = ([line[name] for line in executor_ceiling.seen(file)] for name in ("waiting", "kept"))
     assert units == list(range(600)) and 50 < max(waiting) <= 100
+    assert kept != sorted(kept)  # it forgets what it has handed out
 
 
 @pytest.mark.parametrize("change", [{"random_crop": 0.9}, {"row_filter": "width > 8"}, {"horizontal_flip": False}])
