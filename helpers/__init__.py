@@ -48,7 +48,7 @@ runtime/            support at run time
     drain           taking a node out of Ray: EC2's interruption notice, a sick machine
     fault_tolerance a worker that hangs, a sick machine, preemption notices
     ray_errors      what Ray's errors mean: was something lost?
-    throttle        keeps Ray Data's scheduling loop from taking a core from the trainer
+    throttle        keeps Ray Data's scheduling loop from taking a core from the trainer, and its memory small
 evaluation/         is the model getting better?
     prompts         prompts from a list, a file, COCO's captions
     scores          CLIP score and CMMD, and the CLIP model behind them

@@ -26,11 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import ray.data
+from ray.actor import ActorHandle
 
 from . import schema, storage
 from .manifest import RowRange, read_manifests
 from .plan import EpochOrder, Plan, Source
-from .runtime.throttle import SchedulerThrottle
+from .runtime.throttle import BlockStatsCleaner, SchedulerThrottle
 from .training_config import TrainingConfig
 
 UNIT, KEEP = "unit", "keep"
@@ -38,7 +39,9 @@ OF_CAPTION = (schema.CAPTION, schema.EMBEDDINGS)  # columns of which a row has o
 # Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
 # that are small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
-LISTED_TASKS = 2_000  # Ray Data lists tasks before the first one starts, at about a millisecond each
+# Ray Data lists tasks before the first one starts, at about a millisecond each, and holds what a task gets, some 7 kB,
+# until it starts. The tasks of longer plans are made on the way, this many at a time.
+LISTED_TASKS = 2_000
 OWN_ORDER = 2**20  # up to this many row groups, each reading process computes and holds their order, 12 bytes each
 READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; no request is late before that
 # How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
@@ -71,14 +74,47 @@ def build_dataset(
     shared, num_tasks = share_plan(plan, chunks), max(1, -(-len(chunks) // chunks_per_task))
     steps = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step}
     read_planned = functools.partial(read_chunks, plan=shared, read=read, **steps)
-    numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_tasks <= LISTED_TASKS else 1)
+    num_parts = -(-num_tasks // LISTED_TASKS)
+    numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_parts == 1 else num_parts)
+    numbers.context.custom_execution_callback_classes = [BlockStatsCleaner]
     if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
-        numbers.context.custom_execution_callback_classes = [SchedulerThrottle]
+        numbers.context.custom_execution_callback_classes.append(SchedulerThrottle)
         for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
             ray.remote(fetch_plan).remote([shared])
-    if num_tasks > LISTED_TASKS:  # one task generates the chunk numbers, a few tasks ahead
+    if num_parts > 1:
+        position = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ReadPosition).remote()
+        hold = functools.partial(hold_back, position=position)
+        numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
         numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
+        read_planned = functools.partial(move_on, position=position, read_planned=read_planned)
     return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
+
+
+class ReadPosition:
+    """The newest chunk number that a task has begun to read, as an actor.
+
+    Ray Data bounds its queues in bytes only. A chunk number has eight, so nothing else would hold back the tasks that
+    make them. If the actor is lost, its successor learns the position from the next task that begins.
+    """
+
+    number = 0
+
+    def reach(self, number: int = 0) -> int:
+        self.number = max(self.number, number)
+        return self.number
+
+
+def hold_back(batch: dict, *, position: ActorHandle) -> dict:
+    """For `map_batches`: the chunk numbers in `batch["id"]`, once a task reads one of as many numbers before them."""
+    while ray.get(position.reach.remote()) < batch["id"][0] - len(batch["id"]):
+        time.sleep(1)
+    return batch
+
+
+def move_on(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
+    """`read_planned(batch)`, of which `hold_back` learns."""
+    position.reach.remote(int(batch["id"][-1]))
+    return read_planned(batch)
 
 
 def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:

@@ -23,6 +23,7 @@ from helpers.manifest import read_manifests
 from helpers.plan import load_plan
 from helpers.read import build_dataset, execution_options, join_blocks, worker_units
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from tests.benchmarks import executor_ceiling
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
 from tests.pipelines import assert_bare, fit, online_stream, short_run
 from tests.unit.test_plan import plan_of
@@ -216,6 +217,24 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     while taken < 2 * ahead:  # what was made ahead is used, and more is made
         taken += len(next(blocks))
     assert encoded_when_it_stops() - taken < 1.5 * ahead
+
+
+@slow
+def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypatch):
+    """Of 100,000 small reading tasks, whose numbers have too few bytes for Ray Data to hold them back."""
+    monkeypatch.setattr(read, "LISTED_TASKS", 50)
+    rows, file, units = executor_ceiling.small_tasks(), tmp_path / "seen", []
+    executor_ceiling.watch(rows, file, most_bytes=2**26)
+    (feed,) = rows.streaming_split(1, equal=True)
+    for block in feed.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        units.append(block["unit"][0].as_py())
+        while len(executor_ceiling.seen(file)) < 10 + len(units) // 10:
+            threading.Event().wait(0.01)
+        if len(units) == 600:
+            break
+    waiting, kept = ([line[name] for line in executor_ceiling.seen(file)] for name in ("waiting", "kept"))
+    assert units == list(range(600)) and 50 < max(waiting) <= 100
+    assert kept != sorted(kept)  # it forgets what it has handed out
 
 
 @pytest.mark.parametrize("change", [{"random_crop": 0.9}, {"row_filter": "width > 8"}, {"horizontal_flip": False}])

@@ -181,3 +181,21 @@ def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
     written.write_text("the whole notebook")
     at_exit[0]()
     assert storage.read_text(str(tmp_path / "run" / "executed.ipynb")) == "the whole notebook"
+
+
+@pytest.mark.parametrize("notebook", [PREPROCESSING, TRAINING, ONLINE])
+def test_the_head_of_a_full_run_builds_no_unet(notebook):
+    """Cells hand functions that do to a GPU's machine, by `session.run_on_device`."""
+    builders = {"TrainStep", "build_unet", "build_model", "load_unet", "build_pipeline", "export_checkpoint"}
+    builders |= {"load_pipeline", "StableDiffusionPipeline"}
+
+    def called_here(node):
+        """The names that a cell calls itself, not in a function that it defines."""
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            return set()
+        names = {name for child in ast.iter_child_nodes(node) for name in called_here(child)}
+        return names | (set(ast.unparse(node.func).split(".")) if isinstance(node, ast.Call) else set())
+
+    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
+        if cell["cell_type"] == "code" and "by-hand" not in cell["metadata"].get("tags", []):  # those use the tiny one
+            assert not called_here(ast.parse("".join(cell["source"]))) & builders

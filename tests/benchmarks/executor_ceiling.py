@@ -1,0 +1,175 @@
+"""What Ray Data's coordinator can do: units a second through empty stages, its memory while the trainers are slow.
+
+    python -m tests.benchmarks.executor_ceiling [--trainers 32] [--encoders 16] [--seconds 60] [--listed-tasks 100]
+
+One process, the coordinator of `streaming_split`, schedules every task of a run and hands out every block. First the
+stages of an online run, which do nothing here, with blocks as in the first phase of the full run: a unit of 128 rows of
+a global batch of 4,096. A few cores cannot be 32 trainers and their encoders, so what counts is the CPU time of the
+scheduling loop, one thread, for each unit: in a second it passes on at most as many units as that goes into. Phase 1
+needs 46. The coordinator's other threads mostly wait for trainers, a hundred times a second for each that lacks data.
+
+Then 100,000 small reading tasks whose rows a trainer takes slowly: how many chunk numbers wait to be read, and the
+coordinator's memory. So that the bound is reached within the minute, `read.LISTED_TASKS` is a twentieth of its value.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+
+import psutil
+import pyarrow as pa
+from ray import cloudpickle
+from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
+
+from helpers import read
+from helpers.read import build_dataset
+from helpers.runtime import session
+from helpers.runtime.throttle import ExecutionCallback
+from tests.benchmarks import record
+from tests.unit.test_plan import plan_of
+
+BATCH, UNITS_PER_STEP, IMAGES_PER_SECOND = 4096, 32, 5908  # `profiles/full-sd2-256.yaml`
+# Workers cannot import this module: what they need of it travels with the function that they run.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def watch(rows, file, most_bytes):
+    """Have the coordinator append to `file`, every half second, what it has done, holds and took.
+
+    `most_bytes`: how much data is prepared ahead, as `read.execution_options` says it.
+    """
+
+    class Watch(ExecutionCallback):
+        written = 0.0
+
+        def on_execution_step(self, executor):
+            if time.time() < self.written + 0.5:
+                return
+            self.written, stages, stats, kept = time.time(), [], executor.get_stats(), 0
+            while stats.parents:
+                stages.append((stats.base_name, stats.extra_metrics))
+                kept += sum(map(len, stats.metadata.values()))
+                stats = stats.parents[0]
+            numbers = next(metrics for name, metrics in stages if name.startswith("StreamingRepartition"))
+            process = psutil.Process()
+            line = {
+                "time": self.written,
+                "units": stages[1][1]["num_task_outputs_generated"],
+                "waiting": numbers["num_external_outqueue_blocks"],
+                "queued": sum(metrics["num_external_outqueue_blocks"] for _, metrics in stages),
+                "kept": kept,  # blocks that were made and of which it still knows
+                "loop": time.thread_time(),  # the scheduling loop calls this
+                "process": sum(process.cpu_times()[:2]),
+                "mib": process.memory_info().rss / 2**20,
+            }
+            with open(file, "a") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+    rows.context.custom_execution_callback_classes = [*rows.context.custom_execution_callback_classes, Watch]
+    limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
+    rows.context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
+
+
+def seen(file):
+    """What `watch` has written."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def read_nothing(ranges, source):
+    num_rows = sum(rows.num_rows for rows in ranges)
+    return pa.table({"id": range(num_rows), "keep": [True] * num_rows})
+
+
+def pass_on(rows):
+    return rows
+
+
+class Encoder:
+    def __call__(self, rows):
+        return rows
+
+
+def online_rows(encoders):
+    """The stages of `stream` in Online_Preprocessing_and_Training.ipynb; they read, transform and encode nothing."""
+    plan = plan_of(["a"], [[64] * 400_000], BATCH // UNITS_PER_STEP, UNITS_PER_STEP, chunk_units=1)
+    rows = build_dataset(plan, 0, plan.steps_per_epoch, read_nothing)
+    rows = rows.map_batches(pass_on, batch_size=None, batch_format="pyarrow", compute=TaskPoolStrategy(encoders))
+    pool = {"compute": ActorPoolStrategy(size=encoders), "num_cpus": 0.01}
+    return rows.map_batches(Encoder, batch_size=plan.block_rows, batch_format="pyarrow", **pool)
+
+
+def read_little(ranges, source):
+    rows = read_nothing(ranges, source)
+    return rows.append_column("latents", pa.array([bytes(20_000)] * len(rows)))
+
+
+def small_tasks(num_tasks=100_000):
+    """Rows of tasks that read four units of eight rows each."""
+    plan = plan_of(["a"], [[64] * (num_tasks // 2)], 8, 1, chunk_units=1)
+    return build_dataset(plan, 0, plan.steps_per_epoch, read_little)
+
+
+def consume(shard, ended, pause):
+    for _ in shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+        if ended.wait(pause):
+            return
+
+
+def run(rows, trainers, seconds, pause=0.0, most_bytes=2**30):
+    """What the coordinator wrote while `trainers` threads took the rows, without its first ten seconds of blocks."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, ended = pathlib.Path(folder, "seen"), threading.Event()
+        watch(rows, file, most_bytes)
+        shards = rows.streaming_split(trainers, equal=True)
+        threads = [threading.Thread(target=consume, args=(shard, ended, pause)) for shard in shards]
+        for thread in threads:
+            thread.start()
+        while not (lines := [line for line in seen(file) if line["units"]]):
+            time.sleep(1)
+        time.sleep(seconds + 10)
+        ended.set()
+        lines = [line for line in seen(file) if line["time"] > lines[0]["time"] + 10]
+        for thread in threads:
+            thread.join()
+    return lines
+
+
+def main():
+    given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0, listed_tasks=100)
+    session.connect(num_cpus=8)
+    lines = run(online_rows(given.encoders), given.trainers, given.seconds)
+    names = ("units", "loop", "process", "time")
+    units, loop, process, wall = (lines[-1][name] - lines[0][name] for name in names)
+    needed = IMAGES_PER_SECOND / BATCH * UNITS_PER_STEP
+    print(f"{1000 * loop / units:.1f} ms of the loop's CPU a unit, {1000 * process / units:.1f} of its process's")
+    print(f"{units / wall:.0f} units/s on these cores; at most {units / loop:.0f}; phase 1 needs {needed:.0f}")
+    read.LISTED_TASKS = given.listed_tasks
+    held = run(small_tasks(), 1, given.seconds, pause=0.05, most_bytes=2**28)
+    half = held[len(held) // 2]
+    for name, line in {"at first": held[0], "half way": half, "at last": held[-1]}.items():
+        print(f"{name}: {line['waiting']:,} chunk numbers wait, of {line['queued']:,} blocks; {line['mib']:.0f} MiB")
+    record.write(
+        "executor_ceiling",
+        {
+            f"units/s through empty stages to {given.trainers} trainers, by the CPU time of the loop": (
+                f"at most {units / loop:.0f}, {units / loop / needed:.1f} times what phase 1 needs ({needed:.0f}); "
+                f"{units / wall:.0f} on these cores"
+            ),
+            "a coordinator with 100,000 small reading tasks and a slow trainer": (
+                f"at most {max(line['waiting'] for line in held):,} chunk numbers wait; {held[-1]['mib']:.0f} MiB, "
+                f"{held[-1]['mib'] - half['mib']:+.0f} in the second half"
+            ),
+        },
+        units=units,
+        loop_seconds=loop,
+        process_seconds=process,
+        seconds=wall,
+        slow_trainer=held,
+    )
+
+
+if __name__ == "__main__":
+    main()
