@@ -21,6 +21,7 @@ import time
 
 import psutil
 import pyarrow as pa
+import ray
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
@@ -118,36 +119,37 @@ def consume(shard, ended, pause):
             return
 
 
-def run(rows, trainers, seconds, pause=0.0, most_bytes=2**30):
+def run(rows, file, trainers, seconds, pause=0.0, most_bytes=2**30):
     """What the coordinator wrote while `trainers` threads took the rows, without its first ten seconds of blocks."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, ended = pathlib.Path(folder, "seen"), threading.Event()
-        watch(rows, file, most_bytes)
-        shards = rows.streaming_split(trainers, equal=True)
-        threads = [threading.Thread(target=consume, args=(shard, ended, pause)) for shard in shards]
-        for thread in threads:
-            thread.start()
-        while not (lines := [line for line in seen(file) if line["units"]]):
-            time.sleep(1)
-        time.sleep(seconds + 10)
-        ended.set()
-        lines = [line for line in seen(file) if line["time"] > lines[0]["time"] + 10]
-        for thread in threads:
-            thread.join()
-    return lines
+    watch(rows, file, most_bytes)
+    ended, shards = threading.Event(), rows.streaming_split(trainers, equal=True)
+    threads = [threading.Thread(target=consume, args=(shard, ended, pause)) for shard in shards]
+    for thread in threads:
+        thread.start()
+    while not (lines := [line for line in seen(file) if line["units"]]):
+        time.sleep(1)
+    time.sleep(seconds + 10)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    end = lines[0]["time"] + 10 + seconds
+    return [line for line in seen(file) if end - seconds < line["time"] < end]
 
 
 def main():
     given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0, listed_tasks=100)
     session.connect(num_cpus=8)
-    lines = run(online_rows(given.encoders), given.trainers, given.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder, name) for name in ("ceiling", "slow")]
+        lines = run(online_rows(given.encoders), files[0], given.trainers, given.seconds)
+        read.LISTED_TASKS = given.listed_tasks
+        held = run(small_tasks(), files[1], 1, given.seconds, pause=0.05, most_bytes=2**26)
+        ray.shutdown()  # the coordinators write into the folder
     names = ("units", "loop", "process", "time")
     units, loop, process, wall = (lines[-1][name] - lines[0][name] for name in names)
     needed = IMAGES_PER_SECOND / BATCH * UNITS_PER_STEP
     print(f"{1000 * loop / units:.1f} ms of the loop's CPU a unit, {1000 * process / units:.1f} of its process's")
     print(f"{units / wall:.0f} units/s on these cores; at most {units / loop:.0f}; phase 1 needs {needed:.0f}")
-    read.LISTED_TASKS = given.listed_tasks
-    held = run(small_tasks(), 1, given.seconds, pause=0.05, most_bytes=2**28)
     half = held[len(held) // 2]
     for name, line in {"at first": held[0], "half way": half, "at last": held[-1]}.items():
         print(f"{name}: {line['waiting']:,} chunk numbers wait, of {line['queued']:,} blocks; {line['mib']:.0f} MiB")
