@@ -189,6 +189,7 @@ def score_checkpoint(
 ) -> dict[str, Any]:
     """Score what the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is better."""
     config, name = TrainingConfig.from_dict(config), storage.name(saved.path)
+    checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
     result = results.of_step(config.run_uri, step_of_name(name))
     to_score = result.pop("to_score")
@@ -198,8 +199,8 @@ def score_checkpoint(
     result = finish(result, pictures, to_score["prompts"], config, agreement)
     for uri in uris:
         storage.delete(uri)
-    if saved and results.is_best(config, result):  # a lost checkpoint is not kept
-        checkpoint.keep_as_best(config.run_uri, storage.join(config.run_uri, name), name)
+    if results.is_best(config, result) and checkpoint.find_corruption(checkpoint_uri) is None:
+        checkpoint.keep_as_best(config.run_uri, checkpoint_uri, name)
     return result
 
 

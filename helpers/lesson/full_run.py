@@ -82,7 +82,7 @@ _WHY = {
     "checkpoints and validation": {
         "checkpoint_every": "about half an hour of work at risk",
         "checkpoints_kept": "the newest may be incomplete",
-        "validate_every": "at each checkpoint, as MosaicML",
+        "validate_every": "every half hour, then every two hours",
         "validation_share": "still 79,000 of 790 M rows",
         "clip_model": "for photographs; tiny-clip knows drawn pictures",
     },
