@@ -264,7 +264,7 @@ def describe(config: PreprocessingConfig) -> dict:
             )
     with torch.inference_mode():
         empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
-    _, columns, precision = encoder.arguments(config)
+    _, columns, precision, _ = encoder.arguments(config)
     return {
         "encoder": {"model": model, "revision": commit or hash_files(model), "precision": precision},
         "columns": columns,
