@@ -45,7 +45,7 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTex
     return CLIPTextModel.from_pretrained(folder, **options).eval().requires_grad_(False)
 
 
-def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str]:
+def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str, dict[str, bool]]:
     """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the model's configs; no weights are read.
 
     `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does.
@@ -68,7 +68,8 @@ def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema
         schema.ColumnSpec(schema.numbered(schema.EMBEDDINGS, number), text_shape, config.text_precision)
         for number in range(1, 1 + (num_captions or config.captions_encoded))
     ]
-    return model, columns, config.encoder_precision
+    kernels = {"compiled": config.compile_encoder, "channels_last": config.channels_last}
+    return model, columns, config.encoder_precision, kernels
 
 
 class Encoder:
@@ -82,9 +83,21 @@ class Encoder:
             tens of times slower, they compute in fp32.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
+        compiled: `torch.compile` the VAE's encoder, once for each shape. It gets full batches only: a smaller one is
+            filled up with black pictures, so give `batch_size`.
+        channels_last: the VAE's memory layout is (B, H, W, C).
     """
 
-    def __init__(self, model: str, precision: str = "fp32", *, num_threads: int = 1, batch_size: int | None = None):
+    def __init__(
+        self,
+        model: str,
+        precision: str = "fp32",
+        *,
+        num_threads: int = 1,
+        batch_size: int | None = None,
+        compiled: bool = False,
+        channels_last: bool = False,
+    ):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
@@ -93,6 +106,12 @@ class Encoder:
         self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
+        self.compiled = compiled
+        if channels_last:
+            self.vae.to(memory_format=torch.channels_last)
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64
+            self.vae.encoder.compile(dynamic=False)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Encode a batch: pixels become latents, caption ids become embeddings, other values stay.
@@ -138,7 +157,10 @@ class Encoder:
         size = self.batch_size or len(inputs)
         for start in range(0, len(inputs), size):
             # np.array copies: Ray's object store gives read-only views
-            values_BX = encode(torch.from_numpy(np.array(inputs[start : start + size])).to(self.device))
+            inputs_BX = torch.from_numpy(np.array(inputs[start : start + size]))
+            missing = size - len(inputs_BX) if self.compiled else 0
+            inputs_BX = torch.cat([inputs_BX, inputs_BX.new_zeros(missing, *inputs_BX.shape[1:])])
+            values_BX = encode(inputs_BX.to(self.device))[: size - missing]
             finite.append(values_BX.isfinite().flatten(1).all(dim=1).cpu().numpy())
             values.append(values_BX.cpu().numpy())
         return np.concatenate(values), np.concatenate(finite)
@@ -150,10 +172,11 @@ class LatentEncoder:
     Args:
         model, precision, options: `Encoder`'s. The manifest names the `precision` that was asked for.
         columns: what to make of each row (`arguments`).
+        kernels: more of `Encoder`'s, apart because Ray Data's `fn_constructor_args` are positional.
     """
 
-    def __init__(self, model: str, columns: list[schema.ColumnSpec], precision: str = "fp32", **options):
-        self.encoder, self.columns = Encoder(model, precision, **options), columns
+    def __init__(self, model: str, columns: list[schema.ColumnSpec], precision: str = "fp32", kernels=None, **options):
+        self.encoder, self.columns = Encoder(model, precision, **(kernels or {}), **options), columns
         self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
         resolutions = [spec.resolution for spec in columns if spec.resolution]
         self.several_shapes = len(resolutions) > len(set(resolutions))

@@ -256,7 +256,7 @@ def describe(config: PreprocessingConfig) -> dict:
     model = hub.pin_model(config.encoder_model, parameter="encoder_model")
     pinned = dataclasses.replace(config, encoder_model=model, encoder_revision=None)
     try:
-        _, columns, precision = encoder.arguments(pinned, config.num_captions)
+        _, columns, precision, _ = encoder.arguments(pinned, config.num_captions)
         vae_config = AutoencoderKL.load_config(images.model_folder(model, "vae/config.json"), subfolder="vae")
         tokenizer, text_encoder = images.load_tokenizer(model), encoder.load_text_encoder(model)
     except (OSError, ValueError) as error:

@@ -81,6 +81,7 @@ class PreprocessingConfig(Parameters):
     )
     encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
     encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
+    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of pictures")
     # the output
     latents: Literal["moments", "mean"] = stored("moments", 'the VAE\'s mean and std, or "mean": half the space')
     text_precision: Literal["fp16", "fp8"] = stored("fp16", 'of stored captions; "fp8": half the space')

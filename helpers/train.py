@@ -29,7 +29,7 @@ from .read import join_blocks, latents_dataset, worker_units
 from .runtime import fault_tolerance
 from .runtime.meter import Meter
 from .runtime.metrics_log import MetricsLog
-from .train_step import TrainStep, Unit
+from .train_step import TrainStep, Unit, choose_kernels
 from .training_config import TrainingConfig
 
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
@@ -53,6 +53,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
+    choose_kernels(config)  # before the first matrix product, which fixes cuBLAS's workspace
     if fault_tolerance.end_if_sick(config, device):
         return
     train_step = TrainStep(config, manifest, device)

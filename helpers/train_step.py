@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.backends import cuda
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -99,6 +101,34 @@ def to_tensor(values: np.ndarray) -> torch.Tensor:
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
+def choose_kernels(config: TrainingConfig) -> None:
+    """Set what `cudnn_benchmark`, `attention` and `deterministic` say, for the whole process.
+
+    `deterministic` takes only operations that give the same bits each time, or raises: cuBLAS with workspaces of a
+    fixed size (if nothing was multiplied on the GPU before), convolutions that are not chosen by their time, attention
+    by plain matrix products, which keep all scores in memory. What is the same, bit by bit:
+
+    | | CPUs, tested, eager | CUDA GPUs, untested |
+    |---|---|---|
+    | rows, timesteps, dropped captions, first weights, on any number of workers | yes | yes: CPUs make them |
+    | a row's noise at a step, on any number of workers | yes | yes, on GPUs of one kind; a CPU's differs |
+    | a run that is done again on as many workers | yes | with `deterministic`, same GPUs and versions |
+    | a run that is resumed on as many workers | yes, but for "ddp" on more than two | likewise |
+    | a run on other workers, or with other micro-batches | no: losses within 1e-5 | no |
+    """
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    # What the chosen one does not take is left to plain matrix products.
+    kernel = "plain" if config.deterministic else config.attention
+    cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
+    cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
+    # Caches of compiled graphs would not ask which kernel was chosen.
+    torch.compiler.config.cache_key_tag = config.attention
+
+
 class TrainStep:
     """The state of training on one worker: U-Net, optimizer, EMA; `step` trains on one global batch.
 
@@ -116,6 +146,7 @@ class TrainStep:
         device: torch.device | str = "cpu",
         profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
+        choose_kernels(config)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)

@@ -96,7 +96,11 @@ class TrainingConfig(Parameters):
     strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = free("ddp", 'or sharded: "fsdp", "fsdp-full", "hsdp"')
     compile_unet: Switch = free(False, "torch.compile of the U-Net's blocks")
     precision: Literal["fp32", "bf16"] = learned("fp32", 'or "bf16", for matrix products; with fsdp for norms too')
-    channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
+    cudnn_benchmark: Switch = free(False, "cuDNN times its convolutions at each new shape and keeps the fastest")
+    attention: Literal["auto", "cudnn", "flash", "efficient"] = free(
+        "auto", 'kernel of attention on a GPU: PyTorch\'s choice, or "cudnn", "flash", "efficient"'
+    )
+    deterministic: Switch = free(False, "the same bits in every run on GPUs of one kind; slow, and untested on GPUs")
     activation_checkpointing: Switch = free(False, "recompute activations in the backward pass to save memory")
     # safety
     checkpoint_every: Count = free(250, "steps between checkpoints")
@@ -139,6 +143,10 @@ class TrainingConfig(Parameters):
                 "validation runs on checkpoints, beside the training (0: never)."
             )
         self.check_objective()
+        defaults = {"compile_unet": False, "cudnn_benchmark": False, "attention": "auto"}
+        chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
+        if self.deterministic and chosen:
+            raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")
         if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
             raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
         if self.best_by.startswith("validation_set") and not self.validation_uri:

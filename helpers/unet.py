@@ -62,8 +62,8 @@ def has_compiler() -> bool:
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
-def compile_blocks(unet: UNet2DConditionModel, mode: str | None = None) -> UNet2DConditionModel:
-    """Compile the down, mid and up blocks in place, one by one; `mode` as `torch.compile` takes it.
+def compile_blocks(unet: UNet2DConditionModel) -> UNet2DConditionModel:
+    """Compile the down, mid and up blocks in place, one by one.
 
     As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and
     parameter names do not change. Each block is compiled once for each size of its input, in one piece: TorchDynamo
@@ -73,10 +73,16 @@ def compile_blocks(unet: UNet2DConditionModel, mode: str | None = None) -> UNet2
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
-    for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
-        # Blocks of one class share their code. By default TorchDynamo counts their graphs together, stops at eight, and
-        # compiles for symbolic sizes, for which Inductor chooses worse memory layouts.
-        block.compile(mode=mode, dynamic=False, isolate_recompiles=True, recompile_limit=64)
+    blocks = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+    # Blocks of one class share their code. By default TorchDynamo counts their graphs together, stops at eight, and
+    # compiles for symbolic sizes, for which Inductor chooses worse memory layouts.
+    try:
+        for block in blocks:
+            block.compile(dynamic=False, isolate_recompiles=True, recompile_limit=64)
+    except TypeError:  # PyTorch 2.11 always counts them together
+        torch._dynamo.config.recompile_limit = 64 * len(blocks)
+        for block in blocks:
+            block.compile(dynamic=False)
     return unet
 
 
@@ -188,12 +194,21 @@ def shard_size(device: torch.device | str) -> int:
     """How many ranks hold one copy of the weights between them under "hsdp": the ranks of a node.
 
     With nodes of different sizes, their greatest common divisor: the ranks of a node are consecutive, so no shard group
-    spans two nodes.
+    spans two nodes. Where that is 1, all ranks, as under "fsdp": whole weights on each may not fit. Rank 0 says so.
     """
-    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), device=device)
-    ranks_by_rank = [torch.zeros_like(ranks_here) for _ in range(world_size())]
+    world = world_size()
+    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world)), device=device)
+    ranks_by_rank = [torch.zeros_like(ranks_here) for _ in range(world)]
     dist.all_gather(ranks_by_rank, ranks_here)
-    return math.gcd(*map(int, ranks_by_rank))
+    nodes = []  # ranks of each
+    while sum(nodes) < world:
+        nodes.append(int(ranks_by_rank[sum(nodes)]))
+    size = math.gcd(*nodes)
+    if len(set(nodes)) > 1:
+        size = size if size > 1 else world
+        if rank() == 0:
+            print(f"strategy='hsdp' shards over groups of {size} ranks, as the nodes have {nodes}: give each as many.")
+    return size
 
 
 def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str):

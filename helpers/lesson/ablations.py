@@ -61,7 +61,7 @@ def random_batch(
 
 
 def time_steps(train_step: TrainStep, units: list[Unit], steps: int, warm_up: int) -> list[float]:
-    """Seconds of each of `steps` training steps on one batch, the GPU's work included, after `warm_up` others."""
+    """Seconds of each of `warm_up + steps` training steps on one batch, the GPU's work included."""
     seconds = []
     for step in range(warm_up + steps):
         started = time.perf_counter()
@@ -69,7 +69,7 @@ def time_steps(train_step: TrainStep, units: list[Unit], steps: int, warm_up: in
         if train_step.device.type == "cuda":
             torch.cuda.synchronize(train_step.device)
         seconds.append(time.perf_counter() - started)
-    return seconds[warm_up:]
+    return seconds
 
 
 def measure_step(
@@ -78,13 +78,12 @@ def measure_step(
     *,
     steps: int = 20,
     warm_up: int = 5,
-    prepare: Callable[[TrainStep], object] | None = None,
 ) -> dict:
     """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
 
-    EMA is off. `prepare(train_step)` is called before the first step. Keys: "images/s", "ms a step", "MFU" (NaN if the
-    hardware's peak is not known), "peak memory, GiB", "communication" (share that does not overlap with compute), and
-    "kinds", the time by category.
+    EMA is off. Keys: "images/s", "ms a step", "MFU" (NaN if the hardware's peak is not known), "peak memory, GiB",
+    "communication" (share that does not overlap with compute), "first step, s", which compiles, and "kinds", the time
+    by category.
     """
     world = distributed.world_size()
     # A large U-Net would diverge on noise at the lesson's learning rate.
@@ -94,9 +93,8 @@ def measure_step(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     train_step = TrainStep(config, manifest, device)
-    if prepare:
-        prepare(train_step)
-    seconds = statistics.median(time_steps(train_step, units, steps, warm_up))
+    first, *others = time_steps(train_step, units, steps, warm_up)
+    seconds = statistics.median(others[-steps:])
     with meter.profiled(device) as events:
         train_step.step(warm_up + steps, units)
     latents_shape = manifest.latents(config.largest_resolution).shape[1:]
@@ -108,6 +106,7 @@ def measure_step(
         "MFU": flops * rate / world / peak if peak else float("nan"),
         "peak memory, GiB": meter.peak_memory(device) / 2**30,
         "communication": meter.exposed_communication(events) if world > 1 else 0.0,
+        "first step, s": first,
         "kinds": profiling.time_by_category(events).to_dict("records"),
     }
     del train_step
@@ -138,7 +137,7 @@ def ablation(
             continue
         result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")
-        result.pop("kinds")
+        del result["kinds"], result["first step, s"]
         first = rows[0]["images/s"] if rows else rate
         rows.append({"setting": name, "images/s": rate, "speedup": rate / first, **result})
         done(rows)

@@ -1,10 +1,12 @@
-"""Everything about one GPU in nine minutes: the training step at both sizes, encoding, and checks; JSON and Markdown.
+"""Everything about one GPU, in calls of at most nine minutes each; JSON and Markdown.
 
-    python -m tests.benchmarks.gpu_all [--minutes 9] [--parts step-512 encode step-256 checks]
+    python -m tests.benchmarks.gpu_all                                  # lists the calls
+    python -m tests.benchmarks.gpu_all checks-eager --out FOLDER        # one of them, or several
+    python -m tests.benchmarks.gpu_all --merge FOLDER [FOLDER ...]      # their results, wherever they were written
 
-Each part is a process of its own (`gpu_step`, `gpu_encode`, `gpu_checks`), so one that crashes or hangs costs its own
-time only. `gpu_all.json` and `gpu_all.md` are written into `tests/benchmarks/results`, or the folder BENCHMARK_RESULTS,
-every few seconds while the parts run, so that what was measured survives whatever ends this process.
+The cheap calls come first: those that compile nothing, then those that compile for minutes when no cache is there. Each
+part is a process of its own (`gpu_checks`, `gpu_step`, `gpu_encode`), which writes each result when it is there into
+FOLDER/PART; after --minutes it is ended, whatever it does. `--merge` makes `gpu_all.json` and `gpu_all.md`, in --out.
 """
 
 import argparse
@@ -14,8 +16,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
-import time
 
 import pandas as pd
 
@@ -24,123 +24,109 @@ from tests.benchmarks import record
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A benchmark to run: its module, its arguments, its share of the time, and what to try it on a CPU with."""
+    """A benchmark's module, its arguments, and those to try it on a CPU with."""
 
     module: str
     arguments: str
-    share: float
     on_cpu: str
-    takes_minutes: bool = True
 
 
+TINY_STEP = "--unet tiny --resolution 32 --batch 2 4 --steps 1"
+TINY_ENCODE = "--model tiny-sd --resolutions 32 --batch 2 --seconds 0.05"
+TINY_CHECKS = "--unet tiny --resolution 32"
 PARTS = {
-    "step-512": Part(
-        "gpu_step",
-        "--resolution 512 --batch 64 96 128",
-        0.42,
-        "--unet tiny --resolution 32 --batch 2 --steps 1",
-    ),
-    "encode": Part(
-        "gpu_encode",
-        "",
-        0.18,
-        "--model tiny-sd --resolutions 32 --batch 2 --seconds 0.05",
-    ),
-    "step-256": Part(
-        "gpu_step",
-        "--resolution 256 --batch 256 384 512",
-        0.26,
-        "--unet tiny --resolution 64 --batch 2 --steps 1",
-    ),
-    "checks": Part(
-        "gpu_checks",
-        "",
-        0.14,
-        "--unet tiny --resolution 32",
-        takes_minutes=False,
-    ),
+    "checks-eager": Part("gpu_checks", "--checks layouts memory bf16 checkpoints repeats", TINY_CHECKS),
+    "encode-eager": Part("gpu_encode", "", TINY_ENCODE),
+    "step-512-eager": Part("gpu_step", "--resolution 512 --batch 64 96 128", TINY_STEP),
+    "step-256-eager": Part("gpu_step", "--resolution 256 --batch 256 384 512", TINY_STEP),
+    # Cold, each size of each setting compiles for 100 to 200 s: two fit into a call.
+    "step-512": Part("gpu_step", "--compiled --settings base --resolution 512 --batch 64 128", TINY_STEP),
+    "step-256": Part("gpu_step", "--compiled --settings base --resolution 256 --batch 256 512", TINY_STEP),
+    "encode": Part("gpu_encode", "--compiled --batch 32", TINY_ENCODE),
+    "attention-512": Part("gpu_step", "--compiled --settings cudnn flash --resolution 512 --batch 64", TINY_STEP),
+    "checks-compiled": Part("gpu_checks", "--checks graphs compiled-fsdp compiled-ddp", TINY_CHECKS),
 }
 
 
-def run(name, part, seconds, folder, merge):
-    """Run a part for `seconds` at most; `merge()` every few seconds. Returns what became of it."""
-    arguments = part.arguments.split() if record.hardware()["gpu"] else part.on_cpu.split()
-    if part.takes_minutes:  # a setting that has begun may still end
-        arguments += ["--minutes", f"{0.8 * seconds / 60:.2f}"]
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-m", f"tests.benchmarks.{part.module}", *arguments],
-        env={**os.environ, "BENCHMARK_RESULTS": str(folder / name)},
-        cwd=record.ROOT,
-    )
-    until = time.monotonic() + seconds
-    while child.poll() is None and time.monotonic() < until:
-        try:
-            child.wait(timeout=min(5, max(0.1, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            merge()
-    if child.poll() is None:
-        child.kill()
-        child.wait()
-        return "stopped: out of time"
-    return "ended" if child.returncode == 0 else f"failed with exit code {child.returncode}"
+def run(part, folder, seconds):
+    """Run a part for `seconds` at most, its results in `folder`. Returns what became of it."""
+    arguments = part.arguments
+    if not record.hardware()["gpu"]:
+        arguments += f" {part.on_cpu}"  # of an option that is given twice the second counts
+    command = [sys.executable, "-u", "-m", f"tests.benchmarks.{part.module}", *arguments.split()]
+    try:
+        environment = {**os.environ, "BENCHMARK_RESULTS": str(folder.absolute())}
+        code = subprocess.run(command, env=environment, cwd=record.ROOT, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return "ended after its time"
+    return f"exit code {code}"
 
 
-def read(folder, parts):
-    """{name of a part: its results so far}"""
-    files = {name: folder / name / f"{part.module}.json" for name, part in parts.items()}
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+def merge(folders, out):
+    """Write `gpu_all.json` and `gpu_all.md` of the parts' results in `folders`; of a part, the last folder's count."""
+    parts = {}
+    for name, part in PARTS.items():
+        for folder in folders:
+            file = folder / name / f"{part.module}.json"
+            if file.is_file():
+                parts[name] = json.loads(file.read_text())
+    if not parts:
+        raise SystemExit(f"{', '.join(map(str, folders))}: no results of {', '.join(PARTS)}.")
+    gpus = {str(found["hardware"]["gpu"]) for found in parts.values()}
+    if len(gpus) > 1:
+        raise SystemExit(f"These results are of several GPUs, which are not compared: {', '.join(sorted(gpus))}.")
+    summary = {what: value for found in parts.values() for what, value in found["summary"].items()}
+    # Hardware, versions and revision are those of the newest part.
+    found = max(parts.values(), key=lambda found: found["date"])
+    found = {**found, "command": "python -m tests.benchmarks.gpu_all", "summary": summary, "details": {"parts": parts}}
+    record.replace(out / "gpu_all.json", json.dumps(found, indent=2) + "\n")
+    text = f"# {found['hardware']['gpu'] or found['hardware']['cpu']}, torch {found['versions']['torch']}"
+    record.replace(out / "gpu_all.md", "\n".join([text, "", *tables(parts)]))
+    return (out / "gpu_all.md").read_text()
 
 
-def tables(results):
-    """Markdown: a heading and a table for each part, the fastest setting first."""
+def tables(parts):
+    """Markdown: a heading and a table for each part, the fastest setting first, and what was left."""
     lines = []
-    for name, found in results.items():
+    for name, found in parts.items():
         details = found["details"]
-        settings = details.get("settings", details.get("checks"))
-        for title, rows in settings.items() if isinstance(settings, dict) else [(None, settings)]:
-            lines += [f"## {name}" + (f", {title} pixels" if title else ""), "", *found["summary"].values(), ""]
-            frame = pd.DataFrame(rows)
-            speed = frame.columns.intersection(["images/s", "rows/s"])
-            frame = frame.sort_values(list(speed), ascending=False) if len(speed) else frame
-            lines += [" | ".join(["", *cells, ""]).strip() for cells in markdown(frame)] + [""]
+        lines += [f"## {name}", "", f"`{found['command']}`", ""]
+        lines += [f"{what}: {value}" for what, value in found["summary"].items()]
+        rows = sorted(details["rows"], key=lambda row: -row.get("images/s", 0))
+        kinds = [row.pop("kinds", None) for row in rows]
+        lines += [*markdown(rows), *markdown(kinds[0] if rows and kinds[0] else [])]
+        lines += [f"failed: {failed}" for failed in details["failed"]]
+        if details["in_progress"]:
+            lines += [f"ended while measuring: {details['in_progress']}"]
         if rates := details.get("ceilings"):
-            lines += ["Ceilings: " + ", ".join(f"{kind} {rate / 1e12:.3g} T/s" for kind, rate in rates.items()), ""]
+            lines += ["ceilings: " + ", ".join(f"{kind} {rate / 1e12:.3g} T/s" for kind, rate in rates.items())]
+        lines += [""]
     return lines
 
 
-def markdown(frame):
-    yield list(frame.columns)
-    yield ["---"] * len(frame.columns)
-    for row in frame.itertuples(index=False):
-        yield [f"{cell:.4g}" if isinstance(cell, float) else str(cell).replace("|", "/") for cell in row]
+def markdown(rows):
+    frame = pd.DataFrame(rows)
+    cells = [list(frame.columns), ["---"] * len(frame.columns), *frame.itertuples(index=False)] if rows else []
+    texts = [[f"{one:.4g}" if isinstance(one, float) else str(one).replace("|", "/") for one in row] for row in cells]
+    return ["", *(f"| {' | '.join(row)} |" for row in texts), ""]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9, help="in all")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=pathlib.Path, default=record.folder(), help="results; or BENCHMARK_RESULTS")
+    parser.add_argument("--merge", type=pathlib.Path, nargs="+", default=[])
+    parser.add_argument("--minutes", type=float, default=8.5, help="for each part")
     given = parser.parse_args()
-    parts, ended = {name: PARTS[name] for name in given.parts}, {}
-    until = time.monotonic() + 60 * given.minutes
-    with tempfile.TemporaryDirectory() as path:
-        folder = pathlib.Path(path)
-
-        def merge():
-            results = read(folder, parts)
-            summary = {what: value for found in results.values() for what, value in found["summary"].items()}
-            record.write("gpu_all", summary, parts={n: found["details"] for n, found in results.items()}, ended=ended)
-            machine = record.hardware()
-            text = [f"# {machine['gpu'] or machine['cpu']}", "", *(f"- {n}: {how}" for n, how in ended.items()), ""]
-            (record.folder() / "gpu_all.md").write_text("\n".join(text + tables(results)))
-
-        for number, (name, part) in enumerate(parts.items()):
-            left = sum(other.share for other in list(parts.values())[number:])
-            seconds = max(1.0, (until - time.monotonic()) * part.share / left)
-            print(f"== {name}: {seconds:.0f} s at most", flush=True)
-            ended[name] = run(name, part, seconds, folder, merge)
-            merge()
-            print(f"== {name}: {ended[name]}", flush=True)
-    print((record.folder() / "gpu_all.md").read_text())
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    for name in given.parts:
+        print(f"== {name}: {run(PARTS[name], given.out / name, 60 * given.minutes)}", flush=True)
+    if given.parts or given.merge:
+        folders = [*given.merge, given.out] if given.parts else given.merge
+        print(merge(folders, given.out))
+    else:
+        print("\n".join(f"python -m tests.benchmarks.gpu_all {name} --out {given.out}" for name in PARTS))
 
 
 if __name__ == "__main__":

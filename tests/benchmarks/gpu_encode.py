@@ -1,110 +1,112 @@
 """Encoding on one GPU by Stable Diffusion 2's VAE and text encoder: rows a second by size, batch and setting.
 
-    python -m tests.benchmarks.gpu_encode [--resolutions 256,512 512 256] [--batch 32 64 16] [--minutes 2]
+    python -m tests.benchmarks.gpu_encode [--resolutions 256,512 512 256] [--batch 32 64 16] [--compiled]
     python -m tests.benchmarks.gpu_encode --model tiny-sd --resolutions 32 --batch 2 --seconds 0.1     # on a CPU
 
-Random weights, drawn on the GPU, in fp16; random pixels and token ids, copied to the GPU each time. What is timed is
-`LatentEncoder`'s: pixels to moments, ids to embeddings, each size by itself; sizes in one pass add up. The setting that
-should be fastest comes first; each result is written when it is there; after --minutes no new one is begun.
+Random weights in fp16, saved as a model's folder and loaded as any model; random pixels and token ids, copied to the
+GPU each time. A setting is parameters of `PreprocessingConfig`; what is timed is `Encoder`'s: pixels to moments, ids to
+embeddings, each size by itself; sizes in one pass add up. Each batch size with the first setting, then the other
+settings; each result is written when it is there. "first call, s" is that of the calls that compile.
 """
 
-import gc
+import pathlib
+import shutil
+import tempfile
 import time
 
 import numpy as np
-import pandas as pd
 import torch
 
 from helpers import encoder
+from helpers.config import PreprocessingConfig
 from helpers.lesson import estimates
 from helpers.runtime.meter import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
 
-# name -> (channels last, compiled)
-SETTINGS = {
-    "channels last, compiled": (True, True),
-    "channels last": (True, False),
-    "as it is": (False, False),
-}
+SETTINGS = {"base": {"channels_last": True}, "contiguous": {"channels_last": False}}
 
 
-def build(model, device, channels_last, compiled):
-    """An `Encoder` of random weights in fp16 ("sd2"), or of "tiny-sd" in fp32."""
-    made = object.__new__(encoder.Encoder)
-    made.device, made.batch_size = torch.device(device), None
-    made.dtype = torch.float16 if device == "cuda" else torch.float32
-    if model == "sd2":
-        made.vae, made.text_encoder = (roofline.cast(part, made.dtype) for part in estimates.sd2_encoders(device))
-    else:
-        made.vae, made.text_encoder = encoder.load_vae(model).to(device), encoder.load_text_encoder(model).to(device)
-    if channels_last:
-        made.vae.to(memory_format=torch.channels_last)
-    if compiled and device == "cuda":  # a CPU only tries the code
-        made.vae.encoder.compile(dynamic=False)
-        made.text_encoder.compile(dynamic=False)
-    return made
+def save_sd2(folder, device):
+    """Write Stable Diffusion 2's encoders with random weights, in diffusers layout; the tokenizer is tiny-sd's."""
+    for name, model in zip(("vae", "text_encoder"), estimates.sd2_encoders(device), strict=True):
+        roofline.cast(model, torch.float16).save_pretrained(pathlib.Path(folder, name))
+    shutil.copytree(
+        pathlib.Path(encoder.__file__).with_name("tiny-sd") / "tokenizer", pathlib.Path(folder, "tokenizer")
+    )
 
 
-def measure(given, device, setting, sizes, batch):
-    """({"text" or a size: seconds of a batch}, peak bytes); pixels and ids come from the CPU, latents go back to it."""
-    made = build(given.model, device, *SETTINGS[setting])
-    random, config = np.random.default_rng(0), made.text_encoder.config
-    ids = random.integers(1, config.vocab_size - 1, (batch, config.max_position_embeddings), dtype=np.int32)
+def measure(given, device, model, setting, sizes, batch):
+    """{"text" or a size: seconds of a batch, "first call, s", "peak memory, GiB"}."""
+    compiled = given.compiled and device == "cuda"  # on a CPU: minutes
+    config = PreprocessingConfig(
+        encoder_model=model,
+        encoder_precision="fp16",
+        encoder_batch_size=batch,
+        resolutions=sizes,
+        compile_encoder=compiled,
+        **SETTINGS[setting],
+    )
+    name, _, precision, kernels = encoder.arguments(config)
+    made = encoder.Encoder(name, precision, batch_size=batch, **kernels)
+    random, text = np.random.default_rng(0), made.text_encoder.config
+    ids = random.integers(1, text.vocab_size - 1, (batch, text.max_position_embeddings), dtype=np.int32)
+    pixels = {size: random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8) for size in sizes}
+    calls = {"text": lambda: made.encode_captions(ids)}
+    calls |= {size: lambda size=size: made.encode_images(pixels[size]) for size in sizes}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    found = {"text": roofline.typical_seconds(lambda: made.encode_captions(ids), device, given.seconds)}
-    for size in sizes:
-        pixels = random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
-        found[size] = roofline.typical_seconds(lambda pixels=pixels: made.encode_images(pixels), device, given.seconds)
-    return found, peak_memory(device)
+    started = time.perf_counter()
+    for call in calls.values():
+        call()
+    first = time.perf_counter() - started
+    found = {what: roofline.typical_seconds(call, device, given.seconds) for what, call in calls.items()}
+    return {**found, "first call, s": first, "peak memory, GiB": peak_memory(device) / 2**30}
 
 
 def main():
     given = record.options(
-        __doc__, model="sd2", resolutions=["256,512", "512", "256"], batch=[32, 64, 16], seconds=2.0, minutes=2.0
+        __doc__, model="sd2", resolutions=["256,512", "512", "256"], batch=[32, 64, 16], seconds=2.0, compiled=False
     )
-    until = time.monotonic() + 60 * given.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rates, peak = roofline.ceilings(device), peak_flops(device, "bf16")
-    rows, summary = [], {}
     passes = {text: [int(size) for size in text.split(",")] for text in given.resolutions}
-    first, *other_batches = given.batch
-    fastest, *other_settings = SETTINGS
-    combinations = [(fastest, first), *((fastest, batch) for batch in other_batches)]
-    for setting, batch in [*combinations, *((setting, first) for setting in other_settings)]:
-        if time.monotonic() > until:
-            print(f"  no time left for: {setting}, batch {batch}", flush=True)
-            continue
-        try:
-            found = measure(given, device, setting, sorted(set().union(*passes.values())), batch)
-        except Exception as error:  # out of memory, or what a compiler does not like; the next one is tried
-            found = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        torch.compiler.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        if isinstance(found, str):
-            print(f"  failed: {setting}, batch {batch}: {found}", flush=True)
-            continue
-        times, memory = found
+    sizes = sorted(set().union(*passes.values()))
+    how = "compiled" if given.compiled else "eager"
+
+    def rows_of(found, batch):
+        """Of each pass: rows/s, and its shares of the GPU's peak and of the roofline."""
+        rows = {}
         for text, sizes in passes.items():
-            rate = batch / (times["text"] + sum(times[size] for size in sizes))
+            rate = batch / (found["text"] + sum(found[size] for size in sizes))
             least = roofline.least_seconds(roofline.encoder_work(tuple(sizes), batch), rates).sum()
-            row = {"setting": setting, "pixels": text, "batch": batch, "rows/s": rate}
-            row["of peak"] = rate * estimates.encoder_flops(*sizes) / peak if peak else float("nan")
-            row |= {"of roofline": rate * least / batch, "peak memory, GiB": memory / 2**30}
-            rows.append(row)
-            print(
-                f"  {setting}, {text} pixels, batch {batch}: {rate:.1f} rows/s, {row['of peak']:.1%} of the peak, ",
-                end="",
+            rows[f"{text} px, rows/s"] = rate
+            rows[f"{text} px, of peak"] = rate * estimates.encoder_flops(*sizes) / peak if peak else float("nan")
+            rows[f"{text} px, of roofline"] = rate * least / batch
+        return rows
+
+    def summarise(rows):
+        summary = {}
+        for text in passes:
+            best = max(rows, key=lambda row: row[f"{text} px, rows/s"])
+            summary[f"encoding at {text} pixels with {given.model}'s models, {how}, the fastest setting"] = (
+                f"{best[f'{text} px, rows/s']:.1f} rows/s ({best['setting']}, batch {best['batch']})"
             )
-            print(f"{row['of roofline']:.1%} of the roofline", flush=True)
-            best = max((other for other in rows if other["pixels"] == text), key=lambda other: other["rows/s"])
-            summary[f"encoding at {text} pixels with {given.model}'s models, the fastest setting"] = (
-                f"{best['rows/s']:.1f} rows/s ({best['setting']}, batch {best['batch']})"
-            )
-        record.write("gpu_encode", summary, settings=rows, ceilings=rates)
-    print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
+        return summary
+
+    results = record.Rows("gpu_encode", summarise, ceilings=rates)
+    with tempfile.TemporaryDirectory() as folder:
+        model = folder if given.model == "sd2" else given.model
+        if given.model == "sd2":
+            save_sd2(folder, device)
+        base, *others = SETTINGS
+        first, *_ = given.batch
+        for setting, batch in [*((base, batch) for batch in given.batch), *((setting, first) for setting in others)]:
+
+            def add(setting=setting, batch=batch):
+                found = measure(given, device, model, setting, sizes, batch)
+                return {**rows_of(found, batch), **{name: found[name] for name in found if name not in sizes}}
+
+            results.add({"setting": setting, "batch": batch}, add)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ which command, on which hardware and at which revision."""
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 
 import ray
 import torch
@@ -81,7 +83,7 @@ def revision():
 
 
 def write(name, summary, **details):
-    """Write `NAME.json`; whoever reads it meanwhile finds the old file or the new one, whole.
+    """Write `NAME.json`.
 
     `summary`: {what was measured: the measurement as a text}, the lines of the table in README.md; `details`:
     numbers.
@@ -96,10 +98,53 @@ def write(name, summary, **details):
         "summary": summary,
         "details": details,
     }
-    folder().mkdir(parents=True, exist_ok=True)
     # Numbers of numpy and pandas become Python's.
     text = json.dumps(found, indent=2, default=lambda value: value.item() if hasattr(value, "item") else str(value))
-    written = folder() / f"{name}.json"
-    partial = written.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    os.replace(partial, written)
+    replace(folder() / f"{name}.json", text + "\n")
+
+
+def replace(path, text):
+    """Write a file; a reader finds the old one or the new one, whole, also if the writer is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+class Rows:
+    """What is measured one after another: written after each, so that a process that is killed leaves all before.
+
+    `NAME.json` has "rows", "failed", and "in_progress": what was being measured when it was written. `summarise(rows)`
+    makes the summary.
+    """
+
+    def __init__(self, name, summarise, **details):
+        self.name, self.summarise, self.details = name, summarise, details
+        self.rows, self.failed = [], []
+
+    def add(self, what, measure):
+        """The row of `what` (a dict) with what `measure()` returns; None if it fails: it is said, and others go on."""
+        self.write(in_progress=what)
+        started, row = time.monotonic(), None
+        try:
+            row = {**what, **measure(), "seconds": time.monotonic() - started}
+            self.rows.append(row)
+        except Exception as error:
+            self.failed.append({**what, "error": f"{type(error).__name__}: {error}".splitlines()[0][:160]})
+        # Outside of `except`, which would keep the memory of what failed.
+        torch.compiler.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.write(in_progress=None)
+        print("failed:" if row is None else "measured:", json.dumps(self.shown(row or self.failed[-1])), flush=True)
+        return row
+
+    @staticmethod
+    def shown(row):
+        short = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
+        return {name: value for name, value in short.items() if not isinstance(value, list)}
+
+    def write(self, in_progress):
+        summary = self.summarise(self.rows) if self.rows else {}
+        write(self.name, summary, rows=self.rows, failed=self.failed, in_progress=in_progress, **self.details)

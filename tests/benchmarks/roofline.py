@@ -140,7 +140,6 @@ def ceilings(device):
     """
     on_gpu = torch.device(device).type == "cuda"
     seconds = 0.5 if on_gpu else 0.02  # a CPU only tries the code
-    torch.backends.cudnn.benchmark = True
     side, numel, rows, channels, places = (8192, 2**30, 64, 640, 4096) if on_gpu else (256, 2**20, 2, 16, 64)
 
     def random(*shape):
@@ -159,12 +158,15 @@ def ceilings(device):
     )
     flops = 3 * 2 * 9 * channels**2 * 32 * 32 * rows
     convolve = functools.partial(torch.nn.functional.conv2d, padding=1)
-    found["convolution"] = flops / both_ways(convolve, pictures, weight)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        found["convolution"] = flops / both_ways(convolve, pictures, weight)
     heads = [random(rows // 2, 10, places, 64) for _ in range(3)]
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[: 2 if on_gpu else 3]:
         with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
             rate = products(heads[0], heads[1], 7) / both_ways(torch.nn.functional.scaled_dot_product_attention, *heads)
             found["attention"] = max(rate, found.get("attention", 0))
+    if on_gpu:
+        torch.cuda.empty_cache()
     return found
 
 

@@ -115,6 +115,10 @@ SEVERAL = [
         "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, beside the "
         "training (0: never).",
     ),
+    (
+        {"deterministic": True, "compile_unet": True, "attention": "flash"},
+        "deterministic=True excludes compile_unet=True, attention='flash', by which sums vary: leave either out.",
+    ),
     ({"sampler": "heun"}, "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'."),
 ]
 FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in (OnlineConfig, TrainingConfig)}

@@ -124,3 +124,37 @@ def test_pictures_decoded_in_slices_are_those_decoded_together(monkeypatch):
     monkeypatch.setattr(vae, "decode", lambda some: rows.append(len(some)) or decode(some))
     monkeypatch.setattr(encoder, "MOST_DECODED", 2)
     assert np.abs(encoder.decode_latents(vae, latents).astype(int) - together).max() <= 1 and rows == [2, 1]
+
+
+# ---- what it computes with
+
+
+def test_channels_last_is_applied_by_the_config_and_changes_no_latents():
+    config = PreprocessingConfig(channels_last=True, resolutions=[32])
+    *_, kernels = encoder.arguments(config)
+    fast, plain = encoder.Encoder("tiny-sd", **kernels), encoder.Encoder("tiny-sd")
+    assert fast.vae.encoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    batch = random_batch()
+    np.testing.assert_allclose(fast(batch)["latents"], plain(batch)["latents"], atol=2e-3)
+
+
+def test_a_compiled_encoder_is_compiled_once_for_each_shape(monkeypatch):
+    """Also where a call leaves fewer rows than a batch, which happens whenever rows are rejected."""
+    compile_module, sizes = torch.nn.Module.compile, []
+
+    def record(graph, arguments):
+        sizes.append([value.shape for value in arguments if getattr(value, "ndim", 0) == 4])
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=record))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        *_, kernels = encoder.arguments(PreprocessingConfig(compile_encoder=True))
+        fast, plain = encoder.Encoder("tiny-sd", batch_size=4, **kernels), encoder.Encoder("tiny-sd", batch_size=4)
+        for num_rows, size in ((4, 32), (6, 32), (1, 32), (3, 64)):
+            pixels = np.random.default_rng(num_rows).integers(0, 256, (num_rows, size, size, 3), dtype=np.uint8)
+            found, expected = fast.encode_images(pixels), plain.encode_images(pixels)
+            assert found[0].shape == expected[0].shape and found[1].shape == (num_rows,)
+            np.testing.assert_allclose(found[0], expected[0], atol=2e-3)
+    torch.compiler.reset()
+    assert len(sizes) == 2

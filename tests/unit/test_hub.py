@@ -111,7 +111,7 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
         preprocess.prepare(config_of(tmp_path, encoder_revision="main"))
     another = config_of(tmp_path, latents_uri=str(tmp_path / "another"), encoder_revision="main")
     assert preprocess.prepare(another).description["scaling_factor"] == 7.0
-    model, columns, _ = encoder.arguments(dataclasses.replace(another, limit=5))
+    model, columns, *_ = encoder.arguments(dataclasses.replace(another, limit=5))
     assert model == f"{MODEL}@{second}" and columns[-1].shape[0] == 12
     assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
 

@@ -396,6 +396,43 @@ def test_training_twice_gives_the_same_bits_and_another_seed_another_run(one, re
     assert train(TrainStep(recipe(seed=1), manifest), manifest, rows, 0, 1)[0]["loss"] != one[0][0]["loss"]
 
 
+@pytest.fixture
+def kernels(monkeypatch, recipe, manifest):
+    """What the process computes with: a function that reads it. As by default afterwards."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    cuda = torch.backends.cuda
+
+    def read():
+        attention = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+        return (*attention, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())
+
+    before = read()
+    yield read
+    TrainStep(recipe(), manifest)
+    assert read() == before
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (True, True, True, False, False)),
+        ({"cudnn_benchmark": True}, (True, True, True, True, False)),
+        ({"attention": "cudnn"}, (True, False, False, False, False)),
+        ({"attention": "flash"}, (False, True, False, False, False)),
+        ({"attention": "efficient"}, (False, False, True, False, False)),
+        ({"deterministic": True}, (False, False, False, False, True)),
+    ],
+    ids=str,
+)
+def test_a_run_computes_with_the_kernels_of_its_config(one, kernels, recipe, manifest, rows, values, expected):
+    """And has the losses of any other; every operation of a step has a deterministic implementation, on a CPU."""
+    state = TrainStep(recipe(**values), manifest)
+    assert kernels() == expected and torch.backends.cuda.math_sdp_enabled()
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == expected[-1]
+    assert torch.compiler.config.cache_key_tag == state.config.attention
+    np.testing.assert_allclose(column(train(state, manifest, rows, 0, 2)), column(one[0])[:2], rtol=1e-5)
+
+
 def test_the_loss_is_the_mean_over_unmasked_rows(recipe, manifest, rows):
     state = TrainStep(recipe(), manifest)
     batch = units(state.config, manifest, rows, 0)
@@ -596,50 +633,46 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, one, recipe, manifest, rows
 
 
 @pytest.mark.parametrize("ema_start", [0, 100])
-def test_an_async_checkpoint_holds_the_step_it_was_begun_at(tmp_path, monkeypatch, recipe, manifest, rows, ema_start):
-    """Though it is written only when the training is over."""
+def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
+    tmp_path, monkeypatch, one, recipe, manifest, rows, ema_start
+):
+    """Each holds its own step, though it is written when the next one is done; both are copied into the same memory.
+
+    On a GPU this memory is pinned: `gpu_checks` does the same there.
+    """
     trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+    stager, held, places = checkpoint.open_stager(), {}, []
+    stage = stager.stage
 
     def write_late(*arguments):
         trained.wait()
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
-    state = TrainStep(recipe(ema_start=ema_start), manifest)
-    train(state, manifest, rows, 0, MIDDLE)
-    begun = everything(state)
-    finish = begin_save(tmp_path, state, MIDDLE)
-    train(state, manifest, rows, MIDDLE)
-    assert checkpoint.find_corruption(tmp_path)  # not there before it is finished
-    trained.set()
-    finish()
-    assert checkpoint.find_corruption(tmp_path) is None
-    restored = TrainStep(recipe(ema_start=ema_start), manifest)
-    checkpoint.load(tmp_path, **parts(restored))
-    assert same(everything(restored), begun)
-
-
-def test_a_kept_stager_copies_into_the_same_memory(tmp_path, monkeypatch, recipe, manifest, rows):
-    """As on a GPU, where this memory is pinned; every checkpoint still holds its own step."""
-    stager, places = checkpoint.open_stager(), []
-    stage = stager.stage
-
     def record(state):
         made = stage(state)
-        moments = made["optimizer"]["state"]["conv_in.weight"]
-        tensors = [*made["model"].values(), *made["ema"].values(), *moments.values()]
+        tensors = [
+            *made["model"].values(),
+            *made["ema"].values(),
+            *made["optimizer"]["state"]["conv_in.weight"].values(),
+        ]
         places.append([tensor.data_ptr() for tensor in tensors])
         return made
 
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
     monkeypatch.setattr(stager, "stage", record)
-    state, held = TrainStep(recipe(), manifest), {}
-    for step in (1, 2):
-        train(state, manifest, rows, step - 1, step)
+    state = TrainStep(recipe(ema_start=ema_start), manifest)
+    found = train(state, manifest, rows, 0, 2)
+    for step in (2, 3):
         held[step] = everything(state)
-        checkpoint.async_save(tmp_path / str(step), **parts(state), step=step, stager=stager)()
-    assert places[0] == places[1]
-    for step in (1, 2):
-        restored = TrainStep(recipe(), manifest)
-        assert checkpoint.load(tmp_path / str(step), **parts(restored)) == step
-        assert same(everything(restored), held[step])
+        finish = checkpoint.async_save(tmp_path / str(step), **parts(state), step=step, stager=stager)
+        found += train(state, manifest, rows, step, step + 1)
+        assert checkpoint.find_corruption(tmp_path / str(step))  # not there before it is finished
+        trained.set()
+        finish()
+        trained.clear()
     stager.close()
+    assert found + train(state, manifest, rows, 4) == one[0] and places[0] == places[1]
+    for step in (2, 3):
+        restored = TrainStep(recipe(ema_start=ema_start), manifest)
+        assert checkpoint.load(tmp_path / str(step), **parts(restored)) == step
+        assert same(everything(restored), held[step]) and train(restored, manifest, rows, step) == one[0][step:]

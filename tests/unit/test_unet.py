@@ -175,30 +175,45 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by_recording)
     torch.compiler.reset()
-    yield captured
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield captured
     torch.compiler.reset()
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 
 
+@pytest.fixture
+def torch_2_11(graphs, monkeypatch):
+    """`torch.compile` without the options that came after PyTorch 2.11, which the GPU images of today have."""
+    compile_module = torch.nn.Module.compile
+
+    def compile_by_old_options(module, *, dynamic=None):
+        compile_module(module, dynamic=dynamic)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_old_options)
+    return graphs
+
+
 @needs_compiler
 @torch.no_grad()
-def test_every_block_is_compiled_for_every_size_by_itself(graphs):
+@pytest.mark.parametrize("version", ["graphs", "torch_2_11"])
+def test_every_block_is_compiled_for_every_size_by_itself(version, request):
     """And not for symbolic sizes, to which TorchDynamo turns when sizes vary."""
+    graphs = request.getfixturevalue(version)
 
     class Block(torch.nn.Conv2d):
         def forward(self, values):
             return super().forward(values).relu()
 
-    first, second, middle, third = blocks = [Block(2, 2, 3, padding=1) for _ in range(4)]
+    first, second, middle, third = blocks = [Block(width, width, 3, padding=1) for width in (2, 3, 4, 5)]
     compile_blocks(types.SimpleNamespace(down_blocks=[first, second], mid_block=middle, up_blocks=[third]))
     for number, size in enumerate(((4, 4), (8, 8), (8, 16), (32, 16)), start=1):  # twice as many as the default limit
-        values = torch.randn(2, 2, *size)
         for block in blocks:
+            values = torch.randn(2, block.in_channels, *size)
             assert torch.equal(block(values), block.forward(values))
         assert len(graphs) == 4 * number and not any(graphs)
-    blocks[0](values[:, :, :8, :8].contiguous())
+    blocks[0](torch.randn(2, 2, 8, 8))
     assert len(graphs) == 16
 
 
@@ -220,9 +235,18 @@ def test_ddp_does_not_cut_compiled_blocks(group_of_one, graphs):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "size"), [((2, 2), 2), ((2, 1), 1), ((4, 2), 2), ((8, 8, 4), 4), ((6, 4), 2), ((3,), 3)]
+    ("nodes", "size", "told"),
+    [
+        ((2, 2), 2, False),
+        ((3,), 3, False),
+        ((1, 1), 1, False),
+        ((4, 2), 2, True),
+        ((8, 8, 4), 4, True),
+        ((8, 8, 7), 23, True),  # all, as under "fsdp": no number but one divides both
+        ((2, 1), 3, True),
+    ],
 )
-def test_hsdp_shards_never_span_two_nodes(monkeypatch, nodes, size):
+def test_hsdp_shards_on_nodes_of_any_sizes_and_says_what_it_shards_over(monkeypatch, capsys, nodes, size, told):
     here = [number for number in nodes for _ in range(number)]  # of each rank
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here[0]))
     monkeypatch.setattr(unet_module, "world_size", lambda: len(here))
@@ -231,7 +255,11 @@ def test_hsdp_shards_never_span_two_nodes(monkeypatch, nodes, size):
     )
     assert shard_size("cpu") == size
     starts = [sum(nodes[:number]) for number in range(len(nodes))]
-    assert all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
+    assert size == len(here) or all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
+    sentence = (
+        f"strategy='hsdp' shards over groups of {size} ranks, as the nodes have {list(nodes)}: give each as many."
+    )
+    assert capsys.readouterr().out.startswith(sentence) == told
 
 
 def test_one_process_trains_an_unwrapped_unet():
