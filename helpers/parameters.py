@@ -60,6 +60,7 @@ Switch = Annotated[bool, must_be("True or False")]
 Count = Annotated[int, must_be("a whole number of at least 1", ge=1)]
 OptionalCount = Annotated[Count | None, must_be("a whole number of at least 1, or None")]
 CountOrZero = Annotated[int, must_be("a whole number of at least 0", ge=0)]
+Limit = Annotated[int, must_be("a whole number of at least 0, or -1 for no limit", ge=-1)]
 Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_order)]
 Workers = Annotated[Count | Pair, must_be("a whole number of at least 1, or a pair (least, most) of them")]
 Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
@@ -133,7 +134,7 @@ class Parameters:
 
     storage: Location = free("storage", "folder or URI under which everything is kept; on several nodes a shared one")
     validation_share: Share = rows(0.02, "share of the rows held out for validation, chosen by a hash of their id")
-    max_failures: CountOrZero = free(3, "how often failed workers are replaced, or a failed segment is restarted")
+    max_failures: Limit = free(3, "how often failed workers are replaced, or a failed segment is restarted; -1: always")
 
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:

@@ -79,7 +79,7 @@ class Job:
         plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once per
             job; a rerun reads its result from `segments/job.json`.
         id_type: Arrow type of the stored ids.
-        max_failures: how often a segment is restarted after losing a node, an actor or a worker.
+        max_failures: how often a segment is restarted after losing a node, an actor or a worker; -1: always.
 
     Raises ValueError if `latents_uri` holds something else.
     """
@@ -213,9 +213,10 @@ class Job:
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
                 except OSError:
                     error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
-                if failures > self.max_failures or not ray_errors.was_lost(error):
+                if 0 <= self.max_failures < failures or not ray_errors.was_lost(error):
                     raise
-                which = f"failure {failures} of max_failures={self.max_failures}"
+                limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
+                which = f"failure {failures}{limit}"
                 print(f"Segment {segment.index} is restarted ({which}): {ray_errors.summarize_error(str(error))}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:

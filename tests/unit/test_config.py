@@ -18,7 +18,7 @@ ONE = {
     "upscale": ([1, "no"], "True or False"),
     "encoder_batch_size": ([0, 1.5, True, "two"], "a whole number of at least 1"),
     "limit": ([0, "all"], "a whole number of at least 1, or None"),
-    "max_failures": ([-1, 0.5], "a whole number of at least 0"),
+    "max_failures": ([-2, 0.5], "a whole number of at least 0, or -1 for no limit"),
     "dollars_per_hour": ([-1, True, float("inf")], "a number of at least 0"),
     "validation_share": ([1, -0.1, "10 %", float("nan")], "a share: at least 0, less than 1"),
     "max_aspect_ratio": ([0.5, "2"], "a number of at least 1 (longer side / shorter side), or None"),

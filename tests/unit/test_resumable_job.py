@@ -14,6 +14,7 @@ from ray.exceptions import (
 )
 
 from helpers import resumable_job, storage
+from helpers.config import PreprocessingConfig
 
 ROWS = 10
 LOST = {
@@ -85,6 +86,13 @@ def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):
         job.run(pipeline)
     assert begun == [0, 0] and not job.written_files()
     assert job_of(tmp_path).run(pipeline).written == 2 * ROWS
+
+
+def test_without_a_limit_a_segment_is_begun_again_whenever_something_is_lost(tmp_path, capsys):
+    job = job_of(tmp_path, max_failures=PreprocessingConfig(max_failures=-1).max_failures)
+    pipeline, begun = failing(job, [LOST["actor"]] * 9)
+    assert job.run(pipeline).written == 2 * ROWS and begun == [0] * 10 + [1]
+    assert "Segment 0 is restarted (failure 9): " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", WRONG.values(), ids=list(WRONG))
