@@ -44,7 +44,8 @@ runtime/            support at run time
     tracking        a run in TensorBoard, Weights & Biases, MLflow
     meter           a step's images/s, FLOPs, MFU, memory, waiting
     profiling       where its time and FLOPs go
-    fault_tolerance a worker that hangs, a sick device, spot notices
+    drain           taking a node out of Ray: EC2's interruption notice, a sick machine
+    fault_tolerance a worker that hangs, a sick machine, preemption notices
     ray_errors      what Ray's errors mean: was something lost?
     throttle        keeps Ray Data's scheduling loop from taking a core from the trainer
 evaluation/         is the model getting better?
@@ -65,5 +66,5 @@ lesson/             what only the notebooks need
     planner, network                        hours and dollars of a run; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
 unets/              configurations of the U-Nets that `unet_config` names
-clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the container image
+clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the image; restarting a driver
 """

@@ -1,6 +1,8 @@
 """Faults that tests put into Ray's workers, each once and at the same step in every run of a test."""
 
 import contextlib
+import http.server
+import json
 import os
 import pathlib
 import signal
@@ -147,11 +149,11 @@ def loop_with_nan(at_step, rank=1):
     return loop
 
 
-def loop_with_sick_device(rank):
-    """The worker loop, in which one rank's device multiplies wrongly."""
+def loop_with_sick_device(where):
+    """The worker loop, in which the device of one rank, or of a node by its id, multiplies wrongly."""
 
     def loop(values, **options):
-        if ray.train.get_context().get_world_rank() == rank:
+        if where in (ray.train.get_context().get_world_rank(), this_node()):
             multiply = torch.bmm
             torch.bmm = lambda one, other: -multiply(one, other)
         train.train_loop_per_worker(values, **options)
@@ -207,6 +209,24 @@ def add_node(cluster, num_cpus=1, **options):
     node = cluster.add_node(num_cpus=num_cpus, **options)
     wait_until(lambda: any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes()))
     return node
+
+
+class MetadataService(http.server.BaseHTTPRequestHandler):
+    """A stand-in for EC2's metadata service (IMDSv2); its server's `end`: when the spot instance is interrupted."""
+
+    def do_PUT(self):
+        self.answer("a token" if self.path == "/latest/api/token" else "")
+
+    def do_GET(self):
+        asked = self.path == "/latest/meta-data/spot/instance-action"
+        allowed = self.headers["X-aws-ec2-metadata-token"] == "a token"
+        notice = json.dumps({"action": "terminate", "time": self.server.end})
+        self.answer(notice if asked and allowed and self.server.end else "")
+
+    def answer(self, text):
+        self.send_response(200 if text else 404)
+        self.end_headers()
+        self.wfile.write(text.encode())
 
 
 def this_node():

@@ -1,4 +1,4 @@
-"""In a training worker: end it when it hangs or its device is sick, and ask for a checkpoint before a preemption."""
+"""In a training worker: end it when it hangs, exclude a sick machine, ask for a checkpoint before a preemption."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import ray
 import ray.train
 import ray.train.collective
 import torch
 
 from .. import distributed, storage
 from ..training_config import TrainingConfig
+from . import drain
 
-ENDED = "ended.json"  # in a run's folder: why its workers ended it
+# In a run's folder: why its workers ended it, and the nodes that were excluded since its driver started.
+ENDED, EXCLUDED = "ended.json", "excluded.json"
+MOST_EXCLUDED = 2
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 
 
 class Watchdog:
@@ -70,41 +75,80 @@ def record_hang(run_uri: str, seconds: float) -> None:
 
 
 def check_device(device: torch.device) -> str | None:
-    """The problem with this worker's device or its links; None if there is none. Call it on all ranks.
+    """The problem with this worker's device; None if there is none.
 
-    Runs matrix products, for a second on a GPU, then an all-reduce. Both use integers that any precision represents, so
-    the answers are known exactly: a Sylvester-Hadamard matrix times itself is its size times the identity.
+    Multiplies matrices, for a second on a GPU, of integers that any precision represents, so the answer is known
+    exactly: a Sylvester-Hadamard matrix times itself is its size times the identity.
     """
-    on_gpu, problems = device.type == "cuda", []
+    on_gpu = device.type == "cuda"
     matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
     while len(matrix) < 256:  # bf16 holds whole numbers up to 256
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     matrices = matrix.repeat(1024 if on_gpu else 1, 1, 1)
     expected = (256 * torch.eye(256, dtype=matrix.dtype, device=device)).expand_as(matrices)
     end = time.monotonic() + (1 if on_gpu else 0)
-    while not problems:
+    while True:
         if not torch.equal(torch.bmm(matrices, matrices), expected):
-            problems.append("multiplies matrices wrongly")
+            return "multiplies matrices wrongly"
         if time.monotonic() >= end:
-            break
+            return None
+
+
+def check_links(device: torch.device) -> str | None:
+    """The problem with the links between the workers, by an all-reduce of integers. Call it on all ranks."""
     ranks = distributed.world_size()
-    numbers = torch.full((2**24 if on_gpu else 2**10,), distributed.rank() + 1.0, device=device)
-    if (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any():
-        problems.append("got wrong sums from the other workers")
-    return " and ".join(problems) or None
+    numbers = torch.full((2**24 if device.type == "cuda" else 2**10,), distributed.rank() + 1.0, device=device)
+    wrong = (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any()
+    return "got wrong sums from the other workers" if wrong else None
 
 
 def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether any worker's `check_device` found a problem; if so, ends the run, naming it. Call it on all ranks."""
-    problem = check_device(device)
-    where = f"{device} of {socket.gethostname()} (worker {distributed.rank()})"
-    problems = distributed.gather_objects(problem and f"{where} {problem}")
-    sick = [text for text in problems or [] if text]
-    if sick:
-        error = f"{'; '.join(sick)}: start the same command again without this machine."
+    """Whether a worker's device or links compute wrongly: then return from the training function. Call on all ranks.
+
+    The sick workers' machines are excluded, and these workers raise RuntimeError: Ray Train starts the group again, on
+    other machines or with fewer workers. Where `exclude` must not do that, the run ends with an error that names them.
+    """
+    problems = {"device": check_device(device), "links": check_links(device)}
+    text = " and ".join(filter(None, problems.values()))
+    found = {
+        **problems,
+        "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
+        "node": ray.get_runtime_context().get_node_id(),
+    }
+    everyone = distributed.gather_objects(found)
+    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(config, everyone))
+    if distributed.rank() in (sick or ()):
+        raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
+    return sick is not None
+
+
+def exclude(config: TrainingConfig, everyone: list[dict]) -> list[int] | None:
+    """Take the nodes of sick workers out of Ray. Returns the ranks of these workers; None if all are well.
+
+    Instead the run ends, and [] is returned, if the head is sick, as the driver needs it; if all workers get wrong sums
+    from each other, so that nobody can be named; and after `MOST_EXCLUDED` nodes, as the check itself may be wrong.
+
+    Args:
+        everyone: for each rank its "device" and "links", which are problems or None, "text" and "node".
+    """
+    # A device that computes wrongly spoils the sums of all.
+    computing, summing = ([rank for rank, found in enumerate(everyone) if found[what]] for what in ("device", "links"))
+    sick = computing or summing
+    if not sick:
+        return None
+    uri, nodes = storage.join(config.run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
+    excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
+    heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
+    text = "; ".join(everyone[rank]["text"] for rank in sick)
+    if nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
+        error = f"{text}: start the same command again without this machine."
         write_failure(config.run_uri, error)
         end_run(config.run_uri, error)
-    return ray.train.collective.broadcast_from_rank_zero(bool(sick))
+        return []
+    storage.write_json(uri, sorted(excluded))
+    for node in nodes:
+        drain.drain_node(text, node_id=node, address=ray.get_runtime_context().gcs_address)
+    return sick
 
 
 class PreemptionNotice:

@@ -44,8 +44,9 @@ def interruptible() -> Iterator[None]:
 @contextlib.contextmanager
 def raise_end(run_uri: str) -> Iterator[None]:
     """Wrap `trainer.fit()` in it: raises RuntimeError if a worker called `fault_tolerance.end_run`, with its error."""
-    ended = storage.join(run_uri, fault_tolerance.ENDED)
+    ended, excluded = (storage.join(run_uri, name) for name in (fault_tolerance.ENDED, fault_tolerance.EXCLUDED))
     storage.delete(ended)
+    storage.delete(excluded)
     yield
     if storage.exists(ended):
         raise RuntimeError(storage.read_json(ended)["error"])

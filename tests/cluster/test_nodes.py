@@ -1,7 +1,11 @@
 """Several Ray nodes on one machine: nodes that are lost, come back, or are about to be taken away."""
 
+import contextlib
+import datetime
 import functools
+import http.server
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,8 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from ray import cloudpickle
-from ray._raylet import GcsClient
-from ray.core.generated import autoscaler_pb2
 from ray.train import ScalingConfig
 
 from helpers import online, storage, train
@@ -22,11 +24,14 @@ from helpers.lesson import captioned_shapes
 from helpers.manifest import read_segments
 from helpers.plan import load_plan
 from helpers.read import read_chunks, split_units
-from helpers.runtime import metrics_log, session
+from helpers.runtime import fault_tolerance, metrics_log, monitoring, session
 from helpers.train_step import TrainStep
 from tests.faults import (
+    ROOT,
+    MetadataService,
     add_node,
     attempts_of,
+    loop_with_sick_device,
     placed_encoder,
     slow,
     steps_done,
@@ -52,6 +57,10 @@ def run_of(data, name, **changes):
 
 def lose(nodes, node):
     nodes.remove_node(node, allow_graceful=False)
+
+
+def is_alive(node):
+    return any(found["NodeID"] == node.node_id and found["Alive"] for found in ray.nodes())
 
 
 def in_background(action, released):
@@ -112,15 +121,45 @@ def scaling(**changes):
     return functools.partial(ScalingConfig, **values)
 
 
-def drain(node, seconds):
-    """Tell Ray that a node will be taken away, as a cloud's notice does."""
-    accepted, why_not = GcsClient(address=ray.get_runtime_context().gcs_address).drain_node(
-        node.node_id,
-        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-        "spot reclaim",
-        int((time.time() + seconds) * 1000),
-    )
-    assert accepted, why_not
+@contextlib.contextmanager
+def watched(node):
+    """A node's watcher, as the cluster files start it; yields a function that announces the node's interruption."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), MetadataService)
+    server.end = None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    uri = f"http://127.0.0.1:{server.server_port}"
+    variables = {**os.environ, "AWS_EC2_METADATA_SERVICE_ENDPOINT": uri, "RAY_ADDRESS": node.address}
+    command = [sys.executable, "-m", "helpers.runtime.drain", node.node_id]
+    watcher = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE)
+
+    def announce(seconds):
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+        server.end = end.strftime("%Y-%m-%dT%H:%M:%SZ")
+        assert b"its node is drained" in watcher.communicate(timeout=60)[0]
+
+    try:
+        yield announce
+    finally:
+        server.shutdown()
+        watcher.kill()
+
+
+def test_ray_uses_a_node_no_more_whose_interruption_is_announced(nodes, tmp_path):
+    """What runs there may end; nothing else is placed there, and then Ray on that node ends."""
+    node, on_spot = add_node(nodes, resources={"spot": 1}), {"num_cpus": 0, "resources": {"spot": 0.5}}
+    running = ray.remote(**on_spot)(wait_until).remote((tmp_path / "done").exists)
+    with watched(node) as announce:
+        announce(seconds=120)
+    late = ray.remote(**on_spot)(this_node).remote()
+    assert not ray.wait([late, running], timeout=2)[0] and is_alive(node)
+    other = add_node(nodes, resources={"spot": 1})
+    assert ray.get(late, timeout=60) == other.node_id
+    (tmp_path / "done").touch()
+    wait_until(lambda: not is_alive(node))
+    (reason,) = (found["DeathReasonMessage"] for found in ray.nodes() if found["NodeID"] == node.node_id)
+    assert reason.startswith("AWS interrupts this spot instance at ")
+    lose(nodes, node)
+    lose(nodes, other)
 
 
 @slow
@@ -138,7 +177,8 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
 
     def change_nodes():
         wait_until(lambda: workers()[-1:] == [2] and steps_done(config) >= 5)
-        drain(second, 60)
+        with watched(second) as announce:
+            announce(seconds=60)
         wait_until(lambda: train.last_step(config) > 0)
         saved = train.last_step(config)
         lose(nodes, second)
@@ -159,6 +199,23 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
     lose(nodes, first)
     assert 5 <= saved < 60 and all(first > saved for first in attempts_of(config)[1:])  # not from the start
     assert_bare(config)  # every step has the samples of the plan, and the loss of a bare loop
+
+
+@slow
+def test_a_run_goes_on_without_a_sick_machine(nodes, data, monkeypatch):
+    """Ray uses the machine no more; the failure names it, and the run is that of a bare loop."""
+    # Ray Train may ask for both machines once more before it knows that one is gone.
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    well, sick = (add_node(nodes, resources=TRAINER) for _ in range(2))
+    config = run_of(data, "sick-machine", num_training_workers=(1, 2), max_steps=20)
+    with monitoring.monitor_run(config):
+        fit(config, loop=loop_with_sick_device(sick.node_id), ScalingConfig=scaling())
+    (failure,) = fault_tolerance.read_failures(config.run_uri)
+    assert "multiplies matrices wrongly: this machine is excluded, and the run goes on without it" in failure
+    assert is_alive(well) and not is_alive(sick)
+    assert_bare(config)
+    lose(nodes, sick)
+    lose(nodes, well)
 
 
 @slow

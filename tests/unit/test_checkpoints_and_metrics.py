@@ -3,15 +3,17 @@
 import json
 import pathlib
 import signal
+import types
 import zlib
 
 import pandas as pd
 import pytest
+import ray
 import torch
 
 from helpers import checkpoint, distributed, run_setup, storage, train
 from helpers.config import TrainingConfig
-from helpers.runtime import fault_tolerance, metrics_log, monitoring, ray_errors
+from helpers.runtime import drain, fault_tolerance, metrics_log, monitoring, ray_errors
 from tests.processes import run_script
 
 
@@ -155,8 +157,44 @@ def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda one, other: multiply(one, other).index_fill_(1, torch.tensor([7]), 0))
         assert fault_tolerance.check_device(device) == "multiplies matrices wrongly"
+    assert fault_tolerance.check_links(device) is None
     monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
-    assert fault_tolerance.check_device(device) == "got wrong sums from the other workers"
+    assert fault_tolerance.check_links(device) == "got wrong sums from the other workers"
+
+
+@pytest.mark.parametrize(
+    ("devices", "links", "before", "sick"),
+    [
+        ("....", "....", [], None),
+        (".x..", "xxxx", [], [1]),  # its wrong results spoil everyone's sums
+        (".xx.", "....", [], [1, 2]),
+        ("....", "..xx", [], [2, 3]),
+        ("....", "xxxx", [], []),  # nobody can be named
+        ("x...", "....", [], []),  # the head, which the driver needs
+        (".xxx", "....", [], []),  # too many for it to be the machines
+        (".x..", "....", ["a", "b"], []),
+        (".x..", "....", ["a", "node 1"], [1]),  # asked for in vain before
+    ],
+)
+def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devices, links, before, sick):
+    config, drained = TrainingConfig(storage=str(tmp_path), run_name="sick"), []
+    head = {"NodeID": "node 0", "Resources": {"node:__internal_head__": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [head, {"NodeID": "node 1", "Resources": {}}])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: types.SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(drain, "drain_node", lambda reason, node_id, address: drained.append(node_id))
+    everyone = [
+        {
+            "device": "x" in device or None,
+            "links": "x" in link or None,
+            "text": f"{rank} is sick",
+            "node": f"node {rank}",
+        }
+        for rank, (device, link) in enumerate(zip(devices, links, strict=True))
+    ]
+    storage.write_json(storage.join(config.run_uri, fault_tolerance.EXCLUDED), before)
+    assert fault_tolerance.exclude(config, everyone) == sick
+    assert sorted(drained) == [f"node {rank}" for rank in sick or []]
+    assert storage.exists(storage.join(config.run_uri, fault_tolerance.ENDED)) == (sick == [])
 
 
 WATCHED = """
