@@ -4,6 +4,8 @@
 #       -f helpers/profiles/full-sd2-256.yaml -p storage /shared/sd2
 # Trainers are the first component of a heterogeneous job, encoders the second; without the second (`hetjob` and the
 # line below it deleted), both are on the same nodes. The Python environment must be active, and on all nodes.
+# Slurm queues the job again when a node fails, and this script does when the command fails: up to REQUEUES times (3).
+#SBATCH --requeue --open-mode=append
 #SBATCH --job-name=sd2 --partition=a100 --nodes=4 --ntasks-per-node=1 --exclusive --gpus-per-node=8
 #SBATCH hetjob
 #SBATCH --partition=a10g --nodes=58 --ntasks-per-node=1 --exclusive --gpus-per-node=1
@@ -72,4 +74,11 @@ for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
 done
 
 wait_for_nodes "$total"
-"$@"
+status=0
+"$@" || status=$?
+restarts=${SLURM_RESTART_COUNT:-0}
+if [ "$status" -ne 0 ] && [ -n "${SLURM_JOB_ID:-}" ] && [ "$restarts" -lt "${REQUEUES:-3}" ]; then
+    echo "Exit status $status: the job is queued again, for the next of at most ${REQUEUES:-3} restarts." >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -11,7 +11,10 @@ import tempfile
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "helpers" / "clusters" / "slurm.sh"
+from tests.processes import DYING_DRIVER
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "helpers" / "clusters" / "slurm.sh"
 # Notes its options, then runs the command as often as there are tasks: one after the other, as nodes that start on one
 # machine at the same time would choose the same ports and names.
 SRUN = """#!/bin/bash
@@ -41,7 +44,10 @@ def slurm(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
+    (folder / "scontrol").write_text('#!/bin/bash\necho "$@" >> "$SRUN_LOG.scontrol"\n')
+    (tmp_path / "srun.log.scontrol").touch()
+    for command in folder.iterdir():
+        command.chmod(0o755)
     ray_folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # paths of sockets may have 107 characters
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -62,21 +68,39 @@ def slurm(tmp_path):
     shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-@pytest.mark.slow
-def test_the_slurm_script_starts_ray_on_all_nodes(slurm, tmp_path):
-    """Both components' nodes have joined when the command runs, and its exit status is the job's."""
-    command = ["bash", SCRIPT, "python", "-c", COMMAND + "; raise SystemExit(3)"]
-    job = subprocess.Popen(
-        command, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+def run_job(variables, *command):
+    """`(exit status, what it said, what it asked of scontrol)` of the script."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(["bash", SCRIPT, *command], env=variables, cwd=ROOT, start_new_session=True, **streams)
     try:
         said = job.communicate(timeout=300)[0]
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGTERM)  # the script's own trap ends Ray
             job.wait(60)
+    return job.returncode, said, pathlib.Path(variables["SRUN_LOG"] + ".scontrol").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_ray_on_all_nodes(slurm, tmp_path):
+    """Both components' nodes have joined when the command runs, and its exit status is the job's."""
+    last = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "3"}  # which is not queued again
+    status, said, asked = run_job({**slurm, **last}, "python", "-c", COMMAND + "; raise SystemExit(3)")
     assert "alive: 3" in said, said[-5000:]
-    assert job.returncode == 3
+    assert status == 3 and asked == []
     options = (tmp_path / "srun.log").read_text().splitlines()
     assert options.count("--nodes=1") == 2 and options.count("--exclude=node1") == 1
     assert {"--het-group=0", "--het-group=1"} <= set(options)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_whose_driver_dies_is_queued_again(slurm, tmp_path):
+    """The next driver takes over the lease of the dead one at once; a job that has succeeded is not queued."""
+    alone = {**slurm, "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "4711"}
+    del alone["SLURM_HET_SIZE"]
+    driver = ["python", "-c", DYING_DRIVER, str(tmp_path), "2", "0"]
+    status, said, asked = run_job(alone, *driver)
+    assert status == 137 and asked == ["requeue 4711"], said[-5000:]
+    status, said, asked = run_job({**alone, "SLURM_RESTART_COUNT": "1"}, *driver)
+    assert status == 0 and asked == ["requeue 4711"] and "Waiting 60 s" not in said, said[-5000:]
+    assert (tmp_path / "starts").read_text().split() == ["slurm-4711"] * 2
