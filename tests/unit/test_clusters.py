@@ -1,18 +1,27 @@
 """The files that start a cluster, against the schemas of Ray's launcher and of KubeRay, and against the profiles."""
 
 import copy
+import importlib.util
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import jsonschema
 import pytest
 import yaml
 from ray.autoscaler._private import util
+from ray.autoscaler.v2.instance_manager.config import FileConfigReader
+from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
 from helpers.lesson import full_run
+from tests.processes import DYING_DRIVER
 
 ROOT = pathlib.Path(__file__).parents[2]
 CLUSTERS = ROOT / "helpers" / "clusters"
@@ -60,7 +69,7 @@ def test_all_aws_nodes_are_in_one_network():
     nodes = {name: kind["node_config"] for name, kind in read("aws.yaml")["available_node_types"].items()}
     efa = nodes["trainers"].pop("NetworkInterfaces")
     assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & set(nodes["trainers"])
-    for place in [*efa, nodes["head"], nodes["encoders"]]:
+    for place in [*efa, nodes["head"], nodes["encoders"], nodes["encoders-on-demand"]]:
         assert place.get("SubnetId") == "subnet-0123" or place["SubnetIds"] == ["subnet-0123"]
         assert place.get("Groups", place.get("SecurityGroupIds")) == ["sg-0123"]
     assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in efa] == [(0, 0), (1, 1), (2, 1), (3, 1)]
@@ -79,6 +88,7 @@ def test_the_clusters_hold_the_full_runs_workers(resolution):
         assert f"accelerator_type:{accelerator}" in aws[kind]["resources"]
         assert aws[kind]["max_workers"] * aws[kind]["resources"]["GPU"] >= needed
     assert read("aws.yaml")["max_workers"] >= sum(aws[kind]["max_workers"] for kind in ("trainers", "encoders"))
+    assert aws["encoders-on-demand"]["resources"] == aws["encoders"]["resources"]
     for group in read("kuberay-cluster.yaml")["spec"]["workerGroupSpecs"]:
         kind = {"trainers": "training_accelerator_type", "encoders": "encoder_accelerator_type"}[group["groupName"]]
         assert json.loads(json.loads(f'"{group["rayStartParams"]["resources"][1:-1]}"')) == {
@@ -90,6 +100,65 @@ def test_the_clusters_hold_the_full_runs_workers(resolution):
     options = re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+)", (CLUSTERS / "slurm.sh").read_text())
     trainers, encoders = (int(nodes) * int(gpus) for nodes, gpus in options)
     assert trainers >= full["num_training_workers"] and encoders >= full["num_encoders"]
+
+
+@pytest.mark.parametrize(
+    ("encoders", "seen", "launched"),
+    [
+        (62, None, {"encoders": 58, "encoders-on-demand": 4}),
+        # Why the file tells people to lower max_workers of the spot instances: a refused launch changes nothing.
+        (40, Instance.ALLOCATION_FAILED, {"encoders": 40}),
+        (40, Instance.ALLOCATION_TIMEOUT, {"encoders-on-demand": 40}),
+    ],
+)
+def test_encoders_are_spot_instances_and_the_rest_is_on_demand(encoders, seen, launched):
+    """What Ray's own scheduler launches for so many encoders, after it has seen something of spot instances."""
+    nodes, monitor = (
+        FileConfigReader(str(CLUSTERS / "aws.yaml")).get_cached_autoscaling_config(),
+        CloudResourceMonitor(),
+    )
+    monitor.notify([InstanceUpdateEvent(instance_type="encoders", new_instance_status=seen)] if seen else [])
+    wanted = ResourceRequestUtil.make({"GPU": 1, "accelerator_type:A10G": 0.001})
+    request = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=nodes.get_node_type_configs(),
+        max_num_nodes=nodes.get_max_num_worker_nodes(),
+        resource_requests=ResourceRequestUtil.group_by_count([wanted] * encoders),
+        recoverable_resource_availabilities=monitor.get_recoverable_resource_availabilities(),
+    )
+    asked = {launch.instance_type: launch.count for launch in ResourceDemandScheduler(None).schedule(request).to_launch}
+    assert asked == launched
+
+
+def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disks():
+    *_, start, watch = read("aws.yaml")["worker_start_ray_commands"]
+    folder, module = re.fullmatch(r"cd (\S+); nohup setsid python -m (\S+) > .* &", watch).groups()
+    assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in (CLUSTERS / "Dockerfile").read_text()
+    # Ray spills to a folder of the instance's own disks, which its container sees.
+    assert re.search(r"ray start --address=\S+ --object-spilling-directory=/spill$", start)
+    assert read("aws.yaml")["docker"]["run_options"] == ["-v /opt/dlami/nvme/spill:/spill"]
+
+
+# ---- a driver that fails
+
+
+@pytest.mark.parametrize(
+    ("killed_until", "last_status", "starts", "status"),
+    [(3, 0, 3, 0), (9, 0, 3, 137), (1, 143, 1, 143)],
+    ids=["a killed driver is started again", "until it has failed three times", "an interrupted one is not"],
+)
+def test_a_driver_that_dies_is_started_again(tmp_path, killed_until, last_status, starts, status):
+    """Each driver takes the lease of the one before it over at once, by the same PRETRAIN_JOB_ID."""
+    command = [sys.executable, "-c", DYING_DRIVER, str(tmp_path), str(killed_until), str(last_status)]
+    variables = {**os.environ, "RESTARTS": "2", "RESTART_SECONDS": "0"}
+    variables.pop("PRETRAIN_JOB_ID", None)
+    done = subprocess.run(
+        ["bash", CLUSTERS / "until_done.sh", *command], env=variables, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == status and "Waiting" not in done.stdout
+    ids = (tmp_path / "starts").read_text().split()
+    assert len(ids) == starts and len(set(ids)) == 1
+    assert ("given up after 3 failures in a row" in done.stderr) == (status == 137)
 
 
 # ---- KubeRay
@@ -112,7 +181,11 @@ def test_the_job_runs_on_the_cluster_of_the_other_file():
 
 def test_the_jobs_command_is_a_profiles():
     words = read("kuberay-job.yaml")["spec"]["entrypoint"].split()
-    assert words[3] == "papermill" and (ROOT / words[4]).is_file()
+    assert words[3].startswith("PRETRAIN_JOB_ID=") and words[4] == "bash" and words[6] == "papermill"
+    assert (ROOT / words[5]).is_file() and (ROOT / words[7]).is_file()
+    for group in read("kuberay-cluster.yaml")["spec"]["workerGroupSpecs"]:
+        _, script = group["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert (ROOT / script).is_file()
     assert (ROOT / words[words.index("-f") + 1]).is_file()
 
 
