@@ -14,6 +14,7 @@ Core
     images          encoded bytes to RGB pictures of a given shape; captions to token ids
     hub             a model hub's ids and their commits, looked up once
   * encoder         the actor that turns pictures and captions into latents and embeddings
+    decoder         latents to pictures, as many at a time as a GPU's memory holds
   * plan            which rows make which step, on any number of workers
   * read            how they get to the workers: Ray Data's tasks, blocks in order
     held_out_rows   the latents that a run is validated on

@@ -135,7 +135,7 @@ class Parameters:
     storage: Location = free("storage", "folder or URI under which everything is kept; on several nodes a shared one")
     validation_share: Share = rows(0.02, "share of the rows held out for validation, chosen by a hash of their id")
     channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
-    max_failures: Limit = free(3, "how often failed workers are replaced, or a failed segment is restarted; -1: always")
+    max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
 
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:

@@ -13,7 +13,7 @@ import transformers
 from diffusers import DiffusionPipeline, SchedulerMixin, UNet2DConditionModel
 from PIL import Image
 
-from . import checkpoint, diffusion, encoder, images, storage
+from . import checkpoint, decoder, diffusion, encoder, images, storage
 from .manifest import Manifest, read_manifest
 from .training_config import TrainingConfig
 from .unet import build_unet
@@ -107,7 +107,7 @@ def generate(
             generator=generators,
             output_type="latent",
         ).images
-        pictures += list(encoder.decode_latents(pipeline.vae, latents / pipeline.vae.config.scaling_factor))
+        pictures += list(decoder.decode_latents(pipeline.vae, latents / pipeline.vae.config.scaling_factor))
     return pictures
 
 

@@ -66,14 +66,14 @@ class TrainingConfig(Parameters):
     unet_config: Model = learned("tiny", '"tiny", "small", "sd2-base" (865.9 M parameters), or a config.json\'s path')
     resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
     prediction_type: Literal["v_prediction", "epsilon", "flow"] = learned(
-        "v_prediction", 'what is predicted: "v_prediction", "epsilon" (the noise), or "flow" (rectified flow)'
+        "v_prediction", 'what is predicted; or "epsilon" (the noise), "flow"'
     )
     zero_terminal_snr: Switch = learned(False, "with v_prediction, the last timestep is noise alone")
     caption_shares: CaptionShares = learned(None, "how often each of a row's captions is used; None: all equally often")
     caption_dropout: Share = learned(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
     min_snr_gamma: Gamma = learned(5.0, "gamma of the min-SNR loss weights; None: all timesteps have weight 1")
     timestep_sampling: Literal["uniform", "importance", "logit_normal"] = learned(
-        "uniform", '"uniform"; more of those with a large weight: "importance"; of the middle, for flow: "logit_normal"'
+        "uniform", 'or "uniform"; for flow "logit_normal", more of the middle'
     )
     timestep_shift: Positive = learned(1.0, "of flow at the largest resolution, towards noise; smaller ones get less")
     ema_start: CountOrZero = learned(0, "step from which weights are averaged")
@@ -98,7 +98,7 @@ class TrainingConfig(Parameters):
     precision: Literal["fp32", "bf16"] = learned("fp32", 'or "bf16", for matrix products; with fsdp for norms too')
     cudnn_benchmark: Switch = free(False, "cuDNN times its convolutions at each new shape and keeps the fastest")
     attention: Literal["auto", "cudnn", "flash", "efficient"] = free(
-        "auto", 'kernel of attention on a GPU: PyTorch\'s choice, or "cudnn", "flash", "efficient"'
+        "auto", 'or "cudnn", "flash", "efficient": the kernel of attention on a GPU'
     )
     deterministic: Switch = free(False, "the same bits in every run on GPUs of one kind; slow, and untested on GPUs")
     activation_checkpointing: Switch = free(False, "recompute activations in the backward pass to save memory")

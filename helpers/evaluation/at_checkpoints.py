@@ -26,7 +26,7 @@ import ray.train
 import torch
 from diffusers import DiffusionPipeline
 
-from .. import checkpoint, distributed, encoder, held_out_rows, images, sampling, schema, storage
+from .. import checkpoint, decoder, distributed, held_out_rows, images, sampling, schema, storage
 from ..manifest import Manifest
 from ..runtime import ray_errors, results
 from ..training_config import TrainingConfig
@@ -310,7 +310,7 @@ class Evaluator:
         for spec in self.manifest.latents_at(self.config.largest_resolution):
             if spec.name in rows.column_names and rows.num_rows:
                 moments, valid = spec.decode(rows[spec.name])
-                pictures += list(encoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
+                pictures += list(decoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
         return pictures
 
 

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import encoder, preprocess, sampling, schema
+from helpers import decoder, encoder, preprocess, sampling, schema
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
@@ -127,7 +127,7 @@ def ceilings(number):
     samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
     moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
-    reconstructed = encoder.reconstruct("tiny-sd", moments)
+    reconstructed = decoder.reconstruct("tiny-sd", moments)
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from helpers import encoder
+from helpers import decoder
 from helpers.config import PreprocessingConfig
 from helpers.evaluation import scores
 from helpers.evaluation.scores import CLIP
@@ -31,7 +31,7 @@ SCORES = ["validation_loss", "clip_score", "cmmd"]
 
 def score_checkpoints(run, at, prompts, clip):
     """A dict of scores for each of `at` steps."""
-    real = clip.images(list(encoder.reconstruct("tiny-sd", moments_of(run.held_out, run.manifest))))
+    real = clip.images(list(decoder.reconstruct("tiny-sd", moments_of(run.held_out, run.manifest))))
     texts, found = clip.texts(prompts), []
     for step in at:
         run.advance(step)

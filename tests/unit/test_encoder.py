@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from helpers import encoder, images, preprocess, schema
+from helpers import decoder, encoder, images, preprocess, schema
 from helpers.config import PreprocessingConfig
 from tests.unit.test_buckets import raw_rows
 
@@ -105,13 +105,13 @@ def sd2_vae():
 def test_as_many_pictures_are_decoded_at_once_as_a_gpus_memory_holds(sd2_vae, resolution, dtype, gib, at_once):
     """At most three times 256 channels live at the full resolution: a block's input, the norm of it, what is next."""
     vae, shape = sd2_vae.to(dtype), (4, resolution // 8, resolution // 8)
-    found = encoder.decoding_bytes(vae.to_json_string(), vae.dtype, shape)
+    found = decoder.decoding_bytes(vae.to_json_string(), vae.dtype, shape)
     assert found == pytest.approx(3 * 256 * resolution**2 * dtype.itemsize, rel=0.05)
-    assert encoder.decoded_at_once(vae, shape, gib * 2**30) == at_once
+    assert decoder.decoded_at_once(vae, shape, gib * 2**30) == at_once
 
 
 def test_the_peak_of_bytes_counts_what_lives_at_the_same_time_and_views_once():
-    with encoder.PeakBytes() as counted:
+    with decoder.PeakBytes() as counted:
         values = torch.zeros(1000)
         for _ in range(5):
             values = (values + 1).view(10, 100).relu().flatten()
@@ -120,10 +120,10 @@ def test_the_peak_of_bytes_counts_what_lives_at_the_same_time_and_views_once():
 
 def test_pictures_decoded_in_slices_are_those_decoded_together(monkeypatch):
     vae, latents = encoder.load_vae("tiny-sd"), torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    together, rows, decode = encoder.decode_latents(vae, latents), [], vae.decode
+    together, rows, decode = decoder.decode_latents(vae, latents), [], vae.decode
     monkeypatch.setattr(vae, "decode", lambda some: rows.append(len(some)) or decode(some))
-    monkeypatch.setattr(encoder, "MOST_DECODED", 2)
-    assert np.abs(encoder.decode_latents(vae, latents).astype(int) - together).max() <= 1 and rows == [2, 1]
+    monkeypatch.setattr(decoder, "MOST_DECODED", 2)
+    assert np.abs(decoder.decode_latents(vae, latents).astype(int) - together).max() <= 1 and rows == [2, 1]
 
 
 # ---- what it computes with
