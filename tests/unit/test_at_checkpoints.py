@@ -202,7 +202,9 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
         at_checkpoints.validate(one, config.to_dict())
     found = results.read(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
-    assert found[0] == {**straight, "seconds": found[0]["seconds"]}
+    # CLIP computes on another number of threads there.
+    scored = {name: pytest.approx(straight[name], rel=1e-6) for name in ("clip_score", "cmmd") if name in straight}
+    assert found[0] == {**straight, **scored, "seconds": found[0]["seconds"]}
     assert not any({"unfinished", "to_score", "failed", "skipped"} & one.keys() for one in found)
     (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.step_of(kept) == max(found, key=lambda one: (one["clip_score"], one["step"]))["step"]

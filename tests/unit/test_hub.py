@@ -120,6 +120,7 @@ def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
     manifest, first = online.prepare(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
     begun = run_setup.describe_data({training.latents_uri: manifest}, training)
+    begun = json.loads(json.dumps(begun))  # as a run keeps it
     second = hub.move("main", newer)
     resumed = config_of(tmp_path, OnlineConfig)
     assert online.prepare(resumed, training).encoder == read_manifest(training.latents_uri).encoder == manifest.encoder
