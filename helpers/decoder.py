@@ -34,22 +34,22 @@ class PeakBytes(TorchFunctionMode):
 
 
 @functools.cache
-def decoding_bytes(vae_config: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The most bytes of activations while a VAE decodes latents of one picture, (C, H, W), beside its weights.
+def decoding_bytes(vae_config: str, shape: tuple[int, ...]) -> int:
+    """The most bytes of fp32 activations while a VAE decodes latents of one picture, (C, H, W), beside its weights.
 
     Found without memory, on the "meta" device. `vae_config`: the VAE's `to_json_string()`.
     """
     with torch.device("meta"), torch.no_grad():
-        vae = AutoencoderKL.from_config(json.loads(vae_config)).to(dtype)
+        vae = AutoencoderKL.from_config(json.loads(vae_config))
         with PeakBytes() as counted:
-            vae.decode(torch.empty(1, *shape, dtype=dtype))
+            vae.decode(torch.empty(1, *shape))
     return counted.peak
 
 
 def decoded_at_once(vae: AutoencoderKL, shape: tuple[int, ...], memory: float = math.inf) -> int:
     """How many pictures, with latents of `shape`, fit `memory` bytes while they are decoded: 1 to `MOST_DECODED`."""
-    fit = memory * MEMORY_SHARE / decoding_bytes(vae.to_json_string(), vae.dtype, tuple(shape))
-    return int(min(max(1, fit), MOST_DECODED))
+    each = decoding_bytes(vae.to_json_string(), tuple(shape)) * vae.dtype.itemsize / 4
+    return int(min(max(1, memory * MEMORY_SHARE / each), MOST_DECODED))
 
 
 @torch.inference_mode()
