@@ -191,8 +191,7 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
 
     Pins `config.encoder_model` (`hub.pin_encoder`). Raises FileNotFoundError or ValueError with what to change.
     """
-    earlier = resumable_job.begun_with(config.latents_uri) or {}
-    hub.pin_encoder(config, earlier.get("encoder"))
+    hub.pin_encoder(config, (resumable_job.begun_with(config.latents_uri) or {}).get("encoder"))
     checked = check(config)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or resumable_job.ROWS_PER_SEGMENT * config.most_encoders

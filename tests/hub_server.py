@@ -45,8 +45,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def dispatch(self):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.requests.append((self.command, path))
-        if path == "/api/agent-harnesses":  # which huggingface_hub asks for once a day
-            return self.answer(200, b'{"standardEnvVars": [], "harnesses": {}}')
         found = re.fullmatch(rf"(?:/api/models)?/{MODEL}(?:/(tree|revision|resolve)/([^/]+)/?(.*))?", path)
         commit = found and self.server.refs.get(found[2] or "main")
         if not commit:
