@@ -158,7 +158,13 @@ def watched(node):
 def test_ray_uses_a_node_no_more_whose_interruption_is_announced(nodes, tmp_path):
     """What runs there may end; nothing else is placed there, and then Ray on that node ends."""
     node, on_spot = add_node(nodes, resources={"spot": 1}), {"num_cpus": 0, "resources": {"spot": 0.5}}
-    running = ray.remote(**on_spot)(wait_until).remote((tmp_path / "done").exists)
+
+    def hold():
+        (tmp_path / "started").touch()
+        wait_until((tmp_path / "done").exists)
+
+    running = ray.remote(**on_spot)(hold).remote()
+    wait_until((tmp_path / "started").exists)
     with watched(node) as announce:
         announce(seconds=120)
     late = ray.remote(**on_spot)(this_node).remote()

@@ -137,12 +137,12 @@ def upload(run_uri, tmp_path, monkeypatch):
     config = TrainingConfig(storage="s3://impatient", run_name=tmp_path.name)
     manager = train.CheckpointManager(types.SimpleNamespace(config=config), log=None)
 
-    def upload(name, is_best=False):
+    def upload(name):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "a").write_bytes(b"123")
         storage.write_json(folder / checkpoint.PROGRESS, {"step": 10, "files": {"a": 3}})
-        reported = manager.upload(lambda: None, is_best, ray.train.Checkpoint(str(folder)), name)
+        reported = manager.upload(lambda: None, ray.train.Checkpoint(str(folder)), name)
         assert not folder.exists() and manager.uploaded.is_set()
         return reported
 
@@ -164,13 +164,6 @@ def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload
     (sentence,) = fault_tolerance.read_failures(run_uri)
     assert sentence.startswith(f"{names[1]} could not be uploaded: OSError: ") and "AWS Error SLOW_DOWN" in sentence
     assert sentence in capsys.readouterr().out
-
-
-def test_a_store_that_takes_no_copy_of_the_best_loses_no_checkpoint(server, upload, run_uri):
-    server.refuse, server.refusals = "best/", float("inf")
-    assert upload(checkpoint.checkpoint_name(10, 1), is_best=True)
-    (sentence,) = fault_tolerance.read_failures(run_uri)
-    assert "could not be copied to best/: " in sentence
 
 
 @pytest.fixture
