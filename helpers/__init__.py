@@ -47,7 +47,7 @@ runtime/            support at run time
     meter           a step's images/s, FLOPs, MFU, memory, waiting
     profiling       where its time and FLOPs go
     drain           taking a node out of Ray: EC2's interruption notice, a sick machine
-    fault_tolerance a worker that hangs, a sick machine, preemption notices
+    fault_tolerance a worker that hangs, a sick machine, preemption notices, a lost checkpoint
     ray_errors      what Ray's errors mean: was something lost?
     throttle        keeps Ray Data's scheduling loop from taking a core from the trainer, and its memory small
 evaluation/         is the model getting better?
