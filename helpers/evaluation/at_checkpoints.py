@@ -212,10 +212,10 @@ class OnWorkers:
 
     They go on to train while a Ray task scores what they leave in the run's folder (`score_checkpoint`).
 
-    `prompts`: as `resolve_prompts` returns them. `agreement` is not used here: the task has `validation_config`'s.
+    `prompts`: as `resolve_prompts` returns them.
     """
 
-    def __init__(self, prompts: list[str] | None = None, agreement: Agreement | None = None):
+    def __init__(self, prompts: list[str] | None = None):
         self.prompts, self.evaluator = prompts, None
 
     def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
