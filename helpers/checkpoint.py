@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from diffusers import UNet2DConditionModel
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from . import distributed, storage
+from . import denoisers, distributed, storage
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
 BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
@@ -160,12 +159,13 @@ def load_weights(folder: str, unet: torch.nn.Module, which: str = "ema") -> torc
 
 
 def load_initial_weights(folder: str, unet: torch.nn.Module) -> None:
-    """Load the weights that a new run starts from: a checkpoint of another run, or a U-Net in diffusers layout.
+    """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
 
     The new run averages its own weights alone: an average that went on would hold those of the other run for long.
     """
     if os.path.exists(os.path.join(folder, PROGRESS)):
         load_weights(folder, unet, "model")
     else:
-        weights = UNet2DConditionModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        kind = denoisers.adapter_of(unet).kind
+        weights = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
         set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))

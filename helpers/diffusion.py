@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from .denoisers import NUM_TIMESTEPS, denoise
 from .distributed import local
 from .manifest import Manifest
 from .training_config import TrainingConfig
 
-NUM_TIMESTEPS = 1000
 # One stream of random numbers for each use; part of the hash.
 NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
@@ -203,6 +203,7 @@ def row_losses(
     text_BLD: torch.Tensor,
     draws: Draws,
     gamma: float | None = None,
+    mask_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`."""
     noisy, timesteps_B = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B), draws.timesteps_B
@@ -213,7 +214,7 @@ def row_losses(
         target = draws.noise_BCHW
     if is_flow:  # as diffusers' schedulers count them
         timesteps_B = NUM_TIMESTEPS * schedule.times(timesteps_B, latents_BCHW)
-    predicted = unet(noisy, timesteps_B, text_BLD, return_dict=False)[0]
+    predicted = denoise(unet, noisy, timesteps_B, text_BLD, mask_BL)
     squared = F.mse_loss(predicted.float(), target, reduction="none").mean(dim=(1, 2, 3))
     return squared * loss_weights(schedule, draws.timesteps_B, gamma)
 

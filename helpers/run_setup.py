@@ -7,9 +7,10 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
-from . import checkpoint, hub, storage, train
+from . import checkpoint, denoisers, hub, storage, train
 from .manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from .plan import Plan, plan_run
 from .runtime import lease, metrics_log
@@ -205,8 +206,10 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
-    """Raises ValueError if the U-Net cannot train on these latents."""
+    """Raises ValueError if the denoiser cannot train on these latents, or no pipeline of diffusers draws with both."""
     unet = load_unet_config(config.unet_config)
+    adapter = denoisers.ADAPTERS[unet["_class_name"]]
+    check_pipeline(adapter, manifest, config, latents_uri)
     for resolution in config.resolutions:
         if resolution not in manifest.resolutions:
             raise ValueError(
@@ -218,27 +221,59 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
                 f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
                 "or encode the data again with upscale=True."
             )
-    if unet["cross_attention_dim"] != manifest.embeddings.shape[-1]:
+    if unet[adapter.text_width] != manifest.embeddings.shape[-1]:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes captions {unet['cross_attention_dim']} wide, and "
+            f"unet_config={config.unet_config!r} takes captions {unet[adapter.text_width]} wide, and "
             f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
-            f"{manifest.encoder['model']!r}): choose a U-Net and an encoder that belong together."
+            f"{manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
         )
     channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
     if unet["in_channels"] != channels:
         raise ValueError(
             f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
-            f"holds {channels} (encoder_model={manifest.encoder['model']!r}): choose ones that belong together."
+            f"holds {channels} (encoder_model={manifest.vae_model!r}): choose ones that belong together."
         )
-    halvings = len(unet["block_out_channels"]) - 1
+    divisor = adapter.divisor(unet)
     for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
         height, width = latents.shape[2:]
-        if height % 2**halvings or width % 2**halvings:
+        if height % divisor or width % divisor:
             raise ValueError(
-                f"resolution={latents.resolution} makes latents of {width} x {height}, which unet_config="
-                f"{config.unet_config!r} cannot halve {halvings} times: encode the data with resolutions and a "
-                f"size_multiple that are multiples of {latents.size[0] // width * 2**halvings}."
+                f"resolution={latents.resolution} makes latents of {width} x {height}, and unet_config="
+                f"{config.unet_config!r} takes sides that are multiples of {divisor}: encode the data with resolutions "
+                f"and a size_multiple that are multiples of {latents.size[0] // width * divisor}."
             )
+
+
+def check_pipeline(adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str) -> None:
+    """Raises ValueError unless diffusers' pipeline of the denoiser draws with what encoded the data, and as trained."""
+    fits = {
+        f"vae_model={manifest.vae_model!r}, {manifest.vae_class}, not {either(adapter.vaes)}": (
+            manifest.vae_class in adapter.vaes
+        ),
+        f"vae_model={manifest.vae_model!r}, whose shift_factor={manifest.shift_factor} it does not apply": (
+            adapter.shifts or not manifest.shift_factor
+        ),
+        f"text_encoder_model={manifest.text_encoder_model!r}, {manifest.text_encoder_class}, not "
+        f"{either(adapter.text_encoders)}": manifest.text_encoder_class in adapter.text_encoders,
+        "maximum_tokens=None: it masks padding, and these captions are padded": (
+            manifest.embeddings.ragged or not adapter.masks_padding
+        ),
+        "maximum_tokens: it takes padded captions": adapter.masks_padding or not manifest.embeddings.ragged,
+        f"text_cleaning={manifest.text_cleaning!r}, where it cleans prompts as {adapter.text_cleaning!r}": (
+            adapter.text_cleaning in (None, manifest.text_cleaning)
+        ),
+    }
+    which = f"unet_config={config.unet_config!r} draws by {adapter.pipeline}"
+    for reason in (reason for reason, fit in fits.items() if not fit):
+        raise ValueError(
+            f"{which}, and {uri} was encoded with {reason}: encode the data again, or choose another unet_config."
+        )
+    if config.sampler not in adapter.samplers:
+        raise ValueError(f"{which}, which has no sampler={config.sampler!r}: choose {either(adapter.samplers)}.")
+
+
+def either(names: Sequence[str]) -> str:
+    return " or ".join(names)
 
 
 def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
@@ -271,7 +306,7 @@ def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
 
 
 def check_init_from(config: TrainingConfig) -> None:
-    """Raises ValueError unless `init_from` is None, or names a run or a folder with a U-Net of the same shape."""
+    """Raises ValueError unless `init_from` is None, or names a run or a folder with a denoiser of the same shape."""
     if config.init_from is None:
         return
     if train.first_checkpoint(config):
@@ -286,9 +321,9 @@ def check_init_from(config: TrainingConfig) -> None:
             "or None."
         )
     for name, value in load_unet_config(config.unet_config).items():
-        if name != "sample_size" and not name.startswith("_") and theirs.get(name, value) != value:
+        if name != "sample_size" and theirs.get(name, value) != value:
             raise ValueError(
-                f"init_from={config.init_from!r} is a U-Net with {name}={theirs[name]}, and "
+                f"init_from={config.init_from!r} is a denoiser with {name}={theirs[name]}, and "
                 f"unet_config={config.unet_config!r} has {value}: start from one of the same shape."
             )
 

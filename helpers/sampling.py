@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 
@@ -10,10 +11,10 @@ import numpy as np
 import ray.train
 import torch
 import transformers
-from diffusers import DiffusionPipeline, SchedulerMixin, UNet2DConditionModel
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
 
-from . import checkpoint, decoder, diffusion, encoder, images, storage
+from . import checkpoint, decoder, denoisers, diffusion, encoder, images, storage
 from .manifest import Manifest, read_manifest
 from .training_config import TrainingConfig
 from .unet import build_unet
@@ -31,20 +32,28 @@ def read_encoder_manifest(config: TrainingConfig) -> Manifest:
     return read_manifest(next(iter(config.proportions)))
 
 
-def build_pipeline(unet: UNet2DConditionModel, encoder_model: str, config: TrainingConfig) -> DiffusionPipeline:
-    """A `StableDiffusionPipeline` of a U-Net and the VAE, text encoder and tokenizer that encoded its data."""
-    pipeline = import_pipeline()(
-        vae=encoder.load_vae(encoder_model),
-        text_encoder=encoder.load_text_encoder(encoder_model),
-        tokenizer=images.load_tokenizer(encoder_model),
-        unet=unet.eval(),
-        scheduler=build_sampler(config),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+def build_pipeline(unet: ModelMixin, manifest: Manifest, config: TrainingConfig) -> DiffusionPipeline:
+    """diffusers' pipeline of a denoiser, and of the VAE, text encoder and tokenizer that encoded its data."""
+    adapter = denoisers.adapter_of(unet)
+    tokenizer = copy.deepcopy(images.load_tokenizer(manifest.text_encoder_model))
+    tokenizer.model_max_length, _ = manifest.embeddings.shape
+    vae = encoder.load_vae(manifest.vae_model)
+    if adapter.shifts and vae.config.get("shift_factor", 0) is None:
+        vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
+    models = {
+        "vae": vae,
+        "text_encoder": encoder.load_text_encoder(manifest.text_encoder_model),
+        "tokenizer": tokenizer,
+        "scheduler": build_sampler(config),
+        adapter.component: unet.eval(),
+    }
+    pipeline = import_pipeline(adapter.pipeline)(**models, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
+    return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
 
 
 def build_sampler(config: TrainingConfig) -> SchedulerMixin:
@@ -64,18 +73,17 @@ def build_sampler(config: TrainingConfig) -> SchedulerMixin:
     return sampler.from_config(schedule, **options)
 
 
-def import_pipeline() -> type[DiffusionPipeline]:
-    """`StableDiffusionPipeline`, imported without transformers' warning that torchvision is missing.
+def import_pipeline(name: str = "DiffusionPipeline") -> type[DiffusionPipeline]:
+    """A pipeline's class, imported without transformers' warning that torchvision is missing.
 
-    The import loads image processors of the safety checker, which is not used here.
+    The import of some loads image processors of the safety checker, which is not used here.
     """
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        from diffusers import StableDiffusionPipeline
+        return getattr(diffusers, name)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    return StableDiffusionPipeline
 
 
 def generate(
@@ -94,7 +102,8 @@ def generate(
 
     Squares of `resolution`, unless `width` and `height` are given.
     """
-    pictures = []
+    pictures, vae = [], pipeline.vae.config
+    options = denoisers.adapter_of(denoiser_of(pipeline)).call_options(pipeline.tokenizer.model_max_length)
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
@@ -106,8 +115,10 @@ def generate(
             guidance_scale=guidance_scale,
             generator=generators,
             output_type="latent",
+            **options,
         ).images
-        pictures += list(decoder.decode_latents(pipeline.vae, latents / pipeline.vae.config.scaling_factor))
+        latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0)
+        pictures += list(decoder.decode_latents(pipeline.vae, latents))
     return pictures
 
 
@@ -128,7 +139,7 @@ def sample(
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
-    pipeline = build_pipeline(unet, manifest.encoder["model"], config)
+    pipeline = build_pipeline(unet, manifest, config)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     size = {"resolution": config.largest_resolution, "width": width, "height": height}
     sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
@@ -147,19 +158,46 @@ def to_png(picture: np.ndarray) -> bytes:
     return data.getvalue()
 
 
-def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> UNet2DConditionModel:
-    """The U-Net of a Ray Train checkpoint, with its averaged weights ("ema") or its last ones ("model")."""
+def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> ModelMixin:
+    """The denoiser of a Ray Train checkpoint, with its averaged weights ("ema") or its last ones ("model")."""
     unet = build_unet(config.unet_config)
     with saved.as_directory() as folder:
         return checkpoint.load_weights(folder, unet, which)
 
 
 def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
-    """Save a pipeline for `StableDiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
+    """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
         storage.copy_folder(folder, uri)
     return uri
+
+
+def describe_call(pipeline: DiffusionPipeline, config: TrainingConfig) -> str:
+    """What an exported folder's README says: how plain diffusers draws as `generate` does."""
+    max_tokens = pipeline.tokenizer.model_max_length
+    options = {
+        "height": config.largest_resolution,
+        "width": config.largest_resolution,
+        "num_inference_steps": config.sampling_steps,
+        "guidance_scale": config.guidance_scale,
+        **denoisers.adapter_of(denoiser_of(pipeline)).call_options(max_tokens),
+    }
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
+    return f"""# A {type(pipeline).__name__}
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("the path of this folder")
+pictures = pipeline(
+    ["a prompt"],
+{arguments}).images
+```
+
+It was trained at {" and ".join(map(str, config.resolutions))} pixels; `guidance_scale=1` draws without guidance. A
+prompt is cut after {max_tokens} tokens.
+"""
 
 
 def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None) -> str:
@@ -169,5 +207,7 @@ def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "e
     """
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
-    pipeline = build_pipeline(load_unet(config, saved, which), manifest.encoder["model"], config)
-    return export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
+    pipeline = build_pipeline(load_unet(config, saved, which), manifest, config)
+    uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
+    storage.write_text(storage.join(uri, "README.md"), describe_call(pipeline, config))
+    return uri

@@ -85,6 +85,7 @@ class ColumnSpec:
     shape: tuple[int, ...]
     codec: str = "fp16"
     resolution: int | None = None
+    ragged: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON gives a list

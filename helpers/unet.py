@@ -1,4 +1,4 @@
-"""The U-Net: presets, compiling, sharding, precision. Needs `distributed`, PyTorch and diffusers; no Ray."""
+"""The denoiser, usually a U-Net: presets, compiling, sharding, precision. No Ray."""
 
 from __future__ import annotations
 
@@ -11,50 +11,55 @@ import shutil
 
 import torch
 import torch.distributed as dist
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from . import denoisers
 from .distributed import rank, world_size
 
 # "sd2-base" is the published configuration of Stable Diffusion 2 base; "small" has its shape at a tenth of its size,
-# for one GPU; "tiny" is the one in helpers.
+# for one GPU; "tiny" is the one in helpers. The transformers are PRX's; the larger one is for captions by T5Gemma (2 B)
+# and latents of 16 channels.
 _HERE = pathlib.Path(__file__).parent
 PRESETS = {
     "tiny": _HERE / "tiny-sd" / "unet" / "config.json",
     "small": _HERE / "unets" / "small.json",
     "sd2-base": _HERE / "unets" / "sd2-base.json",
+    "tiny-transformer": _HERE / "unets" / "tiny-transformer.json",
+    "transformer-600m": _HERE / "unets" / "transformer-600m.json",
 }
 
 
 def load_unet_config(name: str) -> dict:
-    """The U-Net's configuration: "tiny", "small", "sd2-base", or the path of a config.json in diffusers layout.
+    """The denoiser's configuration: one of `PRESETS`, or the path of a config.json in diffusers layout.
 
-    Raises ValueError for an unknown name and for a file that configures no `UNet2DConditionModel`.
+    Raises ValueError for an unknown name and for a file that configures no class of `denoisers.ADAPTERS`.
     """
     path = PRESETS.get(name) or pathlib.Path(name)
     if not path.is_file():
-        raise ValueError(
-            f"unet_config={name!r} is unknown: choose 'tiny', 'small', 'sd2-base', or the path of a config.json."
-        )
+        known = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"unet_config={name!r} is unknown: choose {known}, or the path of a config.json.")
     try:
         values = json.loads(path.read_text())
     except ValueError:
         values = {}
-    if "cross_attention_dim" not in values:
+    kind = values.get("_class_name") if isinstance(values, dict) else None
+    if kind not in denoisers.ADAPTERS:
         raise ValueError(
-            f"unet_config={name!r} configures no UNet2DConditionModel: give the unet/config.json of a pipeline."
+            f"unet_config={name!r} configures {kind or 'no model'}: give the config.json of a denoiser, which are "
+            f"{', '.join(denoisers.ADAPTERS)}."
         )
-    return {key: value for key, value in values.items() if not key.startswith("_")}
+    return {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
 
 
-def build_unet(name: str, *, seed: int = 0) -> UNet2DConditionModel:
-    """A U-Net with random weights on the CPU, the same for the same seed."""
+def build_unet(name: str, *, seed: int = 0) -> ModelMixin:
+    """A denoiser with random weights on the CPU, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return UNet2DConditionModel.from_config(load_unet_config(name))
+        return denoisers.build(load_unet_config(name))
 
 
 def has_compiler() -> bool:
@@ -62,8 +67,8 @@ def has_compiler() -> bool:
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
-def compile_blocks(unet: UNet2DConditionModel) -> UNet2DConditionModel:
-    """Compile the down, mid and up blocks in place, one by one.
+def compile_blocks(unet: ModelMixin) -> ModelMixin:
+    """Compile the blocks (`denoisers.blocks`) in place, one by one.
 
     As a whole, the U-Net got wrong gradients on a CPU with torch 2.13; by blocks they agree with eager ones, and
     parameter names do not change. Each block is compiled once for each size of its input, in one piece: TorchDynamo
@@ -73,7 +78,7 @@ def compile_blocks(unet: UNet2DConditionModel) -> UNet2DConditionModel:
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return unet
-    blocks = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+    blocks = denoisers.blocks(unet)
     # Blocks of one class share their code. By default TorchDynamo counts their graphs together, stops at eight, and
     # compiles for symbolic sizes, for which Inductor chooses worse memory layouts.
     try:
@@ -96,8 +101,8 @@ def build_model(
     channels_last: bool = False,
     activation_checkpointing: bool = False,
     device: torch.device | str = "cpu",
-) -> tuple[UNet2DConditionModel, torch.nn.Module]:
-    """The U-Net of a training run with its first weights: `(unet, model)`; call `model` in training.
+) -> tuple[ModelMixin, torch.nn.Module]:
+    """The denoiser of a training run with its first weights: `(unet, model)`; call `model` in training.
 
     Every rank describes the U-Net without memory (on the "meta" device), applies activation checkpointing, compilation
     and sharding, and only then allocates its part. Rank 0 draws the weights in its CPU's memory and sends each rank its
@@ -119,7 +124,7 @@ def build_model(
         device: this rank's.
     """
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(load_unet_config(name))
+        unet = denoisers.build(load_unet_config(name))
     if activation_checkpointing:
         unet.enable_gradient_checkpointing()
     if compile_unet:
@@ -145,15 +150,16 @@ def computes_in_bf16(strategy: str, precision: str) -> bool:
     return precision == "bf16" and strategy != "ddp" and dist.is_initialized()
 
 
-def allocate_weights(unet: UNet2DConditionModel, name: str, seed: int, device: torch.device | str) -> None:
+def allocate_weights(unet: ModelMixin, name: str, seed: int, device: torch.device | str) -> None:
     """Give a U-Net on the "meta" device memory on `device` and the first weights of the run, which rank 0 draws."""
     weights = build_unet(name, seed=seed).state_dict() if rank() == 0 else {}
     unet.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(unet, weights, options=options)
+    denoisers.rebuild_buffers(unet, load_unet_config(name))
 
 
-def apply_channels_last(unet: UNet2DConditionModel, sharded: bool) -> None:
+def apply_channels_last(unet: ModelMixin, sharded: bool) -> None:
     """Convolutions compute on (B, H, W, C) in memory, which tensor cores are fastest on, by PyTorch's memory format.
 
     They take the layout of their weights; sharded ones, which FSDP2 wants contiguous, that of their inputs.
@@ -170,7 +176,7 @@ def apply_channels_last(unet: UNet2DConditionModel, sharded: bool) -> None:
             module.register_forward_pre_hook(convert_input)
 
 
-def apply_fsdp(unet: UNet2DConditionModel, strategy: str, precision: str, device: torch.device | str) -> None:
+def apply_fsdp(unet: ModelMixin, strategy: str, precision: str, device: torch.device | str) -> None:
     """Shard the U-Net in place with FSDP2: each block, then the rest; see `build_model`.
 
     In bf16, weights are gathered and used in bf16, by GroupNorm and LayerNorm too (MosaicML's low-precision norms);
@@ -184,10 +190,26 @@ def apply_fsdp(unet: UNet2DConditionModel, strategy: str, precision: str, device
         mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else {}
     options = dict(mesh=mesh, reshard_after_forward=strategy == "fsdp-full")
-    for block in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+    for block in denoisers.blocks(unet):
         fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
     # The loss takes the prediction in fp32; between blocks activations stay in bf16.
-    fully_shard(unet, mp_policy=MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32), **options)
+    policy = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(unet, mp_policy=policy, **options)
+    if precision == "bf16":
+        unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def cast_inputs(unet: ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:
+    """Forward pre-hook: inputs in bf16, but for the timestep, of which bf16 would keep 8 bits.
+
+    The timestep is the second argument, or the one of that name.
+    """
+
+    def cast(name, value):
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.bfloat16() if is_float and name not in (1, "timestep") else value
+
+    return tuple(cast(*item) for item in enumerate(arguments)), {name: cast(name, named[name]) for name in named}
 
 
 def shard_size(device: torch.device | str) -> int:

@@ -12,14 +12,15 @@ import types
 
 import numpy as np
 
-from helpers import encoder, kept_latents, online, preprocess, run_setup, train, train_step
+from helpers import encoder, kept_latents, online, preprocess, run_setup, sampling, train, train_step
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
-from helpers.lesson import captioned_shapes
+from helpers.lesson import ablations, captioned_shapes
 from helpers.manifest import read_manifest
 from helpers.plan import load_plan
 from helpers.read import latents_reader, read_chunks, split_units
 from helpers.runtime import lease, metrics_log, monitoring
+from helpers.unet import build_unet
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -93,6 +94,14 @@ def stand_in(module, **changes):
         return module
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return types.SimpleNamespace(**{**public, **changes})
+
+
+def untrained_pipeline(config=None, seed=0):
+    """diffusers' pipeline of a run before its first step, with the autoencoder and text encoder in helpers."""
+    config = config or TrainingConfig()
+    manifest, _ = ablations.random_batch(config, num_tokens=24)
+    manifest.encoder["model"] = "tiny-sd"
+    return sampling.build_pipeline(build_unet(config.unet_config, seed=seed), manifest, config)
 
 
 def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder):

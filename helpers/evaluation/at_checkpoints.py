@@ -30,7 +30,7 @@ from .. import checkpoint, decoder, distributed, held_out_rows, images, sampling
 from ..manifest import Manifest
 from ..runtime import ray_errors, results
 from ..training_config import TrainingConfig
-from ..unet import build_unet
+from ..unet import build_unet, cast_inputs
 from ..validation import losses_by_noise
 from . import scores
 from .prompts import read_prompts
@@ -171,14 +171,7 @@ def evaluate_checkpoint(
 
 
 def compute_in_bf16(unet: torch.nn.Module) -> None:
-    """Let a U-Net compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
-
-    def cast(value):
-        return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    def cast_inputs(module, arguments, options):
-        return tuple(map(cast, arguments)), {name: cast(value) for name, value in options.items()}
-
+    """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
     unet.to(torch.bfloat16)
     unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
@@ -266,8 +259,7 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        encoder_model, config = self.manifest.encoder["model"], self.config
-        return sampling.build_pipeline(self.unet, encoder_model, config)
+        return sampling.build_pipeline(self.unet, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""

@@ -136,8 +136,12 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             storage.copy_folder(pipeline, folder)
             pipeline = folder
-        options = {"dtype": dtype, "safety_checker": None, "use_safetensors": True}
-        folder = images.model_folder(pipeline, "model_index.json", "*/*")
+        options, folder = (
+            {"dtype": dtype, "use_safetensors": True},
+            images.model_folder(pipeline, "model_index.json", "*/*"),
+        )
+        if "safety_checker" in DiffusionPipeline.load_config(folder):
+            options["safety_checker"] = None
         loaded = sampling.import_pipeline().from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded

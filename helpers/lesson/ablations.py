@@ -13,7 +13,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from .. import distributed, schema, storage
+from .. import denoisers, distributed, schema, storage
 from ..config import TrainingConfig
 from ..manifest import Manifest, encode_embedding
 from ..runtime import meter, profiling
@@ -35,7 +35,8 @@ def random_batch(
 ) -> tuple[Manifest, list[Unit]]:
     """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the U-Net's shapes."""
     unet = load_unet_config(config.unet_config)
-    resolution, width, random = config.largest_resolution, unet["cross_attention_dim"], np.random.default_rng(rank)
+    width = unet[denoisers.ADAPTERS[unet["_class_name"]].text_width]
+    resolution, random = config.largest_resolution, np.random.default_rng(rank)
     shape = (2, unet["in_channels"], resolution // 8, resolution // 8)
     manifest = Manifest.of(
         [],

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import pandas as pd
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from .. import denoisers
 from ..runtime.meter import find_accelerator
 from ..unet import load_unet_config
 from . import published_results
@@ -172,14 +173,13 @@ def memory(
     its share. "hsdp" shards over the ranks of a node.
     """
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(load_unet_config(name))
+        unet = denoisers.build(load_unet_config(name))
     across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
     held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
     sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `unet.is_sharded`
     gathered = 0
     if sharded:
-        parts = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
-        sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
+        sizes = [sum(p.numel() for p in block.parameters()) for block in denoisers.blocks(unet)]
         total = sum(p.numel() for p in unet.parameters())
         gathered = (2 if precision == "bf16" else 4) * (
             total - sum(sizes) + max(sizes) if strategy == "fsdp-full" else total

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import schema
+from .. import denoisers, schema
 from ..distributed import rank, world_size
 from ..manifest import Manifest
 from ..training_config import TrainingConfig
@@ -111,8 +111,8 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 def count_forward(
     name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]
-) -> tuple[UNet2DConditionModel, FlopCounterMode]:
-    """A U-Net without weights, and the FLOPs of its forward pass on one sample, counted on the "meta" device.
+) -> tuple[ModelMixin, FlopCounterMode]:
+    """A denoiser without weights, and the FLOPs of its forward pass on one sample, counted on the "meta" device.
 
     Args:
         name: see `unet.load_unet_config`.
@@ -120,10 +120,10 @@ def count_forward(
         text_shape: (L, D).
     """
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(load_unet_config(name))
+        unet = denoisers.build(load_unet_config(name))
         inputs = torch.randn(1, *latents_shape), torch.zeros(1, dtype=torch.long), torch.randn(1, *text_shape)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        unet(*inputs)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            denoisers.denoise(unet, *inputs)
     return unet, counter
 
 

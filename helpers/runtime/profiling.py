@@ -1,4 +1,4 @@
-"""Where a step's time and FLOPs go: a profile by category, FLOPs by block of the U-Net. No Ray."""
+"""Where a step's time and FLOPs go: a profile by category, FLOPs by block of the denoiser. No Ray."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 import torch
-from diffusers import UNet2DConditionModel
 
+from .. import denoisers
 from .meter import COLLECTIVES, Event, count_forward
 
 # Categories of work, by words in the names of GPU kernels and of PyTorch's operations; the first match counts.
@@ -48,7 +48,7 @@ def hardware(device: torch.device | str) -> str:
 
 
 def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> pd.DataFrame:
-    """Parameters and forward FLOPs of a U-Net by block for one sample, counted on the "meta" device.
+    """Parameters and forward FLOPs of a denoiser by block for one sample, counted on the "meta" device.
 
     Returns a frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
     addition are two FLOPs. Arguments as for `meter.count_forward`.
@@ -56,14 +56,7 @@ def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int
     unet, counter = count_forward(name, latents_shape, text_shape)
     flops = {module: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
     rows = []
-    for block in block_names(unet):
-        parameters = sum(parameter.numel() for parameter in unet.get_submodule(block).parameters())
+    for block, module in denoisers.parts(unet, denoisers.adapter_of(unet).parts).items():
+        parameters = sum(parameter.numel() for parameter in module.parameters())
         rows.append((block, parameters, flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9))
     return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
-
-
-def block_names(unet: UNet2DConditionModel) -> list[str]:
-    """Names of the top-level parts that own parameters, in the order of the forward pass."""
-    down = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))]
-    up = [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
-    return ["time_embedding", "conv_in", *down, "mid_block", *up, "conv_norm_out", "conv_out"]

@@ -16,6 +16,7 @@ from helpers import run_setup, sampling
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import trials
 from helpers.lesson import captioned_shapes, looks
+from helpers.manifest import read_manifest
 from helpers.plan import load_plan
 from helpers.runtime import session
 from tests.benchmarks import record
@@ -47,7 +48,7 @@ def main():
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
             buckets[name] = run_setup.describe_shapes(load_plan(config))
-            pipeline = sampling.build_pipeline(trials.train(config), "tiny-sd", config)
+            pipeline = sampling.build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
             pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers import checkpoint
+from helpers import checkpoint, denoisers
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.train_step import TrainStep
@@ -133,7 +133,7 @@ def graphs(given, device):
     counters.clear()
     with torch.autocast(device, dtype=torch.bfloat16):
         model(latents, torch.zeros(2, dtype=torch.long, device=device), text).sample.square().mean().backward()
-    blocks, made = len(unet.down_blocks) + len(unet.up_blocks) + 1, counters["stats"]["unique_graphs"]
+    blocks, made = len(denoisers.blocks(unet)), counters["stats"]["unique_graphs"]
     return f"graphs of {blocks} compiled blocks under DDP", made, made == (blocks if on_gpu else 0)
 
 

@@ -114,7 +114,7 @@ class Training:
 
     def draw(self, prompts):
         with self.train_step.averaged() as unet:
-            pipeline = sampling.build_pipeline(unet, "tiny-sd", self.config)
+            pipeline = sampling.build_pipeline(unet, self.manifest, self.config)
             return sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
 
 

@@ -17,12 +17,12 @@ from unittest import mock
 
 import pandas as pd
 import torch
-from diffusers import UNet2DConditionModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from helpers import denoisers
 from helpers.lesson import estimates
 from helpers.unet import load_unet_config
 from tests.benchmarks import record
@@ -99,12 +99,12 @@ def products(query, key, number):
 def step_work(name, resolution, batch, num_tokens=77):
     """The work of a training step on one GPU: forward, backward and AdamW; a frame with kind, flops, bytes."""
     with torch.device("meta"):
-        unet = cast(UNet2DConditionModel.from_config(load_unet_config(name)), torch.bfloat16)
+        unet = cast(denoisers.build(load_unet_config(name)), torch.bfloat16)
         side, channels = resolution // 8, unet.config.in_channels
         latents = torch.empty(batch, channels, side, side, dtype=torch.bfloat16)
-        text = torch.empty(batch, num_tokens, unet.config.cross_attention_dim, dtype=torch.bfloat16)
+        text = torch.empty(batch, num_tokens, unet.config[denoisers.adapter_of(unet).text_width], dtype=torch.bfloat16)
         with counted() as rows:
-            unet(latents, torch.zeros(batch, dtype=torch.long), text).sample.sum().backward()
+            denoisers.denoise(unet, latents, torch.zeros(batch, dtype=torch.long), text).sum().backward()
     # AdamW reads four fp32 numbers a parameter and writes three and the bf16 weight; clipping reads the gradient.
     rows.append(("optimizer", 0, (16 + 12 + 2 + 4) * sum(p.numel() for p in unet.parameters())))
     return pd.DataFrame(rows, columns=["kind", "flops", "bytes"])

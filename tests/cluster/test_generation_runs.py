@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from helpers import sampling, unet
-from helpers.config import TrainingConfig
+from helpers import sampling
 from helpers.evaluation import generation, scores
 from helpers.lesson import captioned_shapes
 from tests.faults import die, once, slow
+from tests.pipelines import untrained_pipeline
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -21,9 +21,7 @@ TWO = generation.Placement(num_generators=2)
 @pytest.fixture(scope="module")
 def settings(cluster, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    sampling.export_pipeline(
-        sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd", TrainingConfig()), folder
-    )
+    sampling.export_pipeline(untrained_pipeline(), folder)
     return generation.Settings(folder, resolution=32, steps=2, rows_per_part=2)
 
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from helpers import sampling, storage, unet
-from helpers.config import TrainingConfig
 from helpers.evaluation import figures, generation, scores
+from tests.pipelines import untrained_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [f"a {size} {color} circle" for size in ("small", "large") for color in ("red", "green", "blue")]
@@ -21,9 +21,7 @@ PROMPTS = [f"a {size} {color} circle" for size in ("small", "large") for color i
 def pipeline(tmp_path_factory):
     """An untrained pipeline, as `sampling.export_pipeline` leaves it."""
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    return sampling.export_pipeline(
-        sampling.build_pipeline(unet.build_unet("tiny", seed=0), "tiny-sd", TrainingConfig()), folder
-    )
+    return sampling.export_pipeline(untrained_pipeline(), folder)
 
 
 @pytest.fixture
@@ -67,9 +65,7 @@ def test_a_folder_of_other_pictures_is_refused(tmp_path, settings, pipeline):
 def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
     storage.copy_folder(pipeline, tmp_path)
     assert generation.fingerprint(str(tmp_path)) == generation.fingerprint(pipeline)
-    sampling.build_pipeline(unet.build_unet("tiny", seed=1), "tiny-sd", TrainingConfig()).unet.save_pretrained(
-        tmp_path / "unet"
-    )
+    unet.build_unet("tiny", seed=1).save_pretrained(tmp_path / "unet")
     assert generation.fingerprint(str(tmp_path)) != generation.fingerprint(pipeline)
     assert generation.fingerprint("hub/id@revision") is None
 

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from helpers import sampling, unet
-from helpers.config import TrainingConfig
+from helpers import sampling
 from helpers.evaluation import figures, side_by_side
 from helpers.evaluation.side_by_side import NO_PREFERENCE, SideBySide
+from tests.pipelines import untrained_pipeline
 
 NAMES = ("early", "late")
 PROMPTS = [f'a "red", square number {number}' for number in range(6)]
@@ -28,9 +28,7 @@ def shown_models(judging):
 def test_two_pipelines_draw_the_same_prompts(tmp_path):
     folders = [str(tmp_path / name) for name in NAMES]
     for seed, folder in enumerate(folders):
-        sampling.export_pipeline(
-            sampling.build_pipeline(unet.build_unet("tiny", seed=seed), "tiny-sd", TrainingConfig()), folder
-        )
+        sampling.export_pipeline(untrained_pipeline(seed=seed), folder)
     pairs = side_by_side.draw_pairs(folders, PROMPTS[:2], resolution=32, steps=1)
     for pair in pairs:
         first, second = pair.by_model

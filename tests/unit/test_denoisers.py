@@ -1,0 +1,213 @@
+"""What holds for Stable Diffusion's U-Net holds for every denoiser and objective."""
+
+import json
+import pathlib
+
+import diffusers
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from helpers import denoisers, sampling
+from helpers.config import TrainingConfig
+from helpers.lesson import estimates
+from helpers.runtime import profiling
+from helpers.train_step import TrainStep
+from helpers.unet import build_model, build_unet, load_unet_config
+from tests.pipelines import untrained_pipeline
+from tests.processes import start_ranks
+from tests.unit.test_train_step import MIDDLE, column, group, run_strategy, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {
+    "unet": {**load_unet_config("tiny"), "block_out_channels": [32, 32], "attention_head_dim": [2, 2]},
+    "pixart": {
+        "_class_name": "PixArtTransformer2DModel",
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "cross_attention_dim": 32,
+        "caption_channels": 128,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+    "prx": {**load_unet_config("tiny-transformer"), "hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": [8, 8]},
+}
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++", "timestep_sampling": "logit_normal"}
+# name: (denoiser, what differs in the config)
+COMBINATIONS = {
+    "unet, flow": ("unet", FLOW),
+    "unet, zero terminal SNR": ("unet", {"zero_terminal_snr": True}),
+    "pixart, v": ("pixart", {}),
+    "pixart, flow": ("pixart", FLOW),
+    "prx, flow, shifted": ("prx", {**FLOW, "timestep_shift": 3.0}),
+    "prx, epsilon": ("prx", {"prediction_type": "epsilon"}),
+}
+RUNS = {2: {"strategy": "fsdp", "activation_checkpointing": True}, 3: {"strategy": "ddp", "micro_batch_size": 1}}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """{name of a denoiser: path of its config.json}"""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, values in SMALL.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return {name: str(folder / f"{name}.json") for name in SMALL}
+
+
+@pytest.fixture(scope="module")
+def manifest(build_manifest):
+    return build_manifest()
+
+
+@pytest.fixture(scope="module")
+def recipe(configs):
+    """A function: name of a combination -> its config."""
+
+    def build(name, **values):
+        denoiser, changes = COMBINATIONS[name]
+        small = {"global_batch_size": 8, "units_per_step": 4, "warmup_steps": 2, "max_steps": 50}
+        rest = {"learning_rate": 1e-3, "max_skipped_steps": 1, **changes, **values}
+        return TrainingConfig(unet_config=configs[denoiser], **small, **rest)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def rows(build_latents):
+    rows = build_latents(48)
+    return rows.append_column("keep", pa.array(np.arange(48) % 11 != 5))  # what is masked differs between workers
+
+
+def worker(rank, folder, configs, manifest, rows):
+    """One of three processes, which train every combination on so many ranks."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, config in configs.items():
+        config = TrainingConfig.from_dict(config)
+        world = config.fewest_workers
+        if rank < world:
+            with group(folder, f"group of {name}", rank, world):
+                found[name] = run_strategy(folder, name, config, manifest, rows, rank, world)
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, recipe, manifest, rows):
+    """{(combination, ranks): what each rank found}"""
+    folder, asked = tmp_path_factory.mktemp("runs"), {}
+    for name in COMBINATIONS:
+        for ranks, changes in RUNS.items():
+            asked[f"{name} on {ranks}"] = recipe(name, num_training_workers=ranks, **changes).to_dict()
+    start_ranks(worker, (str(folder), asked, manifest, rows), nprocs=3)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    return {name: [found[name] for found in ranks if name in found] for name in asked}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_process_and_resumes(
+    name, runs, recipe, manifest, rows
+):
+    state = TrainStep(recipe(name), manifest)
+    alone = train(state, manifest, rows)
+    assert len({line["loss"] for line in alone}) == len(alone)
+    for ranks in RUNS:
+        for found in runs[f"{name} on {ranks}"]:
+            np.testing.assert_allclose(column(found["lines"]), column(alone), rtol=1e-5)
+            np.testing.assert_allclose(column(found["resumed"]), column(found["lines"])[MIDDLE:], rtol=1e-5)
+            assert ranks == 3 or (found["resumed"] == found["lines"][MIDDLE:] and found["same_state"])
+            assert found["validated"] == runs[f"{name} on {ranks}"][0]["validated"]
+            assert found["skipped"]["skipped_steps"] == 1 and found["unchanged"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_denoiser_made_on_the_meta_device_computes_as_one_made_at_once(name, configs):
+    """Also what is not in its state, such as PixArt's positions."""
+    made, _ = build_model(configs[name], seed=3)
+    plain = build_unet(configs[name], seed=3)
+    assert dict(made.named_buffers()).keys() == dict(plain.named_buffers()).keys()
+    inputs = torch.randn(2, 4, 8, 8), torch.tensor([10, 900]), torch.randn(2, 6, 128)
+    for one, other in zip(made.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(one[1], other[1]), one[0]
+    with torch.no_grad():
+        assert torch.equal(denoisers.denoise(made, *inputs), denoisers.denoise(plain, *inputs))
+
+
+def by_hand(model, noisy, timesteps, text, mask):
+    """The call of each class as its pipeline makes it."""
+    if isinstance(model, diffusers.UNet2DConditionModel):
+        return model(noisy, timesteps, encoder_hidden_states=text).sample
+    if isinstance(model, diffusers.PixArtTransformer2DModel):
+        added = {"resolution": None, "aspect_ratio": None}
+        options = {"timestep": timesteps, "encoder_attention_mask": mask, "added_cond_kwargs": added}
+        return model(noisy, encoder_hidden_states=text, **options).sample
+    return model(noisy, timestep=timesteps / 1000, encoder_hidden_states=text, attention_mask=mask).sample
+
+
+def awake(model):
+    """Weights that are zero at first, as PRX's modulation, would hide what the inputs do."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_a_denoiser_is_called_as_by_hand_and_padding_that_is_masked_changes_nothing(name, configs):
+    model = awake(build_unet(configs[name]))
+    noisy, timesteps, text = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 500.5, 999.0]), torch.randn(3, 6, 128)
+    mask = torch.arange(6) < torch.tensor([[2], [6], [4]])
+    predicted = denoisers.denoise(model, noisy, timesteps, text, mask)
+    assert torch.equal(predicted, by_hand(model, noisy, timesteps, text, mask))
+    if denoisers.adapter_of(model).masks_padding:
+        for row, length in enumerate((2, 6, 4)):
+            alone = noisy[row : row + 1], timesteps[row : row + 1], text[row : row + 1, :length]
+            torch.testing.assert_close(predicted[row : row + 1], denoisers.denoise(model, *alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
+    model, called = build_unet(configs[name]), []
+    parts = denoisers.parts(model, denoisers.adapter_of(model).parts)
+    for part, module in parts.items():
+        module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
+    denoisers.denoise(model, torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
+    assert called == list(parts)
+    table = profiling.count_flops(configs[name], (4, 8, 8), (6, 128))
+    outside = sum(parameter.numel() for parameter in model.parameters()) - table["parameters"].sum()
+    assert 0 <= outside <= 2 * 32  # PixArt's last shift and scale belong to no module
+    assert (table["gflops"] > 0).sum() >= len(table) - 1  # a norm has none
+    memory = estimates.memory(configs[name], "fsdp-full", 2)
+    assert 0 < memory["gathered"] < 2 * memory["parameters"]
+
+
+def test_the_larger_transformer_has_600_m_parameters():
+    with torch.device("meta"):
+        model = denoisers.build(load_unet_config("transformer-600m"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
+
+
+# ---- the export
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_draws(name, recipe, tmp_path):
+    config = recipe(name, resolution=64, sampling_steps=3)
+    pipeline = untrained_pipeline(config)
+    awake(sampling.denoiser_of(pipeline))
+    sampling.export_pipeline(pipeline, str(tmp_path))
+    prompt = "a large red circle on white"
+    (ours,) = sampling.generate(pipeline, [prompt], resolution=64, steps=3, guidance_scale=config.guidance_scale)
+    readme = sampling.describe_call(pipeline, config)
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("the path of this folder", str(tmp_path)).replace("a prompt", prompt)
+    space = {"generator": [torch.Generator().manual_seed(0)]}
+    exec(code.replace(").images", "    generator=generator, output_type='np').images"), space)
+    theirs = (space["pictures"][0] * 255).round().astype(int)
+    assert np.abs(theirs - ours).max() <= 1 and np.std(ours) > 1
+    assert type(space["pipeline"]).__name__ == denoisers.adapter_of(sampling.denoiser_of(pipeline)).pipeline
