@@ -22,8 +22,9 @@ Core
   * preprocess      the stages around the encoder: transform, write
     online          the epoch plan over raw pictures, encoded on the way to the trainers
     distributed     rank, world size, gathering
-    diffusion       the objective: noise, v-prediction, min-SNR weights, EMA
-  * unet            the U-Net, sharded and compiled
+    denoisers       the classes that can be trained: how each is called, its blocks, its pipeline
+    diffusion       the objective: noise, v-prediction, flow, min-SNR weights, EMA
+  * unet            the U-Net, or another denoiser, sharded and compiled
     train_step      one training step in plain PyTorch
     validation      the loss on held-out rows
     checkpoint      saving, loading and finding complete checkpoints
@@ -67,6 +68,6 @@ lesson/             what only the notebooks need
     published_results, estimates, full_run  published numbers (a YAML file), cluster estimates, the full run
     planner, network                        hours and dollars of a run; bandwidth and EFA
 profiles/           the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
-unets/              configurations of the U-Nets that `unet_config` names
+unets/              configurations that `unet_config` names
 clusters/           cluster configurations: Ray's launcher on AWS, KubeRay, Slurm; the image; restarting a driver
 """
