@@ -202,7 +202,8 @@ def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_d
     awake(sampling.denoiser_of(pipeline))
     sampling.export_pipeline(pipeline, str(tmp_path))
     prompt = "a large red circle on white"
-    (ours,) = sampling.generate(pipeline, [prompt], resolution=64, steps=3, guidance_scale=config.guidance_scale)
+    options = {"resolution": 64, "steps": 3, "guidance_scale": config.guidance_scale}
+    ours, _ = sampling.generate(pipeline, [prompt, "a small blue ring on black"], **options)
     readme = sampling.describe_call(pipeline, config)
     code = readme.partition("```python\n")[2].partition("```")[0]
     code = code.replace("the path of this folder", str(tmp_path)).replace("a prompt", prompt)
