@@ -107,7 +107,9 @@ def generate(
             generator=generators,
             output_type="latent",
         ).images
-        pictures += list(decoder.decode_latents(pipeline.vae, latents / pipeline.vae.config.scaling_factor))
+        vae = pipeline.vae.config
+        latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0.0)
+        pictures += list(decoder.decode_latents(pipeline.vae, latents))
     return pictures
 
 

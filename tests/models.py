@@ -1,6 +1,6 @@
 """Tiny models with random weights in diffusers layout, of each class of autoencoder and text encoder.
 
-`tiny_model(folder, vae=..., text=...)` writes one. For T5's tokenizer each of `WORDS` is a token, for Gemma's each letter.
+`tiny_model(folder, vae=..., text=...)` writes one. Each of `WORDS` is one token of T5's; of Gemma's each letter is one.
 """
 
 import json
@@ -24,7 +24,22 @@ from helpers import images
 CHANNELS = {"AutoencoderKL": 16, "AutoencoderDC": 8}  # of the latents
 DOWNSAMPLING = {"AutoencoderKL": 4, "AutoencoderDC": 8}
 WIDTH, MOST_TOKENS = 32, 24  # of the embeddings; what the tokenizers say that their models take
-WORDS = "a red green blue large small circle square triangle left of the above and two three on white".split()
+WORDS = [
+    "a",
+    "red",
+    "green",
+    "blue",
+    "large",
+    "small",
+    "circle",
+    "square",
+    "triangle",
+    "left",
+    "of",
+    "the",
+    "above",
+    "two",
+]
 PIPELINES = {
     "CLIPTextModel": ("StableDiffusionPipeline", "CLIPTokenizer"),
     "T5EncoderModel": ("PixArtSigmaPipeline", "T5Tokenizer"),
