@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import torch
 import transformers
 from diffusers import AutoencoderDC, AutoencoderKL
-from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
+from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel, T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from . import images, schema
@@ -75,6 +75,13 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> PreTrai
     options = {"subfolder": "text_encoder", "config": config, "dtype": dtype, "use_safetensors": True}
     folder = model_folder(model, "text_encoder/*")
     return TEXT_ENCODERS[name].from_pretrained(folder, **options).eval().requires_grad_(False)
+
+
+def whole_config(text_encoder: T5GemmaEncoder) -> dict[str, Any]:
+    """The config.json that diffusers' loader takes for a T5Gemma's encoder: it describes a decoder, too."""
+    sizes = text_encoder.config.to_dict()
+    config = T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
+    return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
 
 
 def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:

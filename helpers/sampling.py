@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
+import pathlib
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from . import checkpoint, decoder, denoisers, diffusion, encoder, images, storage
 from .manifest import Manifest, read_manifest
@@ -177,6 +180,9 @@ def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
     """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
+        if isinstance(pipeline.text_encoder, T5GemmaEncoder):
+            values = encoder.whole_config(pipeline.text_encoder)
+            pathlib.Path(folder, "text_encoder", "config.json").write_text(json.dumps(values, indent=2))
         storage.copy_folder(folder, uri)
     return uri
 

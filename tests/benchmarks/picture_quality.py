@@ -38,7 +38,7 @@ from tests.benchmarks import record
 
 TURNS, TIMED_STEPS = 20, 20
 FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "timestep_sampling": "logit_normal", "sampler": "dpm++"}
-TRANSFORMER = {"unet_config": "tiny-transformer", "learning_rate": 2e-3}
+TRANSFORMER = {"unet_config": "tiny-transformer", "learning_rate": 4e-3}
 NAMES = ["max_steps", "global_batch_size", "learning_rate", "warmup_steps", "adam_beta2", "weight_decay"]
 NAMES += ["min_snr_gamma", "timestep_sampling", "ema_decay", "caption_dropout", "unet_config"]
 

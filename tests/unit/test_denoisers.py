@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from helpers import denoisers, run_setup, sampling, schema
-from helpers.config import TrainingConfig
-from helpers.lesson import estimates
+from helpers import denoisers, preprocess, run_setup, sampling, schema
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.lesson import ablations, estimates
 from helpers.manifest import encode_embedding
 from helpers.runtime import profiling
 from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_model, build_unet, load_unet_config
+from tests.models import tiny_model
 from tests.pipelines import untrained_pipeline
 from tests.processes import start_ranks
 from tests.unit.test_train_step import MIDDLE, column, group, run_strategy, train
@@ -267,10 +268,34 @@ def test_what_fits_is_accepted(configs, padded, ragged, name):
 # ---- the export
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_draws(name, recipe, tmp_path):
+def with_encoders(config, folder, vae, text):
+    """An untrained pipeline whose data was encoded by tiny models of these classes."""
+    shift = {} if vae == "AutoencoderDC" else {"shift_factor": 0.1 if text == "T5GemmaEncoder" else None}
+    model = tiny_model(folder / "encoders", vae, text, **shift)
+    raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
+    described = preprocess.describe(raw)
+    channels, text_shape = described["columns"][0].shape[1], described["columns"][-1].shape
+    values = load_unet_config(config.unet_config)
+    changes = {"in_channels": channels, "context_in_dim": text_shape[-1], "caption_channels": text_shape[-1]}
+    values |= {name: value for name, value in changes.items() if name in values}
+    (folder / "denoiser.json").write_text(json.dumps({**values, "out_channels": channels}))
+    config = dataclasses.replace(config, unet_config=str(folder / "denoiser.json"))
+    manifest = dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
+    return sampling.build_pipeline(build_unet(config.unet_config), manifest, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoders"),
+    [
+        *((name, None) for name in COMBINATIONS),
+        ("pixart, flow", ("AutoencoderKL", "T5EncoderModel")),
+        ("prx, flow, shifted", ("AutoencoderKL", "T5GemmaEncoder")),
+        ("prx, flow, shifted", ("AutoencoderDC", "T5GemmaEncoder")),
+    ],
+)
+def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_draws(name, encoders, recipe, tmp_path):
     config = recipe(name, resolution=64, sampling_steps=3)
-    pipeline = untrained_pipeline(config)
+    pipeline = with_encoders(config, tmp_path, *encoders) if encoders else untrained_pipeline(config)
     awake(sampling.denoiser_of(pipeline))
     sampling.export_pipeline(pipeline, str(tmp_path))
     prompt = "a large red circle on white"

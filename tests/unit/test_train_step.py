@@ -539,7 +539,11 @@ def test_8_bit_captions_are_decoded_on_the_device(recipe, manifest, rows):
 def test_dropped_captions_are_trained_as_the_empty_one(recipe, manifest, rows):
     """With nearly every caption dropped, the captions themselves do not matter."""
     state, seen = TrainStep(recipe(caption_dropout=0.999999), manifest), []
-    state.unet.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[2]))
+
+    def look(module, arguments, named):
+        seen.append(named["encoder_hidden_states"])
+
+    state.unet.register_forward_pre_hook(look, with_kwargs=True)
     train(state, manifest, rows, 0, 1)
     empty = torch.from_numpy(manifest.empty_caption.astype(np.float32))
     assert seen and all(torch.equal(text, empty.expand_as(text)) for text in seen)
