@@ -9,10 +9,9 @@ import weakref
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from torch.overrides import TorchFunctionMode
 
-from .encoder import load_vae
+from .encoder import VAE, VAES, load_vae
 
 MOST_DECODED = 32  # pictures at a time: more are not faster
 MEMORY_SHARE = 0.8  # of the free memory, for activations: convolutions need work space, and memory is fragmented
@@ -40,20 +39,21 @@ def decoding_bytes(vae_config: str, shape: tuple[int, ...]) -> int:
     Found without memory, on the "meta" device. `vae_config`: the VAE's `to_json_string()`.
     """
     with torch.device("meta"), torch.no_grad():
-        vae = AutoencoderKL.from_config(json.loads(vae_config))
+        config = json.loads(vae_config)
+        vae = VAES[config["_class_name"]].from_config(config)
         with PeakBytes() as counted:
             vae.decode(torch.empty(1, *shape))
     return counted.peak
 
 
-def decoded_at_once(vae: AutoencoderKL, shape: tuple[int, ...], memory: float = math.inf) -> int:
+def decoded_at_once(vae: VAE, shape: tuple[int, ...], memory: float = math.inf) -> int:
     """How many pictures, with latents of `shape`, fit `memory` bytes while they are decoded: 1 to `MOST_DECODED`."""
     each = decoding_bytes(vae.to_json_string(), tuple(shape)) * vae.dtype.itemsize / 4
     return int(min(max(1, memory * MEMORY_SHARE / each), MOST_DECODED))
 
 
 @torch.inference_mode()
-def decode_latents(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np.ndarray:
+def decode_latents(model: str | VAE, latents_BCHW: torch.Tensor) -> np.ndarray:
     """Unscaled latents -> (B, H, W, 3) uint8 pictures, by the model's VAE or by a VAE, on its device.
 
     On a GPU as many at a time as its free memory holds.
@@ -68,6 +68,6 @@ def decode_latents(model: str | AutoencoderKL, latents_BCHW: torch.Tensor) -> np
     return torch.cat(pictures).numpy()
 
 
-def reconstruct(model: str | AutoencoderKL, moments_B2CHW: np.ndarray) -> np.ndarray:
+def reconstruct(model: str | VAE, moments_B2CHW: np.ndarray) -> np.ndarray:
     """Stored moments -> (B, H, W, 3) uint8 pictures, decoded from the posterior's mean."""
     return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))

@@ -149,20 +149,32 @@ def draw(
     )
 
 
-def sample_latents(moments_B2CHW: torch.Tensor, noise_BCHW: torch.Tensor, scaling_factor: float) -> torch.Tensor:
-    """Sample the VAE's posterior and scale: stored moments (B, 2, C, H, W) -> (B, C, H, W) fp32 latents.
+def sample_latents(
+    moments_B2CHW: torch.Tensor, noise_BCHW: torch.Tensor, scaling_factor: float, shift_factor: float = 0.0
+) -> torch.Tensor:
+    """Sample the VAE's posterior, shift and scale: stored moments (B, 2, C, H, W) -> (B, C, H, W) fp32 latents.
 
     If only means were stored, (B, 1, C, H, W), the mean is the latent.
     """
     if moments_B2CHW.shape[1] == 1:
-        return moments_B2CHW[:, 0].float() * scaling_factor
+        return (moments_B2CHW[:, 0].float() - shift_factor) * scaling_factor
     mean, std = moments_B2CHW.float().unbind(1)
-    return (mean + std * noise_BCHW) * scaling_factor
+    return (mean + std * noise_BCHW - shift_factor) * scaling_factor
 
 
-def drop_captions(text_BLD: torch.Tensor, empty_LD: torch.Tensor, dropped_B: torch.Tensor) -> torch.Tensor:
-    """Replace captions by the empty one where `dropped_B`, for classifier-free guidance (Ho and Salimans, 2022)."""
-    return torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
+def drop_captions(
+    text_BLD: torch.Tensor,
+    mask_BL: torch.Tensor | None,
+    empty_LD: torch.Tensor,
+    empty_L: torch.Tensor | None,
+    dropped_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`(captions, masks)`, by the empty ones where `dropped_B`: classifier-free guidance (Ho and Salimans, 2022).
+
+    The masks are True for tokens; None where captions are padded.
+    """
+    text_BLD = torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
+    return text_BLD, None if mask_BL is None else torch.where(dropped_B[:, None], empty_L, mask_BL)
 
 
 def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
@@ -205,7 +217,10 @@ def row_losses(
     gamma: float | None = None,
     mask_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`."""
+    """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`.
+
+    `mask_BL`: True for the tokens of captions that are stored without padding; None where captions are padded.
+    """
     noisy, timesteps_B = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B), draws.timesteps_B
     is_flow = isinstance(schedule, FlowSchedule)
     if is_flow or schedule.config.prediction_type == "v_prediction":

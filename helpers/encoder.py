@@ -5,64 +5,148 @@ Nothing else runs the VAE's encoder or the text encoder while data is prepared; 
 
 from __future__ import annotations
 
+import json
+import pathlib
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import transformers
-from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel
+from diffusers import AutoencoderDC, AutoencoderKL
+from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5Config, T5EncoderModel
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from . import images, schema
-from .images import load_tokenizer, model_folder
+from .images import Unsupported, check_class, load_tokenizer, model_folder
 
+# Allow-lists: a model's folder names its classes, and no other code is run.
+VAES = {"AutoencoderKL": AutoencoderKL, "AutoencoderDC": AutoencoderDC}
+TEXT_ENCODERS = {"CLIPTextModel": CLIPTextModel, "T5EncoderModel": T5EncoderModel, "T5GemmaEncoder": T5GemmaEncoder}
+VAE = AutoencoderKL | AutoencoderDC
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # One report per call of a `LatentEncoder`; times in seconds since 1970.
 CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended", pa.float64()), ("rows", pa.int64())])
 
 
-def load_vae(model: str, dtype: torch.dtype = torch.float32) -> AutoencoderKL:
+def vae_config(model: str) -> dict[str, Any]:
+    """`vae/config.json`. Raises Unsupported for another class than those of `VAES`."""
+    config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
+    check_class(config["_class_name"], VAES, f"{model!r} has an autoencoder")
+    return config
+
+
+def downsampling(vae_config: dict[str, Any]) -> int:
+    """Pixels along a side of what one position of the latents stands for."""
+    names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
+    return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
+
+
+def text_config(model: str) -> tuple[str, PreTrainedConfig]:
+    """`(name of the text encoder's class, its config)`. Raises Unsupported for another class than `TEXT_ENCODERS`."""
+    folder = pathlib.Path(model_folder(model, "model_index.json", "text_encoder/config.json"))
+    index, values = folder / "model_index.json", json.loads((folder / "text_encoder/config.json").read_text())
+    parts = json.loads(index.read_text()) if index.exists() else {}
+    name = parts["text_encoder"][1] if "text_encoder" in parts else (values.get("architectures") or [None])[0]
+    check_class(name, TEXT_ENCODERS, f"{model!r} has a text encoder")
+    loader = AutoConfig if name == "T5GemmaEncoder" else TEXT_ENCODERS[name].config_class
+    config = loader.from_pretrained(folder, subfolder="text_encoder")
+    return name, getattr(config, "encoder", config)  # published T5Gemma configs describe a decoder too
+
+
+def load_vae(model: str, dtype: torch.dtype = torch.float32) -> VAE:
+    vae_class = VAES[vae_config(model)["_class_name"]]
     options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
-    return AutoencoderKL.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
+    return vae_class.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
 
 
-def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> CLIPTextModel:
+def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     transformers.logging.disable_progress_bar()
-    options = {"subfolder": "text_encoder", "dtype": dtype, "use_safetensors": True}
+    name, config = text_config(model)
+    options = {"subfolder": "text_encoder", "config": config, "dtype": dtype, "use_safetensors": True}
     folder = model_folder(model, "text_encoder/*")
-    return CLIPTextModel.from_pretrained(folder, **options).eval().requires_grad_(False)
+    return TEXT_ENCODERS[name].from_pretrained(folder, **options).eval().requires_grad_(False)
 
 
-def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str, dict[str, bool]]:
-    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the model's configs; no weights are read.
+def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+    """(B, 3, H, W) in [-1, 1] -> (B, 2, C, H/8, W/8): the posterior's mean and standard deviation, unscaled.
 
-    `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does.
+    Of an `AutoencoderDC`, which has no posterior, (B, 1, C, H/32, W/32): its latents.
     """
-    model = config.encoder_model
-    vae = AutoencoderKL.load_config(model_folder(model, "vae/config.json"), subfolder="vae")
-    text = CLIPTextConfig.from_pretrained(model_folder(model, "text_encoder/config.json"), subfolder="text_encoder")
-    downsampling, channels = 2 ** (len(vae["block_out_channels"]) - 1), vae["latent_channels"]
+    encoded = vae.encode(pixels_BCHW)
+    if isinstance(vae, AutoencoderDC):
+        return encoded.latent[:, None]
+    return torch.stack([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
+
+
+def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
+    """(B, L) token ids -> (B, L, D): the text encoder's last hidden state.
+
+    Ids of -1 stand in place of padding: they are masked, and zeros follow from them. Padding that consists of tokens is
+    not masked, as Stable Diffusion takes it.
+    """
+    mask_BL = caption_ids_BL >= 0
+    if mask_BL.all():
+        return text_encoder(caption_ids_BL.long()).last_hidden_state
+    ids_BL = caption_ids_BL.clamp(min=0).long()
+    states_BLD = text_encoder(ids_BL, attention_mask=mask_BL.long()).last_hidden_state
+    return states_BLD.masked_fill(~mask_BL[:, :, None], 0)
+
+
+def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str, dict[str, Any]]:
+    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the models' configs; no weights are read.
+
+    `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does. Raises
+    Unsupported for models that `LatentEncoder` does not take, and for parameters that do not fit them.
+    """
+    model, text_model = config.model_of("vae"), config.model_of("text_encoder")
+    vae, (_, text) = vae_config(model), text_config(text_model)
+    if config.latents == "moments" and vae["_class_name"] == "AutoencoderDC":
+        raise Unsupported(f"latents='moments', and {model!r} has an AutoencoderDC, which has none: use 'mean'.")
+    factor = downsampling(vae)
     columns = [
         schema.ColumnSpec(
             schema.latents_column(width, height),
-            (MOMENTS[config.latents], channels, height // downsampling, width // downsampling),
+            (MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor),
             resolution=resolution,
         )
         for resolution, sizes in config.shapes.items()
         for width, height in sizes
     ]
-    text_shape = load_tokenizer(model).model_max_length, text.hidden_size
+    text_shape = caption_length(config, text), text.hidden_size
     columns += [
-        schema.ColumnSpec(schema.numbered(schema.EMBEDDINGS, number), text_shape, config.text_precision)
+        schema.ColumnSpec(
+            schema.numbered(schema.EMBEDDINGS, number),
+            text_shape,
+            config.text_precision,
+            ragged=config.maximum_tokens is not None,
+        )
         for number in range(1, 1 + (num_captions or config.captions_encoded))
     ]
     kernels = {"compiled": config.compile_encoder, "channels_last": config.channels_last}
-    return model, columns, config.encoder_precision, kernels
+    return model, columns, config.encoder_precision, {**kernels, "text_encoder_model": text_model}
+
+
+def caption_length(config, text: PreTrainedConfig) -> int:
+    """Tokens of a caption at most, as the config's tokenizer and text encoder take them.
+
+    Raises Unsupported for a larger `maximum_tokens`, and for None where the tokenizer pads to more.
+    """
+    model = config.model_of("text_encoder")
+    padded_to = load_tokenizer(model).model_max_length
+    positions = text.n_positions if isinstance(text, T5Config) else text.max_position_embeddings
+    wanted, longest = config.maximum_tokens or padded_to, min(padded_to, positions)
+    if wanted > longest:
+        raise Unsupported(
+            f"maximum_tokens={config.maximum_tokens} comes to captions of {wanted} tokens, and tokenizer and text "
+            f"encoder of {model!r} take {longest}: give at most that."
+        )
+    return wanted
 
 
 class Encoder:
@@ -72,6 +156,7 @@ class Encoder:
 
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
+        text_encoder_model: the same for the text encoder alone; None: `model`.
         precision: "fp32", "fp16" or "bf16": what the networks compute in on a GPU. On a CPU, where half precision is
             tens of times slower, they compute in fp32.
         num_threads: threads of PyTorch on a CPU.
@@ -90,6 +175,7 @@ class Encoder:
         batch_size: int | None = None,
         compiled: bool = False,
         channels_last: bool = False,
+        text_encoder_model: str | None = None,
     ):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +184,7 @@ class Encoder:
         self.dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
         self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
-        self.text_encoder = load_text_encoder(model, self.dtype).to(self.device)
+        self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
         self.compiled = compiled
         if channels_last:
             self.vae.to(memory_format=torch.channels_last)
@@ -133,14 +219,14 @@ class Encoder:
 
     @torch.no_grad()
     def moments(self, pixels_BHWC: torch.Tensor) -> torch.Tensor:
-        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: the posterior's mean and standard deviation, unscaled."""
-        posterior = self.vae.encode(images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)).latent_dist
-        return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float16)
+        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: see `vae_moments`."""
+        pixels_BCHW = images.normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)
+        return vae_moments(self.vae, pixels_BCHW).to(torch.float16)
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL: torch.Tensor) -> torch.Tensor:
-        """(B, L) token ids -> (B, L, D) fp16: the text encoder's last hidden state, as Stable Diffusion takes it."""
-        return self.text_encoder(caption_ids_BL.long()).last_hidden_state.to(torch.float16)
+        """(B, L) token ids -> (B, L, D) fp16: see `last_states`."""
+        return last_states(self.text_encoder, caption_ids_BL).to(torch.float16)
 
     def in_batches(
         self, encode: Callable[[torch.Tensor], torch.Tensor], inputs: np.ndarray
@@ -187,7 +273,8 @@ class LatentEncoder:
         inputs = {schema.input_column(spec.name) for spec in self.columns}
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
         for spec, (values, encoded_B, _) in encoded.items():
-            columns[spec.name] = spec.encode(values, encoded_B & finite_B)
+            num_tokens_B = (token_ids(spec, rows) >= 0).sum(axis=1) if spec.ragged else None
+            columns[spec.name] = spec.encode(values, encoded_B & finite_B, num_tokens_B)
             if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
                 columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
         reason = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
@@ -202,8 +289,7 @@ class LatentEncoder:
         Where a row is not encoded, its values are zeros, and finite.
         """
         if spec.resolution is None:
-            ids_BL, _ = schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)
-            encode, inputs, encoded_B = self.encoder.encode_captions, ids_BL[good_B], good_B
+            encode, inputs, encoded_B = self.encoder.encode_captions, token_ids(spec, rows)[good_B], good_B
         else:
             width, height = spec.size
             # V of the B rows have pixels of this size
@@ -214,3 +300,8 @@ class LatentEncoder:
             values, finite_B[encoded_B] = encode(inputs)
             values_BX[encoded_B] = values[:, : spec.shape[0]]  # of moments the mean alone, or both
         return values_BX, encoded_B, finite_B
+
+
+def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
+    """(B, L) int32: what a column of embeddings is made of, -1 in place of padding."""
+    return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]

@@ -28,10 +28,18 @@ def pin_model(model: str, earlier: str | None = None, parameter: str = "model") 
 
 
 def pin_encoder(config: PreprocessingConfig, earlier: dict | None) -> None:
-    """Name the commit in `config.encoder_model`, for all that is called with `config` from now on: `pin_model`.
+    """Name the commits in the config's models, for all that is called with `config` from now on: `pin_model`.
 
     `earlier`: `Manifest.encoder` of the job or the online run that goes on, None for a new one.
     """
-    model = pin_model(config.encoder_model, earlier and earlier["model"], "encoder_model")
-    # A revision that was asked for becomes the commit too, so that `dataclasses.replace(config)` keeps it.
-    config.derive(encoder_model=model, encoder_revision=config.encoder_revision and model.partition("@")[2])
+    vae = earlier and earlier["model"]
+    text_encoder = earlier and earlier.get("text_encoder_model", vae)
+    # Of one model for both, the VAE's is known.
+    known = {config.model_parameter("text_encoder"): text_encoder, config.model_parameter("vae"): vae}
+    for parameter, before in known.items():
+        model, revision = (
+            pin_model(getattr(config, parameter), before, parameter),
+            parameter.replace("model", "revision"),
+        )
+        # A revision that was asked for becomes the commit too, so that `dataclasses.replace(config)` keeps it.
+        config.derive(**{parameter: model, revision: getattr(config, revision) and model.partition("@")[2]})

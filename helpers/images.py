@@ -5,7 +5,9 @@ Functions of pictures and captions are pure.
 
 import contextlib
 import functools
+import html
 import io
+import json
 import math
 import os
 import pathlib
@@ -18,8 +20,13 @@ import numpy as np
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import WeakFileLock, disable_progress_bars
 from PIL import Image, ImageOps
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
+# By the names in `tokenizer_config.json`. Not `AutoTokenizer`, which would load PyTorch into each transforming process.
+TOKENIZERS = {
+    **{"CLIPTokenizer": CLIPTokenizer, "T5Tokenizer": T5Tokenizer, "GemmaTokenizer": GemmaTokenizer},
+    **{"CLIPTokenizerFast": CLIPTokenizer, "T5TokenizerFast": T5Tokenizer, "GemmaTokenizerFast": GemmaTokenizer},
+}
 TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
 # Files of a model's repository that nothing here reads: other formats and variants of its weights, pictures.
 UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
@@ -60,21 +67,66 @@ def model_folder(model: str, *patterns: str) -> str:
         ) from None
 
 
+class Unsupported(ValueError):
+    """A model, or a parameter of it, that this code does not take; the text says which and what to change."""
+
+
+def check_class(name: str | None, known: dict[str, type], what: str) -> None:
+    """Raises Unsupported for a class that is not among the `known` ones. `what`: begins the sentence."""
+    if name not in known:
+        raise Unsupported(f"{what} of class {name}, and this code takes {', '.join(known)}: give another model.")
+
+
 @functools.lru_cache(maxsize=2)
-def load_tokenizer(model: str) -> CLIPTokenizer:
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer, loaded once per process; no code from the model's folder is ever run."""
-    return CLIPTokenizer.from_pretrained(model_folder(model, "tokenizer/*"), subfolder="tokenizer")
+    folder = model_folder(model, "tokenizer/*")
+    config = pathlib.Path(folder, "tokenizer/tokenizer_config.json")
+    name = json.loads(config.read_text()).get("tokenizer_class", "CLIPTokenizer")
+    check_class(name, TOKENIZERS, f"{model!r} has a tokenizer")
+    return TOKENIZERS[name].from_pretrained(folder, subfolder="tokenizer")
 
 
-def tokenize(captions: Sequence[str], tokenizer: CLIPTokenizer) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, truncated or padded to the tokenizer's `model_max_length` L."""
-    if len(captions) == 0:
-        return np.zeros((0, tokenizer.model_max_length), dtype=np.int32)
-    encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=tokenizer.model_max_length)
-    return np.array(encoded["input_ids"], dtype=np.int32)
+def caption_ids(captions: Sequence[str], config: Any) -> np.ndarray:
+    """B captions -> (B, L) int32 token ids, cleaned and tokenized as a `PreprocessingConfig` says."""
+    tokenizer = load_tokenizer(config.model_of("text_encoder"))
+    cleaned = [clean(caption, config.text_cleaning) for caption in captions]
+    return tokenize(cleaned, tokenizer, config.maximum_tokens)
 
 
-def count_tokens(captions: Sequence[str], tokenizer: CLIPTokenizer) -> list[int]:
+def clean(caption: str, cleaning: str) -> str:
+    """A caption as the parameter `text_cleaning` says: as diffusers' pipelines prepare prompts.
+
+    "lower": as `PixArtSigmaPipeline` with `clean_caption=False`; "ftfy": as `PRXPipeline` with
+    `skip_text_cleaning=True`; "none": as `StableDiffusionPipeline`.
+    """
+    if cleaning == "lower":
+        return caption.lower().strip()
+    if cleaning == "ftfy":
+        import ftfy
+
+        return html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
+    return caption
+
+
+def tokenize(
+    captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, maximum_tokens: int | None = None
+) -> np.ndarray:
+    """B captions -> (B, L) int32 token ids, truncated or padded to the tokenizer's `model_max_length` L.
+
+    With `maximum_tokens`, that is L, and -1 stands in place of padding.
+    """
+    most = maximum_tokens or tokenizer.model_max_length
+    ids_BL = np.full((len(captions), most), -1, dtype=np.int32)
+    if len(captions):
+        padding = "max_length" if maximum_tokens is None else False
+        encoded = tokenizer(list(captions), padding=padding, truncation=True, max_length=most)
+        for ids_L, ids in zip(ids_BL, encoded["input_ids"], strict=True):
+            ids_L[: len(ids)] = ids
+    return ids_BL
+
+
+def count_tokens(captions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Number of tokens of each caption before truncation, with the start and end tokens."""
     return [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]
 

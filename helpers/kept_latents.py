@@ -91,7 +91,7 @@ def open_job(config: TrainingConfig, plan: Plan) -> resumable_job.Job:
     The blocks of the first epoch are committed beside them.
     """
     (manifest,) = read_manifests(config.proportions).values()
-    names = ("encoder", "columns", "scaling_factor", "empty_caption_embedding")
+    names = ("encoder", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
     rests = left_over(plan)
     segments = [resumable_job.Segment(index, [], rest.num_rows) for index, rest in rests.items()]
     job = resumable_job.Job(

@@ -33,12 +33,14 @@ class Manifest:
     """What a latents folder holds. read = written + sum(rejected) + filtered.
 
     Args:
-        encoder: model, revision, precision (as asked for: a CPU computes in fp32 whatever it is).
+        encoder: model, revision, precision (as asked for: a CPU computes in fp32 whatever it is). If the text encoder
+            is of another model, also text_encoder_model and text_encoder_revision; vae_class and text_encoder_class,
+            where they are not those of Stable Diffusion.
         resolutions: the sizes that were encoded.
         columns: the tensor columns.
-        scaling_factor: of the VAE; latents are stored without it.
+        scaling_factor, shift_factor: of the VAE; latents are stored without them.
         id_type: Arrow type of the ids.
-        empty_caption_embedding: base64 of fp16, in the shape of the embeddings.
+        empty_caption_embedding: base64 of fp16, in the shape of the embeddings; if they are ragged, without padding.
         job: the parameters that decide what is written.
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
@@ -63,6 +65,7 @@ class Manifest:
     files_crc32: int
     shift_factor: float = 0.0
     schema_version: int = SCHEMA_VERSION
+    shift_factor: float = 0.0
 
     @classmethod
     def of(cls, segments: list[dict], **description) -> Manifest:
@@ -129,9 +132,54 @@ class Manifest:
 
     @property
     def empty_caption(self) -> np.ndarray:
-        """(tokens, width) fp16: what replaces a dropped caption."""
+        """(tokens, width) fp16: what replaces a dropped caption; zeros where it has no tokens."""
         values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=schema.DTYPE)
-        return values.reshape(self.embeddings.shape)
+        padded = np.zeros(self.embeddings.shape, schema.DTYPE)
+        padded.reshape(-1)[: len(values)] = values
+        return padded
+
+    @property
+    def empty_mask(self) -> np.ndarray | None:
+        """(tokens,) bool: True for the tokens of the empty caption; None where captions are padded."""
+        if not self.embeddings.ragged:
+            return None
+        most, width = self.embeddings.shape
+        num_bytes = len(base64.b64decode(self.empty_caption_embedding))
+        return np.arange(most) < num_bytes // (width * schema.DTYPE().itemsize)
+
+    @property
+    def vae_model(self) -> str:
+        return self.encoder["model"]
+
+    @property
+    def text_encoder_model(self) -> str:
+        """The model that the text encoder and the tokenizer are from."""
+        return self.encoder.get("text_encoder_model", self.vae_model)
+
+    @property
+    def vae_class(self) -> str:
+        """The name of the VAE's class in diffusers."""
+        return self.encoder.get("vae_class", "AutoencoderKL")
+
+    @property
+    def text_encoder_class(self) -> str:
+        """The name of the text encoder's class in transformers."""
+        return self.encoder.get("text_encoder_class", "CLIPTextModel")
+
+    @property
+    def text_cleaning(self) -> str:
+        """What was done to captions before they were tokenized, as the parameter of this name says."""
+        return self.job.get("text_cleaning", "none")
+
+    @property
+    def stored_row_bytes(self) -> float:
+        """Bytes of a stored row on average, as measured in the files: those of all sizes, all captions and the id.
+
+        Captions without padding take as much as they have tokens. Raises ValueError if no rows are stored.
+        """
+        if not self.written or not self.work.get("bytes"):
+            raise ValueError("These latents have no stored rows to measure: encode some with Preprocessing.ipynb.")
+        return self.work["bytes"] / self.written
 
     @property
     def online(self) -> dict | None:

@@ -44,7 +44,7 @@ def prepare(config: OnlineConfig, training: TrainingConfig) -> Manifest:
     """Check a run's raw data, index it, and write its manifest to `training.latents_uri`.
 
     Encodes only an empty caption and, once, the rows held out for validation. The index is built by a Ray Data job if
-    Ray is connected, else in this process. Pins `config.encoder_model` (`hub.pin_encoder`). Raises
+    Ray is connected, else in this process. Pins the models (`hub.pin_encoder`). Raises
     FileNotFoundError or ValueError that says what to change.
     """
     if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
@@ -245,6 +245,6 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
         )
         tables.append(report)
     entry = resumable_job.segment_entry(segment, tables)
-    names = ("encoder", "resolutions", "scaling_factor", "id_type", "empty_caption_embedding")
+    names = ("encoder", "resolutions", "scaling_factor", "shift_factor", "id_type", "empty_caption_embedding")
     description = {name: getattr(manifest, name) for name in names}
     write_manifest(latents_uri, Manifest.of([entry], **description, columns=columns, job={}), [entry])

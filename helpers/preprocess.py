@@ -41,12 +41,13 @@ def transform(
 ) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder; every row stays, bad ones with a `reason`.
 
-    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids), the same two of
-    each further caption that the raw rows have (`schema.numbered`), for each shape of
-    `config.shapes` its pixels (`schema.input_column`, H x W x 3 bytes; null where another shape of the resolution is
-    nearer to the picture's, and where the picture is smaller, unless `config.upscale`), and `transform_seconds` (of the
-    call, in its first row). Arrays are plain bytes: nothing is parsed between the stages. `crops`: a function for each
-    row; None: the largest centre crop. `only`: the shape that is wanted of each row; None: all.
+    Columns: id, caption, `reason` (empty for good rows), source, `caption_ids` (L int32 token ids; -1 in place of
+    padding where `config.maximum_tokens` is given), the same two of each further caption that the raw rows have
+    (`schema.numbered`), for each shape of `config.shapes` its pixels (`schema.input_column`, H x W x 3 bytes; null
+    where another shape of the resolution is nearer to the picture's, and where the picture is smaller, unless
+    `config.upscale`), and `transform_seconds` (of the call, in its first row). Arrays are plain bytes: nothing is
+    parsed between the stages. `crops`: a function for each row; None: the largest centre crop. `only`: the shape that
+    is wanted of each row; None: all.
     """
     started = time.perf_counter()
     raw = (rows[name].to_pylist() for name in (inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR))
@@ -60,10 +61,9 @@ def transform(
         schema.REASON: pa.array([reason for _, _, reason in results], pa.string()),
         schema.SOURCE: rows[inputs.SOURCE],
     }
-    tokenizer = images.load_tokenizer(config.encoder_model)
     for number in schema.numbers(inputs.CAPTION, rows.column_names):
         captions = [caption or "" for caption in rows[schema.numbered(inputs.CAPTION, number)].to_pylist()]
-        caption_ids = schema.to_binary(images.tokenize(captions, tokenizer), dtype=np.int32)
+        caption_ids = schema.to_binary(images.caption_ids(captions, config), dtype=np.int32)
         columns[schema.numbered(schema.CAPTION, number)] = pa.array(captions, pa.string())
         columns[schema.numbered(schema.CAPTION_IDS, number)] = caption_ids
     for shape in itertools.chain.from_iterable(config.shapes.values()):
@@ -189,7 +189,7 @@ def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
 def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) -> resumable_job.Job:
     """Check a preprocessing job and plan it, before any worker starts; encodes nothing but one empty caption.
 
-    Pins `config.encoder_model` (`hub.pin_encoder`). Raises FileNotFoundError or ValueError with what to change.
+    Pins the models (`hub.pin_encoder`). Raises FileNotFoundError or ValueError with what to change.
     """
     hub.pin_encoder(config, (resumable_job.begun_with(config.latents_uri) or {}).get("encoder"))
     checked = check(config)
@@ -235,57 +235,94 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     parameters = config.deciding("rows", "stored") | {"input_uri": config.data_uri}
     if config.num_captions > 1:
         parameters["num_captions"] = config.num_captions
+    for name, default in (("maximum_tokens", None), ("text_cleaning", "none")):
+        if parameters[name] == default:  # data of earlier versions is the same without
+            del parameters[name]
     parameters["input_crc32"] = zlib.crc32(json.dumps(sorted(listing.items())).encode())
     id_type = inputs.id_type(input_schema.field(config.id_column).type)
     return CheckedInput(paths, listing, parameters, describe(config), id_type)
 
 
 def describe(config: PreprocessingConfig) -> dict:
-    """The encoder's part of the manifest, from the model's configs and one empty caption encoded here, on the CPU.
+    """The encoder's part of the manifest, from the models' configs and one empty caption encoded here, on the CPU.
 
-    Keys: encoder, columns, scaling_factor, empty_caption_embedding. The encoder's "model" is pinned, and its "revision"
-    that commit, or a hash of a folder's files. Raises ValueError for a model that is not in diffusers layout, or a
-    resolution that its VAE cannot take.
+    Keys: encoder, columns, scaling_factor, shift_factor, empty_caption_embedding. The encoder's "model" is pinned, and
+    its "revision" that commit, or a hash of a folder's files. Raises ValueError for a model that is not in diffusers
+    layout or of a class that is not known, and for parameters that its parts cannot take.
     """
     import torch
-    from diffusers import AutoencoderKL
 
     from . import encoder
 
-    model = hub.pin_model(config.encoder_model, parameter="encoder_model")
-    pinned = dataclasses.replace(config, encoder_model=model, encoder_revision=None)
+    pinned = dataclasses.replace(config)
+    hub.pin_encoder(pinned, None)
+    model, text_model = pinned.model_of("vae"), pinned.model_of("text_encoder")
     try:
         _, columns, precision, _ = encoder.arguments(pinned, config.num_captions)
-        vae_config = AutoencoderKL.load_config(images.model_folder(model, "vae/config.json"), subfolder="vae")
-        tokenizer, text_encoder = images.load_tokenizer(model), encoder.load_text_encoder(model)
+        vae, (text_class, _) = encoder.vae_config(model), encoder.text_config(text_model)
+        empty_ids_BL = torch.from_numpy(images.caption_ids([""], pinned))
+        text_encoder = encoder.load_text_encoder(text_model)
+    except images.Unsupported:
+        raise
     except (OSError, ValueError) as error:
+        parameters = dict.fromkeys(config.model_parameter(part) for part in ("vae", "text_encoder"))
+        names = " or ".join(f"{name}={getattr(config, name)!r}" for name in parameters)
         raise ValueError(
-            f"encoder_model={config.encoder_model!r} holds no model in diffusers layout (vae/, text_encoder/, "
-            f"tokenizer/): give 'tiny-sd', a folder or a hub id. ({str(error).splitlines()[0]})"
+            f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
+            f"or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    halvings = len(vae_config["block_out_channels"]) - 1
+    factor = encoder.downsampling(vae)
     for width, height in itertools.chain.from_iterable(config.shapes.values()):
-        if width % 2**halvings or height % 2**halvings:
+        if width % factor or height % factor:
             raise ValueError(
                 f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} x "
-                f"{height} pixels, which the VAE halves {halvings} times: use multiples of {2**halvings}."
+                f"{height} pixels, which the VAE halves {factor.bit_length() - 1} times: use multiples of {factor}."
             )
+    if (empty_ids_BL < 0).all():
+        raise ValueError(
+            f"The tokenizer of {text_model!r} makes no token of an empty caption: give maximum_tokens=None."
+        )
     with torch.inference_mode():
-        empty = text_encoder(torch.from_numpy(images.tokenize([""], tokenizer)).long()).last_hidden_state[0].numpy()
-    revision = model.partition("@")[2] if images.is_hub_id(model) else hash_files(model)
+        empty_BLD = encoder.last_states(text_encoder, empty_ids_BL)
     return {
-        "encoder": {"model": model, "revision": revision, "precision": precision},
+        "encoder": {
+            **name_models(model, text_model),
+            "precision": precision,
+            **name_classes(vae["_class_name"], text_class),
+        },
         "columns": columns,
-        "scaling_factor": vae_config["scaling_factor"],
-        "empty_caption_embedding": encode_embedding(empty),
+        "scaling_factor": vae["scaling_factor"],
+        "shift_factor": vae.get("shift_factor") or 0.0,
+        "empty_caption_embedding": encode_embedding(empty_BLD[empty_ids_BL >= 0].numpy()),
     }
 
 
-def hash_files(model: str) -> str:
-    """A hash of the files of the VAE, the text encoder and the tokenizer in a model's folder."""
+def name_models(model: str, text_encoder_model: str) -> dict[str, str]:
+    """{"model", "revision"}, and where the text encoder is another model's, its two too."""
+    parts, text_parts = ("vae",), ("text_encoder", "tokenizer")
+    if model == text_encoder_model:
+        return {"model": model, "revision": revision_of(model, *parts, *text_parts)}
+    names = {
+        "text_encoder_model": text_encoder_model,
+        "text_encoder_revision": revision_of(text_encoder_model, *text_parts),
+    }
+    return {"model": model, "revision": revision_of(model, *parts), **names}
+
+
+def name_classes(vae_class: str, text_encoder_class: str) -> dict[str, str]:
+    """The classes that are not those of Stable Diffusion, which earlier versions did not name."""
+    names = {"vae_class": vae_class, "text_encoder_class": text_encoder_class}
+    usual = {"vae_class": "AutoencoderKL", "text_encoder_class": "CLIPTextModel"}
+    return {name: value for name, value in names.items() if value != usual[name]}
+
+
+def revision_of(model: str, *parts: str) -> str:
+    """The commit of a pinned hub id, or a hash of the files of some parts of a model's folder."""
+    if images.is_hub_id(model):
+        return model.partition("@")[2]
     folder = pathlib.Path(images.model_folder(model))
     digest = hashlib.sha256()
-    for path in sorted(path for name in ("vae", "text_encoder", "tokenizer") for path in folder.glob(f"{name}/*")):
+    for path in sorted(path for name in parts for path in folder.glob(f"{name}/*")):
         if path.is_file():
             with open(path, "rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())

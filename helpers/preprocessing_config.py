@@ -40,6 +40,7 @@ Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes 
 Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
 Captions = Annotated[Text | Several[Text], must_be("a column, or a list of several")]
 LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
+OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
 Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
 
@@ -79,6 +80,17 @@ class PreprocessingConfig(Parameters):
     encoder_revision: OptionalText = free(
         None, "of a hub id: commit, tag or branch; None: the newest, kept on resuming"
     )
+    vae_model: OptionalModel = free(None, "another model whose VAE is used; None: encoder_model's")
+    vae_revision: OptionalText = free(None, "of its hub id")
+    text_encoder_model: OptionalModel = free(None, "another whose text encoder is used; None: encoder_model's")
+    text_encoder_revision: OptionalText = free(None, "of its hub id")
+    # `preprocess.check` records these two only where they are not the default: earlier versions had neither.
+    maximum_tokens: OptionalCount = stored(
+        None, "of a caption, stored without padding, for transformers; None: padded to the tokenizer's length"
+    )
+    text_cleaning: Literal["none", "lower", "ftfy"] = stored(
+        "none", 'or "lower" (lower case), "ftfy" (repaired): captions before they are tokenized'
+    )
     encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
     encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
     compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of pictures")
@@ -95,14 +107,8 @@ class PreprocessingConfig(Parameters):
 
     def __post_init__(self) -> None:
         self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
-        if self.encoder_revision:
-            if self.encoder_model == "tiny-sd" or os.path.exists(self.encoder_model):
-                raise ValueError(
-                    f"encoder_revision={self.encoder_revision!r} is that of a hub id, and encoder_model="
-                    f"{self.encoder_model!r} is a folder: leave it None."
-                )
-            ending = f"@{self.encoder_revision}"  # the model becomes "hub/id@revision"
-            self.derive(encoder_model=self.encoder_model.removesuffix(ending) + ending)
+        for part in ("encoder", "vae", "text_encoder"):
+            self.add_revision(f"{part}_model", f"{part}_revision")
         if len(set(self.caption_columns)) < len(self.caption_columns) or not self.caption_columns:
             raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
         if len(self.caption_columns) > 1 and self.max_captions > 1:
@@ -111,6 +117,26 @@ class PreprocessingConfig(Parameters):
                 f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
             )
         self.check_shapes()
+
+    def add_revision(self, parameter: str, revision_parameter: str) -> None:
+        """The model becomes "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
+        model, revision = getattr(self, parameter), getattr(self, revision_parameter)
+        if revision is None:
+            return
+        if model is None or model == "tiny-sd" or os.path.exists(model):
+            raise ValueError(
+                f"{revision_parameter}={revision!r} is that of a hub id, and {parameter}={model!r} is "
+                f"{'none' if model is None else 'a folder'}: leave it None."
+            )
+        self.derive(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
+
+    def model_parameter(self, part: str) -> str:
+        """The name of the parameter that names the model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        return "encoder_model" if getattr(self, f"{part}_model") is None else f"{part}_model"
+
+    def model_of(self, part: str) -> str:
+        """The model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        return getattr(self, self.model_parameter(part))
 
     def check_shapes(self) -> None:
         """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""

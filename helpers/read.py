@@ -306,15 +306,21 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
     """`column.take(rows)`, which would copy the whole column first; for tensors, this copies only these rows."""
-    if not pa.types.is_fixed_size_binary(column.type):
+    is_fixed = pa.types.is_fixed_size_binary(column.type)
+    if not is_fixed and not pa.types.is_large_binary(column.type):
         return column.take(rows)
-    width, ends = column.type.byte_width, np.cumsum([len(chunk) for chunk in column.chunks])
+    ends = np.cumsum([len(chunk) for chunk in column.chunks])
+    chunks = np.searchsorted(ends, rows, side="right")
+    places = rows - np.concatenate([[0], ends])[chunks]  # in their chunks
+    if not is_fixed:
+        slices = zip(chunks.tolist(), places.tolist(), strict=True)
+        return pa.concat_arrays([column.chunk(chunk).slice(place, 1) for chunk, place in slices])
+    width = column.type.byte_width
     arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
     # Arrow's memory pool reuses the memory of earlier blocks; new memory would be zeroed page by page.
     values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
-    chunks = np.searchsorted(ends, rows, side="right")
-    for value, chunk, row in zip(values, chunks.tolist(), (rows - ends[chunks]).tolist(), strict=True):
-        value[:] = arrays[chunk][row]  # `row` is negative: it counts from the chunk's end
+    for value, chunk, place in zip(values, chunks.tolist(), places.tolist(), strict=True):
+        value[:] = arrays[chunk][place]
     valid = column.is_valid().to_numpy()[rows] if column.null_count else None
     return schema.to_binary(values, valid, np.uint8)
 

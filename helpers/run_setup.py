@@ -195,7 +195,8 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
                 f"latents_uri mixes {uri}, with {manifest.num_captions} captions a row, and {first_uri}, with "
                 f"{first.num_captions}: encode both with as many captions."
             )
-        for name in ("encoder", "columns", "scaling_factor", "empty_caption_embedding", "id_type"):
+        names = ("encoder", "text_cleaning", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
+        for name in (*names, "id_type"):
             mine, theirs = getattr(manifest, name), getattr(first, name)
             if mine != theirs:
                 what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
@@ -294,7 +295,8 @@ def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
 
     def settings(of: Manifest) -> dict[str, Any]:
         shapes = {spec.name: spec.shape for spec in [*of.latents_at(resolution), of.embeddings]}
-        return {"encoder": of.encoder, "scaling_factor": of.scaling_factor, **shapes}
+        names = ("encoder", "text_cleaning", "scaling_factor", "shift_factor")
+        return {**{name: getattr(of, name) for name in names}, **shapes}
 
     ours = settings(trained_on)
     for name, value in settings(manifest).items():
@@ -334,6 +336,8 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
         {
             "encoder": manifest.encoder,
             "scaling_factor": manifest.scaling_factor,
+            # Runs of earlier versions, which knew no shift, go on.
+            **({"shift_factor": manifest.shift_factor} if manifest.shift_factor else {}),
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,
             "proportion": proportion,

@@ -2,7 +2,7 @@
 
 A latents folder holds `data/*.parquet` (one row per sample), `rejects/*.parquet` (one row per rejected input row) and
 what `manifest` describes. Tensors are the plain bytes of arrays in `fixed_size_binary` columns, so reading copies
-nothing.
+nothing; captions without padding, whose length varies, are `large_binary`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class ColumnSpec:
         codec: "fp16", or "fp8" for 8-bit floats (E4M3) and one fp32 scale per row.
         resolution: whose area the pictures behind a latents column have about; of squares their side. None for the
             embeddings.
+        ragged: rows are stored as far as they go, at most `shape`: the tokens of a caption, without padding.
 
     Raises ValueError for an unknown codec.
     """
@@ -96,12 +97,17 @@ class ColumnSpec:
 
     @property
     def row_bytes(self) -> int:
-        values = math.prod(self.shape)
+        """Of a row; of a ragged column at most."""
+        return self.bytes_of(self.shape[0])
+
+    def bytes_of(self, num: Any) -> Any:
+        """Bytes of a row with the first `num` of `shape[0]`, such as tokens: of one, or (B,) of several."""
+        values = num * math.prod(self.shape[1:])
         return values * DTYPE().itemsize if self.codec == "fp16" else SCALE_BYTES + values
 
     @property
     def arrow_type(self) -> pa.DataType:
-        return pa.binary(self.row_bytes)
+        return pa.large_binary() if self.ragged else pa.binary(self.row_bytes)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -109,26 +115,43 @@ class ColumnSpec:
         width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
         return int(width), int(height or width)
 
-    def encode(self, values_BX: np.ndarray, valid_B: np.ndarray | None = None) -> pa.Array:
-        """(B, *shape) floats -> a `fixed_size_binary` array; rows where `valid_B` is False become null."""
+    def encode(
+        self, values_BX: np.ndarray, valid_B: np.ndarray | None = None, num_tokens_B: np.ndarray | None = None
+    ) -> pa.Array:
+        """(B, *shape) floats -> an array of `arrow_type`; rows where `valid_B` is False become null.
+
+        `num_tokens_B`: how much of each row a ragged column holds; None: all.
+        """
         if self.codec == "fp8":
-            return to_binary(to_float8(values_BX), valid_B, np.uint8)
-        return to_binary(values_BX, valid_B)
+            stored = to_binary(to_float8(values_BX), valid_B, np.uint8)
+        else:
+            stored = to_binary(values_BX, valid_B)
+        if not self.ragged:
+            return stored
+        num_tokens_B = np.full(len(values_BX), self.shape[0]) if num_tokens_B is None else num_tokens_B
+        return to_ragged(stored, self.bytes_of(num_tokens_B))
 
     def read(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """`(values (B, *shape), scales (B,), valid (B,) bool)`, as they are stored, without a copy.
 
         fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
-        values of null rows are arbitrary.
+        values of null rows are arbitrary. A ragged column is copied: zeros follow the tokens of a row (`num_tokens`).
         """
-        # Encoders write several shapes as `large_binary`.
-        column = column if pa.types.is_fixed_size_binary(column.type) else column.cast(self.arrow_type)
+        if self.ragged:
+            column = from_ragged(column, self.row_bytes)
+        elif not pa.types.is_fixed_size_binary(column.type):  # encoders write several shapes as `large_binary`
+            column = column.cast(self.arrow_type)
         stored_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
         stored_BX = stored_BX[:, : self.row_bytes]  # rows may be padded (`pad`)
         if self.codec == "fp8":
             scales_BX, values_BX = np.split(stored_BX, [SCALE_BYTES], axis=1)
             return values_BX.reshape(-1, *self.shape), scales_BX.copy().view(np.float32)[:, 0], valid_B
         return stored_BX.view(DTYPE).reshape(-1, *self.shape), None, valid_B
+
+    def num_tokens(self, column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """(B,) how much of `shape[0]` each row of a ragged column holds; 0 of null rows."""
+        sizes_B = pc.binary_length(column).fill_null(self.bytes_of(0)).to_numpy()
+        return (sizes_B - self.bytes_of(0)) // (self.bytes_of(1) - self.bytes_of(0))
 
     def decode(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary. fp16 is not copied."""
@@ -210,6 +233,26 @@ def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> t
     start, size = int(starts[0]), int(starts[-1] - starts[0])
     values = np.frombuffer(column.buffers()[2], np.uint8, size, start) if size else np.zeros(0, np.uint8)
     return values.reshape(valid_B.sum(), *shape), valid_B
+
+
+def to_ragged(column: pa.FixedSizeBinaryArray, sizes_B: np.ndarray) -> pa.Array:
+    """`large_binary` of the first `sizes_B` bytes of each row of a `fixed_size_binary` column; null rows stay null."""
+    values_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
+    rows = zip(values_BX, sizes_B, valid_B, strict=True)
+    return pa.array([row[:size].tobytes() if valid else None for row, size, valid in rows], pa.large_binary())
+
+
+def from_ragged(column: pa.Array | pa.ChunkedArray, row_bytes: int) -> pa.Array:
+    """A `large_binary` column as a `fixed_size_binary` one of `row_bytes`: zeros follow each row's own bytes."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    padded_BX, first = np.zeros((len(column), row_bytes), np.uint8), 0
+    for chunk in chunks:
+        offsets = np.frombuffer(chunk.buffers()[1], np.int64, len(chunk) + 1, chunk.offset * 8) if len(chunk) else [0]
+        values = np.frombuffer(chunk.buffers()[2] or b"", np.uint8)
+        for row, start, end in zip(padded_BX[first:], offsets[:-1], offsets[1:], strict=False):
+            row[: end - start] = values[start:end]
+        first += len(chunk)
+    return to_binary(padded_BX, column.is_valid().to_numpy(zero_copy_only=False), np.uint8)
 
 
 def pad(column: pa.ChunkedArray, row_bytes: int) -> pa.Array | pa.ChunkedArray:

@@ -33,7 +33,7 @@ class Unit:
     moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
     for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
     row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
-    multiplied by these; None: it is not.
+    multiplied by these; None: it is not. mask_UL: True for tokens; None: text is padded with tokens.
     """
 
     moments: torch.Tensor
@@ -43,6 +43,7 @@ class Unit:
     ids: list
     latents_spec: schema.ColumnSpec
     scales_U: torch.Tensor | None = None
+    mask_UL: torch.Tensor | None = None
 
     @classmethod
     def from_arrow(
@@ -61,6 +62,9 @@ class Unit:
         unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
         if scales is not None:
             unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
+        if manifest.embeddings.ragged:
+            num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
+            unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
         return unit
 
     @classmethod
@@ -84,15 +88,17 @@ class Unit:
                 self.ids[chosen],
                 self.latents_spec,
                 None if self.scales_U is None else self.scales_U[chosen],
+                None if self.mask_UL is None else self.mask_UL[chosen],
             )
 
-    def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(moments, text, keep_U)` on a device, where 8-bit text becomes fp16."""
+    def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""
         values = self.moments, self.text, self.keep_U
         moments, text, keep = (value.to(device, non_blocking=True) for value in values)
         if self.scales_U is not None:
             text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
-        return moments, text, keep
+        mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
+        return moments, text, keep, mask
 
 
 def to_tensor(values: np.ndarray) -> torch.Tensor:
@@ -148,8 +154,11 @@ class TrainStep:
     ):
         choose_kernels(config)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
-        self.manifest, self.scaling_factor = manifest, manifest.scaling_factor
+        self.manifest, self.scaling_factor, self.shift_factor = manifest, manifest.scaling_factor, manifest.shift_factor
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
+        self.empty_L = manifest.empty_mask
+        if self.empty_L is not None:
+            self.empty_L = torch.from_numpy(self.empty_L).to(self.device)
         self.schedule = diffusion.training_schedule(config, manifest, self.device)
         self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
         if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
@@ -179,7 +188,7 @@ class TrainStep:
 
     def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
         """(U,) losses of a unit's rows at a step; 0 for masked rows."""
-        moments, text, keep = unit.to(self.device)
+        moments, text, keep, mask = unit.to(self.device)
         draws = diffusion.draw(
             self.config.seed,
             step,
@@ -189,12 +198,15 @@ class TrainStep:
             density_T=self.density_T,
             device=self.device,
         )
-        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor)
+        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor, self.shift_factor)
         # Masked rows hold arbitrary bits. They are replaced, not multiplied by zero, because NaN * 0 is NaN.
-        text = diffusion.drop_captions(text.float(), self.empty_LD, draws.dropped_B | ~keep)
+        replaced = draws.dropped_B | ~keep
+        text, mask = diffusion.drop_captions(text.float(), mask, self.empty_LD, self.empty_L, replaced)
         latents = torch.where(keep[:, None, None, None], latents, 0)
         with autocast(self.autocast_precision, self.device):
-            losses = diffusion.row_losses(self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma)
+            losses = diffusion.row_losses(
+                self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma, mask_BL=mask
+            )
         if self.config.timestep_sampling == "importance":
             losses = losses * self.sampling_weights_T[draws.timesteps_B]
         return losses * keep

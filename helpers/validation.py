@@ -49,14 +49,15 @@ def losses_by_noise(
         batches = table_batches(rows, spec) if isinstance(rows, pa.Table) else rows(spec)
         for encoded, positions_B, counts_B in batches:
             unit = Unit.from_arrow(encoded.combine_chunks(), manifest, spec, 0)
-            moments, text, _ = unit.to(device)
+            moments, text, _, mask = unit.to(device)
             counts = torch.from_numpy(counts_B).to(device)
             for number, timestep in enumerate(timesteps):
                 draws = diffusion.draw(0, number, positions_B, moments.shape[2:], device=device)
                 draws.timesteps_B[:] = int(timestep)
-                latents = diffusion.sample_latents(moments, draws.posterior_BCHW, manifest.scaling_factor)
+                posterior, scales = draws.posterior_BCHW, (manifest.scaling_factor, manifest.shift_factor)
+                latents = diffusion.sample_latents(moments, posterior, *scales)
                 with autocast(autocast_precision, device):
-                    losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws)
+                    losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws, mask_BL=mask)
                 unweighted = (losses * counts).sum().item()
                 # All rows have the same timestep here, and so the same weight.
                 weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()

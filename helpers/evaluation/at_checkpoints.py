@@ -75,7 +75,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = images.load_tokenizer(sampling.read_encoder_manifest(config).encoder["model"])
+    tokenizer = images.load_tokenizer(sampling.read_encoder_manifest(config).text_encoder_model)
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -366,7 +366,7 @@ def load_clip(model: str) -> scores.CLIP:
 
 def uses_clip(config: TrainingConfig, manifest: Manifest) -> bool:
     """tiny-clip was only trained on the drawn pictures."""
-    return bool(config.clip_model) and (config.clip_model != "tiny-clip" or manifest.encoder["model"] == "tiny-sd")
+    return bool(config.clip_model) and (config.clip_model != "tiny-clip" or manifest.vae_model == "tiny-sd")
 
 
 def measures(

@@ -51,7 +51,7 @@ def encode(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> 
     with torch.inference_mode():
         for start in range(0, len(pictures), batch_size):
             pixels_BHWC = images.normalize(torch.from_numpy(np.stack(pictures[start : start + batch_size])))
-            means.append(vae.encode(pixels_BHWC.permute(0, 3, 1, 2)).latent_dist.mean)
+            means.append(encoder.vae_moments(vae, pixels_BHWC.permute(0, 3, 1, 2))[:, 0])
     return torch.cat(means).numpy()
 
 

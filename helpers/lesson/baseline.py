@@ -118,7 +118,9 @@ class DeviceEncoder:
     def __init__(self, raw: OnlineConfig, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         threads = torch.get_num_threads()
-        self.encoder = encoder.Encoder(raw.encoder_model, raw.encoder_precision, num_threads=threads)
+        models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
+        self.encoder = encoder.Encoder(**models, precision=raw.encoder_precision, num_threads=threads)
+        self.is_ragged = raw.maximum_tokens is not None
         self.num_moments = encoder.MOMENTS[raw.latents]
         self.batch_size = raw.encoder_batch_size
 
@@ -128,7 +130,9 @@ class DeviceEncoder:
         moments = torch.cat([self.encoder.moments(part) for part in pixels.split(self.batch_size)])
         moments = moments[:, : self.num_moments]
         text = torch.cat([self.encoder.embeddings(part) for part in ids.split(self.batch_size)])
-        return Unit(moments, text, keep, positions.numpy(), account[schema.ID].to_pylist(), latents_spec)
+        mask = ids >= 0 if self.is_ragged else None
+        row_ids = account[schema.ID].to_pylist()
+        return Unit(moments, text, keep, positions.numpy(), row_ids, latents_spec, mask_UL=mask)
 
 
 class LoaderSource(train.StepSource):

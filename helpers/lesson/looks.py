@@ -65,7 +65,7 @@ def dataset_stats(
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
     sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
-    tokens = images.count_tokens(captions, images.load_tokenizer(config.encoder_model))
+    tokens = images.count_tokens(captions, images.load_tokenizer(config.model_of("text_encoder")))
     frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
     frame.insert(0, "tokens", tokens)
     shown = good_rows(rows, config, 12)

@@ -133,10 +133,11 @@ def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8)
         config, global_batch_size=config.unit_rows, units_per_step=1, num_training_workers=1, strategy="ddp"
     )
     trained = ablations.measure_step(alone, device, steps=steps, warm_up=3)["images/s"]
-    encode = encoder.Encoder(raw.encoder_model, raw.encoder_precision, num_threads=torch.get_num_threads())
+    models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
+    encode = encoder.Encoder(**models, precision=raw.encoder_precision, num_threads=torch.get_num_threads())
     size, count, random = config.largest_resolution, raw.encoder_batch_size, np.random.default_rng(0)
     pixels_BHWC = random.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-    ids_BL = images.tokenize(["a picture"] * count, images.load_tokenizer(raw.encoder_model))
+    ids_BL = images.caption_ids(["a picture"] * count, raw)
     seconds = []
     for _ in range(1 + steps):
         started = time.perf_counter()
