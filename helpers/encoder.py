@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import torch
 import transformers
 from diffusers import AutoencoderDC, AutoencoderKL
-from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5Config, T5EncoderModel
+from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from . import images, schema
@@ -28,6 +28,7 @@ from .images import Unsupported, check_class, load_tokenizer, model_folder
 VAES = {"AutoencoderKL": AutoencoderKL, "AutoencoderDC": AutoencoderDC}
 TEXT_ENCODERS = {"CLIPTextModel": CLIPTextModel, "T5EncoderModel": T5EncoderModel, "T5GemmaEncoder": T5GemmaEncoder}
 VAE = AutoencoderKL | AutoencoderDC
+MOST_TOKENS = 8192  # of a caption, where neither tokenizer nor text encoder names a limit
 MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # One report per call of a `LatentEncoder`; times in seconds since 1970.
@@ -139,7 +140,7 @@ def caption_length(config, text: PreTrainedConfig) -> int:
     """
     model = config.model_of("text_encoder")
     padded_to = load_tokenizer(model).model_max_length
-    positions = text.n_positions if isinstance(text, T5Config) else text.max_position_embeddings
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", MOST_TOKENS)
     wanted, longest = config.maximum_tokens or padded_to, min(padded_to, positions)
     if wanted > longest:
         raise Unsupported(

@@ -80,16 +80,14 @@ class PreprocessingConfig(Parameters):
     encoder_revision: OptionalText = free(
         None, "of a hub id: commit, tag or branch; None: the newest, kept on resuming"
     )
-    vae_model: OptionalModel = free(None, "another model whose VAE is used; None: encoder_model's")
-    vae_revision: OptionalText = free(None, "of its hub id")
-    text_encoder_model: OptionalModel = free(None, "another whose text encoder is used; None: encoder_model's")
-    text_encoder_revision: OptionalText = free(None, "of its hub id")
+    vae_model: OptionalModel = free(None, "another model, whose VAE is used; None: encoder_model")
+    vae_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
+    text_encoder_model: OptionalModel = free(None, "another model, whose text encoder is used; None: encoder_model")
+    text_encoder_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
     # `preprocess.check` records these two only where they are not the default: earlier versions had neither.
-    maximum_tokens: OptionalCount = stored(
-        None, "of a caption, stored without padding, for transformers; None: padded to the tokenizer's length"
-    )
+    maximum_tokens: OptionalCount = stored(None, "of a caption, stored without padding, for transformers; None: padded")
     text_cleaning: Literal["none", "lower", "ftfy"] = stored(
-        "none", 'or "lower" (lower case), "ftfy" (repaired): captions before they are tokenized'
+        "none", 'or "lower" (lower case), "ftfy" (repaired): captions before tokenization'
     )
     encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
     encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
