@@ -101,7 +101,7 @@ def test_flops_of_the_encoders_are_those_of_stable_diffusion_2():
     assert [estimates.encoder_flops(*sizes) / 1e9 for sizes in ((), (256,), (512,), (256, 512))] == pytest.approx(
         [45.127, 317.849, 1161.786, 1434.508], abs=1e-3
     )
-    vae, text_encoder = estimates.sd2_encoders()
+    vae, text_encoder = estimates.build_encoders()
     assert sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
     assert sum(p.numel() for p in vae.parameters()) == 83_653_863
 

@@ -18,7 +18,7 @@ from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
-PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "laptop", "one-gpu"]
+PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "full-today-256", "full-today-512", "laptop", "one-gpu"]
 
 
 def notebook_parameters(notebook):
