@@ -110,9 +110,7 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not add an encoder
 
 
-def build_encoders(
-    recipe: str = "sd2", device: torch.device | str = "meta"
-) -> tuple[AutoencoderKL, PreTrainedModel]:
+def build_encoders(recipe: str = "sd2", device: torch.device | str = "meta") -> tuple[AutoencoderKL, PreTrainedModel]:
     """The VAE and the text encoder of one of `RECIPES` with random weights, initialised on `device`."""
     one = RECIPES[recipe]
     with torch.device(device):

@@ -410,13 +410,17 @@ def compare(scenario: Scenario) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("path")
 
 
-def break_even(scenario: Scenario, path: str = "offline", other: str = "online") -> float:
+def break_even(
+    scenario: Scenario, path: str = "offline", other: str = "online", other_scenario: Scenario | None = None
+) -> float:
     """Number of epochs from which `path` costs less than `other`: 1 if always, infinity if never.
 
-    Dollars are linear in the epochs: each path has a fixed cost and a cost per epoch.
+    Dollars are linear in the epochs: each path has a fixed cost and a cost per epoch. `other_scenario`: that of
+    `other`; None: the same.
     """
+    paths = (path, scenario), (other, other_scenario or scenario)
     one, two = (
-        [estimate(dataclasses.replace(scenario, epochs=count), each).dollars for each in (path, other)]
+        [estimate(dataclasses.replace(plan, epochs=count), each).dollars for each, plan in paths]
         for count in (1.0, 2.0)
     )
     dearer, saved = one[0] - one[1], (two[1] - one[1]) - (two[0] - one[0])
@@ -474,5 +478,6 @@ def compare_recipes() -> pd.DataFrame:
                 "encoders online": online.balanced_encoders,
                 **{f"hours, {path}": one.hours for path, one in found.items()},
                 **{f"$, {path}": one.dollars for path, one in found.items()},
+                "storing pays from, epochs": break_even(stored, other_scenario=online),
             }
     return pd.DataFrame(rows).T.rename_axis(["pixels", "recipe"])
