@@ -32,6 +32,7 @@ class Adapter:
         pipeline, component: diffusers' pipeline, and what it calls this model.
         left_out: arguments that make the pipeline without what is not trained here.
         samplers: those that the pipeline can use.
+        note: what else its user has to know.
     """
 
     kind: type[ModelMixin]
@@ -46,6 +47,7 @@ class Adapter:
     component = "transformer"
     left_out: ClassVar[dict[str, Any]] = {}
     samplers = ("ddim", "dpm++", "euler", "unipc")
+    note = ""
 
     def divisor(self, config: dict) -> int:
         """The sides of latents must be multiples of it."""
@@ -113,6 +115,7 @@ class PRX(Adapter):
     vaes, shifts = (KL, DC), True
     pipeline = "PRXPipeline"
     samplers = ("ddim", "dpm++", "unipc")  # it does not scale a scheduler's inputs, as Euler's needs
+    note = "Give it one prompt a call: with several, and guidance, this pipeline fails in diffusers 0.42."
 
     def conditions(self, timesteps_B, mask_BL):
         return {"timestep": timesteps_B / NUM_TIMESTEPS, "attention_mask": mask_BL}
@@ -144,6 +147,14 @@ def denoise(
     conditions = adapter_of(model).conditions(timesteps_B, mask_BL)
     predicted = model(noisy_BCHW, encoder_hidden_states=text_BLD, return_dict=False, **conditions)[0]
     return predicted[:, : noisy_BCHW.shape[1]]  # published PixArts predict a variance, too, which has no loss here
+
+
+def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook for drawing: a row's timestep for each row, where a pipeline gives fewer; see `PRX.note`."""
+    if "timestep" in named:
+        latents = arguments[0] if arguments else named["hidden_states"]
+        named = {**named, "timestep": named["timestep"].flatten()[:1].expand(len(latents))}
+    return arguments, named
 
 
 def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -186,10 +187,13 @@ class Encoder:
         self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
-        self.compiled = compiled
+        # As `unet.has_compiler`, without the modules that `unet` needs.
+        self.compiled = compiled and any(map(shutil.which, ("g++", "clang++", "c++")))
         if channels_last:
             self.vae.to(memory_format=torch.channels_last)
-        if compiled:
+        if compiled and not self.compiled:
+            print("compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
+        if self.compiled:
             torch._dynamo.config.recompile_limit = 64
             self.vae.encoder.compile(dynamic=False)
 

@@ -63,7 +63,6 @@ class Manifest:
     buckets: dict[str, int]
     work: dict[str, float]
     files_crc32: int
-    shift_factor: float = 0.0
     schema_version: int = SCHEMA_VERSION
     shift_factor: float = 0.0
 
@@ -99,26 +98,6 @@ class Manifest:
     @property
     def embeddings(self) -> schema.ColumnSpec:
         return self.column(schema.EMBEDDINGS)
-
-    @property
-    def vae_model(self) -> str:
-        return self.encoder.get("vae_model", self.encoder["model"])
-
-    @property
-    def text_encoder_model(self) -> str:
-        return self.encoder.get("text_encoder_model", self.encoder["model"])
-
-    @property
-    def vae_class(self) -> str:
-        return self.encoder.get("vae_class", "AutoencoderKL")
-
-    @property
-    def text_encoder_class(self) -> str:
-        return self.encoder.get("text_encoder_class", "CLIPTextModel")
-
-    @property
-    def text_cleaning(self) -> str:
-        return self.job.get("text_cleaning", "none")
 
     @property
     def num_captions(self) -> int:

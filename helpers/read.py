@@ -311,16 +311,15 @@ def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArra
         return column.take(rows)
     ends = np.cumsum([len(chunk) for chunk in column.chunks])
     chunks = np.searchsorted(ends, rows, side="right")
-    places = rows - np.concatenate([[0], ends])[chunks]  # in their chunks
+    places = zip(chunks.tolist(), (rows - np.concatenate([[0], ends])[chunks]).tolist(), strict=True)
     if not is_fixed:
-        slices = zip(chunks.tolist(), places.tolist(), strict=True)
-        return pa.concat_arrays([column.chunk(chunk).slice(place, 1) for chunk, place in slices])
+        return pa.concat_arrays([column.chunk(chunk).slice(row, 1) for chunk, row in places])
     width = column.type.byte_width
     arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
     # Arrow's memory pool reuses the memory of earlier blocks; new memory would be zeroed page by page.
     values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
-    for value, chunk, place in zip(values, chunks.tolist(), places.tolist(), strict=True):
-        value[:] = arrays[chunk][place]
+    for value, (chunk, row) in zip(values, places, strict=True):
+        value[:] = arrays[chunk][row]
     valid = column.is_valid().to_numpy()[rows] if column.null_count else None
     return schema.to_binary(values, valid, np.uint8)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import tempfile
+import warnings
+from collections.abc import Iterator
 
 import diffusers
 import numpy as np
@@ -47,7 +50,8 @@ def build_pipeline(unet: ModelMixin, manifest: Manifest, config: TrainingConfig)
         "scheduler": build_sampler(config),
         adapter.component: unet.eval(),
     }
-    pipeline = import_pipeline(adapter.pipeline)(**models, **adapter.left_out)
+    with without_warnings():
+        pipeline = getattr(diffusers, adapter.pipeline)(**models, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -65,6 +69,7 @@ def build_sampler(config: TrainingConfig) -> SchedulerMixin:
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
             flow_shift=config.timestep_shift,
+            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
         )
     schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr).config
     options = {"set_alpha_to_one": False} if config.sampler == "ddim" else {}
@@ -73,15 +78,15 @@ def build_sampler(config: TrainingConfig) -> SchedulerMixin:
     return sampler.from_config(schedule, **options)
 
 
-def import_pipeline(name: str = "DiffusionPipeline") -> type[DiffusionPipeline]:
-    """A pipeline's class, imported without transformers' warning that torchvision is missing.
-
-    The import of some loads image processors of the safety checker, which is not used here.
-    """
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Make or load a pipeline in it: neither missing image processors nor base classes concern what is used here."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        return getattr(diffusers, name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -103,7 +108,9 @@ def generate(
     Squares of `resolution`, unless `width` and `height` are given.
     """
     pictures, vae = [], pipeline.vae.config
-    options = denoisers.adapter_of(denoiser_of(pipeline)).call_options(pipeline.tokenizer.model_max_length)
+    denoiser = denoiser_of(pipeline)
+    options = denoisers.adapter_of(denoiser).call_options(pipeline.tokenizer.model_max_length)
+    hook = denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True)
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
@@ -119,6 +126,7 @@ def generate(
         ).images
         latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0)
         pictures += list(decoder.decode_latents(pipeline.vae, latents))
+    hook.remove()
     return pictures
 
 
@@ -175,13 +183,13 @@ def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
 
 def describe_call(pipeline: DiffusionPipeline, config: TrainingConfig) -> str:
     """What an exported folder's README says: how plain diffusers draws as `generate` does."""
-    max_tokens = pipeline.tokenizer.model_max_length
+    adapter, max_tokens = denoisers.adapter_of(denoiser_of(pipeline)), pipeline.tokenizer.model_max_length
     options = {
         "height": config.largest_resolution,
         "width": config.largest_resolution,
         "num_inference_steps": config.sampling_steps,
         "guidance_scale": config.guidance_scale,
-        **denoisers.adapter_of(denoiser_of(pipeline)).call_options(max_tokens),
+        **adapter.call_options(max_tokens),
     }
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
     return f"""# A {type(pipeline).__name__}
@@ -196,7 +204,7 @@ pictures = pipeline(
 ```
 
 It was trained at {" and ".join(map(str, config.resolutions))} pixels; `guidance_scale=1` draws without guidance. A
-prompt is cut after {max_tokens} tokens.
+prompt is cut after {max_tokens} tokens. {adapter.note}
 """
 
 

@@ -19,6 +19,7 @@ from pyarrow import fs
 # raises an OSError with this text.
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
+MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
 def resolve(uri: str | os.PathLike) -> str:
@@ -236,18 +237,18 @@ def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:
     """
     (from_filesystem, from_path), (to_filesystem, to_path) = open_filesystem(source), open_filesystem(target)
     found = from_filesystem.get_file_info(fs.FileSelector(from_path, recursive=True))
-    paths = [item.path for item in found if item.is_file]
+    files = [item for item in found if item.is_file]
 
-    def copy(path: str) -> None:
-        new = to_path + path[len(from_path) :]
+    def copy(file: fs.FileInfo) -> None:
+        new = to_path + file.path[len(from_path) :]
         to_filesystem.create_dir(os.path.dirname(new))
-        if from_filesystem == to_filesystem:
-            return to_filesystem.copy_file(path, new)  # a store copies its objects itself
+        if from_filesystem == to_filesystem and file.size <= MOST_COPIED:
+            return to_filesystem.copy_file(file.path, new)  # a store copies its objects itself
         with (
-            from_filesystem.open_input_stream(path, compression=None) as data,
-            to_filesystem.open_output_stream(new, compression=None) as file,
+            from_filesystem.open_input_stream(file.path, compression=None) as data,
+            to_filesystem.open_output_stream(new, compression=None) as written,
         ):
-            shutil.copyfileobj(data, file, 2**23)
+            shutil.copyfileobj(data, written, 2**23)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda path: retry(functools.partial(copy, path)), paths))
+        list(pool.map(lambda file: retry(functools.partial(copy, file)), files))

@@ -24,21 +24,10 @@ from helpers import images
 CHANNELS = {"AutoencoderKL": 16, "AutoencoderDC": 8}  # of the latents
 DOWNSAMPLING = {"AutoencoderKL": 4, "AutoencoderDC": 8}
 WIDTH, MOST_TOKENS = 32, 24  # of the embeddings; what the tokenizers say that their models take
-WORDS = [
-    "a",
-    "red",
-    "green",
-    "blue",
-    "large",
-    "small",
-    "circle",
-    "square",
-    "triangle",
-    "left",
-    "of",
-    "the",
-    "above",
-    "two",
+WORDS = [  # of the drawn pictures' captions, and some more
+    *("a", "the", "at", "in", "on", "of", "and", "above", "two", "small", "large", "circle", "square", "triangle"),
+    *("left", "right", "top", "bottom", "center", "background", "black", "white", "red", "green", "blue"),
+    *("yellow", "purple", "cyan"),
 ]
 PIPELINES = {
     "CLIPTextModel": ("StableDiffusionPipeline", "CLIPTokenizer"),

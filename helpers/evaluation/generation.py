@@ -142,7 +142,8 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
         )
         if "safety_checker" in DiffusionPipeline.load_config(folder):
             options["safety_checker"] = None
-        loaded = sampling.import_pipeline().from_pretrained(folder, **options)
+        with sampling.without_warnings():
+            loaded = DiffusionPipeline.from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 

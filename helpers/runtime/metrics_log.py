@@ -96,14 +96,15 @@ class MetricsReader:
 
     def read(self) -> list[dict]:
         """Records of steps since the last call, in the order of their lines; incomplete lines come in a later call."""
-        text = ""
+        text, positions = "", {}
         for uri, size in metrics_files(self.run_uri).items():
             position = self.positions.get(uri, 0)
             if size > position:
                 new = storage.read_text(uri, position)
                 new = new[: new.rfind("\n") + 1]
-                self.positions[uri] = position + len(new)  # in ASCII
+                positions[uri] = position + len(new)  # in ASCII
                 text += new
+        self.positions |= positions  # after the last file, so that an error loses no lines
         # A killed worker's last line may be incomplete.
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 

@@ -199,14 +199,15 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
 
     Images/s are `metrics_log.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
-    lease is held until the block ends. Raises RuntimeError if the workers ended the run themselves, as after a loss
-    that is not finite.
+    lease is held until the block ends. While the storage gives no answer, which is said once, nothing new is shown.
+    Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     evaluations, metrics = tracking.EvaluationReader(config.run_uri), metrics_log.MetricsReader(config.run_uri)
     metrics.read()  # steps of an earlier driver
     recent = pd.DataFrame()
     num_shown = len(fault_tolerance.read_failures(config.run_uri))
+    told = False  # that the storage gives no answer
 
     def show():
         nonlocal num_shown, recent
@@ -229,13 +230,23 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
             progress(new[-1]["step"], config.max_steps, text)
 
+    def poll():
+        nonlocal told
+        try:
+            show()
+            told = False
+        except OSError as error:  # the workers may go on, so the driver does
+            if not told:
+                progress.message(f"The run's folder cannot be read, which is tried again every {every:g} s: {error}")
+            told = True
+
     with contextlib.ExitStack() as stack:
         track = stack.enter_context(tracking.start(config))
-        stack.callback(show)  # the last steps
+        stack.callback(poll)  # the last steps
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
             raise_end(config.run_uri),
             interruptible(),
-            poll_in_background(show, every),
+            poll_in_background(poll, every),
         ):
             yield

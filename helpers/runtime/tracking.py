@@ -133,13 +133,11 @@ class EvaluationReader:
 
     def read(self) -> list[dict[str, Any]]:
         """Results of evaluations finished since the last call."""
-        new = []
-        for uri in storage.list_files(self.folder, ".json"):
-            result = {"unfinished": True} if uri in self.seen else storage.read_json(uri)
-            if "unfinished" not in result:
-                self.seen.add(uri)
-                new.append(result)
-        return new
+        uris = storage.list_files(self.folder, ".json")
+        found = {uri: storage.read_json(uri) for uri in uris if uri not in self.seen}
+        finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
+        self.seen |= finished.keys()
+        return list(finished.values())
 
 
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:

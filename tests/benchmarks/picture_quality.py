@@ -1,22 +1,23 @@
-"""How well the lesson's U-Net draws: the recipe of Training.ipynb beside the one that it replaced.
+"""How well the lesson's recipe draws, beside today's: flow matching, and a transformer; in the same time.
 
     python -m tests.benchmarks.picture_quality [--seeds 3] [--scale 1.0] [--prompts 295] [--threads 2] [--changes JSON]
 
-Both recipes train without Ray on the same 6,000 drawn pictures, encoded once and kept in memory. They take turns, a
+The recipes train without Ray on the same 6,000 drawn pictures, encoded once and kept in memory, with the same seeds.
+Each takes as many steps as fit the time of the lesson's, by the CPU time of its first steps. They take turns, a
 twentieth of their steps at a time, so the ratio of their times is meaningful on a busy machine too. Then each draws the
-held-out prompts from its averaged weights (DDIM, 20 steps, guidance 2). Printed are
+held-out prompts from its averaged weights (20 steps, guidance 2). Printed are
 
 - agreement: the share of pictures that are right in every attribute of their prompt;
 - shape overlap: of the drawn shape with the best-fitting ideal one, of any size, beside the ceiling: the overlap of
   real pictures, and of the VAE's reconstructions of real pictures;
-- the training time, relative to the replaced recipe's.
+- images a second while training, and the training time relative to the lesson's.
 
-`--scale` multiplies the steps of both recipes, `--changes` (JSON) are changes of the lesson's; 295 are all prompts.
+`--scale` multiplies the steps, `--changes` (JSON) are changes of the lesson's recipe, which is then alone; 295 are all
+prompts.
 """
 
 import ast
 import json
-import pathlib
 import statistics
 import tempfile
 import time
@@ -33,10 +34,11 @@ from helpers.data_io import inputs
 from helpers.lesson import captioned_shapes
 from helpers.manifest import Manifest
 from helpers.train_step import TrainStep, Unit
-from helpers.unet import load_unet_config
 from tests.benchmarks import record
 
-TURNS = 20
+TURNS, TIMED_STEPS = 20, 20
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "timestep_sampling": "logit_normal", "sampler": "dpm++"}
+TRANSFORMER = {"unet_config": "tiny-transformer", "learning_rate": 2e-3}
 NAMES = ["max_steps", "global_batch_size", "learning_rate", "warmup_steps", "adam_beta2", "weight_decay"]
 NAMES += ["min_snr_gamma", "timestep_sampling", "ema_decay", "caption_dropout", "unet_config"]
 
@@ -47,14 +49,6 @@ def lesson_recipe():
     cell = next(cell for cell in notebook["cells"] if "parameters" in cell["metadata"].get("tags", []))
     assigned = {node.targets[0].id: node.value for node in ast.parse("".join(cell["source"])).body}
     return {name: ast.literal_eval(assigned[name]) for name in NAMES}
-
-
-def replaced_recipe(folder):
-    """1,200 steps of 64 rows, all timesteps equally often, and a U-Net with attention in its mid block."""
-    path = pathlib.Path(folder, "unet.json")
-    path.write_text(json.dumps({**load_unet_config("tiny"), "mid_block_type": "UNetMidBlock2DCrossAttn"}))
-    before = {"max_steps": 1200, "global_batch_size": 64, "timestep_sampling": "uniform", "unet_config": str(path)}
-    return {**lesson_recipe(), **before}
 
 
 def drawn_rows(num_rows):
@@ -131,37 +125,63 @@ def ceilings(number):
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
 
+def timed_steps(recipe, table, manifest, lesson_seconds=None):
+    """`(steps that take as long as the lesson's, CPU seconds of one)`; `lesson_seconds`: of one of the lesson's."""
+    trial = Training({**recipe, "max_steps": 100}, 0, table, manifest)
+    trial.advance(5)
+    started = time.process_time()
+    trial.advance(5 + TIMED_STEPS)
+    seconds = (time.process_time() - started) / TIMED_STEPS
+    return round(recipe["max_steps"] * (lesson_seconds or seconds) / seconds), seconds
+
+
 def main():
     given = record.options(__doc__, seeds=3, scale=1.0, prompts=295, rows=6000, threads=2, changes="{}")
-    table, manifest = encode(PreprocessingConfig(resolutions=[64]), drawn_rows(given.rows))
+    raw, changes = drawn_rows(given.rows), json.loads(given.changes)
+    lesson = {**lesson_recipe(), **changes}
+    lesson["max_steps"] = max(1, round(lesson["max_steps"] * given.scale))
+    padded = encode(PreprocessingConfig(resolutions=[64]), raw)
+    recipes = {"lesson (U-Net, v)": (lesson, *padded)}
+    if not changes:
+        without_padding = {"maximum_tokens": 24, "text_cleaning": "ftfy"}
+        bare = encode(PreprocessingConfig(resolutions=[64], **without_padding), raw)
+        recipes |= {
+            "U-Net, flow": ({**lesson, **FLOW}, *padded),
+            "transformer, v": ({**lesson, **TRANSFORMER}, *bare),
+            "transformer, flow": ({**lesson, **FLOW, **TRANSFORMER}, *bare),
+        }
     prompts = captioned_shapes.held_out_prompts(given.prompts)
     real, vae = ceilings(given.prompts)
     print(f"shape overlap of real pictures {real:.3f}, of the VAE's reconstructions {vae:.3f}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        recipes = {"replaced": replaced_recipe(folder), "lesson": {**lesson_recipe(), **json.loads(given.changes)}}
-        for recipe in recipes.values():
-            recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
-        found = {name: [] for name in recipes}
-        for seed in range(given.seeds):
-            torch.set_num_threads(given.threads)
-            runs = {name: Training(recipe, seed, table, manifest) for name, recipe in recipes.items()}
-            for turn in range(1, TURNS + 1):
-                for run in runs.values():
-                    run.advance(round(run.config.max_steps * turn / TURNS))
-            for name, run in runs.items():
-                pictures = run.draw(prompts)
-                right = captioned_shapes.agreement(pictures, prompts)["all"]
-                found[name].append((right, shape_score(pictures, prompts), run.seconds / runs["replaced"].seconds))
-                print(f"seed {seed} {name:9}", "agreement {:.3f}, shape {:.3f}, time {:.2f}".format(*found[name][-1]))
+    torch.set_num_threads(given.threads)
+    _, lesson_seconds = timed_steps(lesson, *padded)
+    for recipe, *data in recipes.values():
+        recipe["max_steps"], _ = timed_steps(recipe, *data, lesson_seconds)
+    found = {name: [] for name in recipes}
+    for seed in range(given.seeds):
+        runs = {name: Training(recipe, seed, *data) for name, (recipe, *data) in recipes.items()}
+        for turn in range(1, TURNS + 1):
+            for run in runs.values():
+                run.advance(round(run.config.max_steps * turn / TURNS))
+        for name, run in runs.items():
+            pictures = run.draw(prompts)
+            right, shape = captioned_shapes.agreement(pictures, prompts)["all"], shape_score(pictures, prompts)
+            rate = run.done * run.config.global_batch_size / run.seconds
+            found[name].append((right, shape, rate, run.seconds / runs["lesson (U-Net, v)"].seconds))
+            print(
+                f"seed {seed} {name:18}",
+                "agreement {:.3f}, shape {:.3f}, {:.0f} images/s, time {:.2f}".format(*found[name][-1]),
+            )
     summary = {}
     for name, values in found.items():
-        right, shape, ratio = (statistics.mean(column) for column in zip(*values, strict=True))
-        summary[f"{name} recipe, {given.seeds} seeds, {given.prompts} held-out prompts"] = (
+        right, shape, rate, ratio = (statistics.mean(column) for column in zip(*values, strict=True))
+        summary[f"{name}, {given.seeds} seeds, {given.prompts} held-out prompts"] = (
             f"agreement {right:.3f}, shape overlap {shape:.3f} (ceiling: VAE {vae:.3f}, real {real:.3f}), "
-            f"training time {ratio:.2f}"
+            f"{rate:.0f} images/s, training time {ratio:.2f}"
         )
     print(json.dumps(summary, indent=1))
-    record.write("picture_quality", summary, values=found)
+    steps = {name: recipe["max_steps"] for name, (recipe, *_) in recipes.items()}
+    record.write("picture_quality", summary, values=found, steps=steps)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from helpers.lesson import captioned_shapes, looks
 from helpers.manifest import read_files, read_manifest, read_segments
 from helpers.train_step import Unit
 from tests.faults import slow
+from tests.models import CHANNELS, WIDTH, tiny_model
 from tests.pipelines import build_pipeline, encode
 
 ROWS = 600
@@ -302,3 +303,25 @@ def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
         rtol=2e-3,
         atol=2e-3,
     )
+
+
+def test_another_autoencoder_and_text_encoder_store_captions_without_padding(cluster, tmp_path):
+    """Each row's text is what the text encoder makes of its caption alone; finished, the job has nothing to do."""
+    models = {"vae_model": tiny_model(tmp_path / "dc", "AutoencoderDC")}
+    models["text_encoder_model"] = tiny_model(tmp_path / "t5", text="T5EncoderModel")
+    text = {"maximum_tokens": 20, "text_cleaning": "lower"}
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents="mean", **models, **text)
+    captioned_shapes.write_parquet(config.raw_uri, 150)
+    manifest = encode(config)
+    rows, spec = read_latents(config.latents_uri), manifest.embeddings
+    assert manifest.written == len(rows) == 150 and spec.shape == (20, WIDTH)
+    assert manifest.latents(32).shape == (1, CHANNELS["AutoencoderDC"], 4, 4)
+    (found, _), num_tokens = spec.decode(rows["caption_embeddings"]), spec.num_tokens(rows["caption_embeddings"])
+    assert len(set(num_tokens.tolist())) > 3 and num_tokens.max() <= 20
+    text_encoder = encoder.load_text_encoder(config.text_encoder_model)
+    for caption, states, number in list(zip(rows["caption"].to_pylist(), found, num_tokens, strict=True))[:20]:
+        ids = images.caption_ids([caption], config)[:, :number]
+        with torch.no_grad():
+            expected = text_encoder(torch.from_numpy(ids).long()).last_hidden_state[0]
+        np.testing.assert_allclose(states[:number], expected, rtol=1e-3, atol=2e-3)
+    assert encode(PreprocessingConfig(**config.to_dict())) == manifest

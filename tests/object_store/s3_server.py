@@ -38,6 +38,7 @@ class S3Server:
         delay: seconds that every request waits; late_every, late_delay: every so many requests one waits longer.
         refuse, refusals: how many writes to paths that match this pattern are still answered by 503.
         cut_every: every so many answers to a GET of an object one breaks off in its middle; 0: none.
+        most_copied: bytes of the largest object that one request copies.
     """
 
     def __init__(self, bucket="bucket"):
@@ -46,6 +47,7 @@ class S3Server:
         self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
         self.refuse, self.refusals = "", 0
         self.delay, self.late_every, self.late_delay, self.cut_every, self.gets = 0, 0, 2, 0, 0
+        self.most_copied = 5 * 2**30
         self.httpd = None
 
     def __enter__(self):
@@ -233,6 +235,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             bucket, _, key = urllib.parse.unquote(source.lstrip("/")).partition("/")
             if (bucket, key) not in state.objects:
                 return self.error(404, "NoSuchKey")
+            if len(state.objects[bucket, key][0]) > state.most_copied:
+                return self.error(400, "InvalidRequest")
             found = self.store(state.objects[bucket, key][0])
             return self.xml(
                 "CopyObjectResult", f"<ETag>{escape(found)}</ETag><LastModified>{iso(time.time())}</LastModified>"

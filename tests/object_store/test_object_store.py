@@ -65,6 +65,19 @@ def test_large_files_go_in_parts_and_a_failing_server_loses_none(server, tmp_pat
     storage.delete("s3://bucket/parts")
 
 
+def test_a_file_that_is_too_large_for_a_stores_own_copy_is_copied_too(server, monkeypatch):
+    """S3 refuses to copy an object of more than 5 GiB by one request."""
+    monkeypatch.setattr(storage, "MOST_COPIED", 1000)
+    monkeypatch.setattr(server, "most_copied", 1000)
+    for size in (1000, 1001):
+        storage.write_bytes(f"s3://bucket/from/{size}", b"1" * size)
+    server.requests.clear()
+    storage.copy_folder("s3://bucket/from", "s3://bucket/best")
+    assert storage.sizes("s3://bucket/best") == {"1000": 1000, "1001": 1001}
+    assert "/bucket/from/1001" in [path for method, path in server.requests if method == "GET"]
+    assert "/bucket/from/1000" not in [path for method, path in server.requests if method == "GET"]
+
+
 def test_more_objects_than_one_answer_lists_are_all_listed(server):
     for number in range(2_345):
         server.objects["bucket", f"many/{number:05d}/a"] = (b"1", 0)

@@ -15,6 +15,7 @@ ONE = {
     "storage": ([None], "a text"),
     "image_column": ([3], "a text"),
     "encoder_revision": (["", 5], "a text, or None"),
+    "vae_model": (["", 5], "a model, or None"),
     "upscale": ([1, "no"], "True or False"),
     "encoder_batch_size": ([0, 1.5, True, "two"], "a whole number of at least 1"),
     "limit": ([0, "all"], "a whole number of at least 1, or None"),

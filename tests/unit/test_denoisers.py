@@ -1,5 +1,6 @@
 """What holds for Stable Diffusion's U-Net holds for every denoiser and objective."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -9,11 +10,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from helpers import denoisers, sampling
+from helpers import denoisers, run_setup, sampling, schema
 from helpers.config import TrainingConfig
 from helpers.lesson import estimates
+from helpers.manifest import encode_embedding
 from helpers.runtime import profiling
-from helpers.train_step import TrainStep
+from helpers.train_step import TrainStep, Unit
 from helpers.unet import build_model, build_unet, load_unet_config
 from tests.pipelines import untrained_pipeline
 from tests.processes import start_ranks
@@ -60,8 +62,28 @@ def configs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def manifest(build_manifest):
-    return build_manifest()
+def padded(build_manifest, build_latents):
+    """`(manifest, rows)` with padded captions; what is masked differs between workers."""
+    return build_manifest(), build_latents(48).append_column("keep", pa.array(np.arange(48) % 11 != 5))
+
+
+@pytest.fixture(scope="module")
+def ragged(padded):
+    """The same with captions of one to six tokens, stored without padding; the empty one has two."""
+    manifest, rows = padded
+    columns = [dataclasses.replace(spec, ragged=spec.name == schema.EMBEDDINGS) for spec in manifest.columns]
+    empty = encode_embedding(manifest.empty_caption[:2])
+    manifest = dataclasses.replace(manifest, columns=columns, empty_caption_embedding=empty)
+    values, _, _ = padded[0].embeddings.read(rows[schema.EMBEDDINGS])
+    text = manifest.embeddings.encode(values, None, 1 + np.arange(48) % 6)
+    return manifest, rows.set_column(rows.column_names.index(schema.EMBEDDINGS), schema.EMBEDDINGS, text)
+
+
+@pytest.fixture
+def data(name, request):
+    """`(manifest, rows)` as a combination's denoiser takes them."""
+    masks = COMBINATIONS[name][0] != "unet"
+    return request.getfixturevalue("ragged" if masks else "padded")
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +99,7 @@ def recipe(configs):
     return build
 
 
-@pytest.fixture(scope="module")
-def rows(build_latents):
-    rows = build_latents(48)
-    return rows.append_column("keep", pa.array(np.arange(48) % 11 != 5))  # what is masked differs between workers
-
-
-def worker(rank, folder, configs, manifest, rows):
+def worker(rank, folder, configs, padded, ragged):
     """One of three processes, which train every combination on so many ranks."""
     torch.set_num_threads(1)
     found = {}
@@ -91,29 +107,29 @@ def worker(rank, folder, configs, manifest, rows):
         config = TrainingConfig.from_dict(config)
         world = config.fewest_workers
         if rank < world:
+            data = padded if name.startswith("unet") else ragged
             with group(folder, f"group of {name}", rank, world):
-                found[name] = run_strategy(folder, name, config, manifest, rows, rank, world)
+                found[name] = run_strategy(folder, name, config, *data, rank, world)
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, recipe, manifest, rows):
+def runs(tmp_path_factory, recipe, padded, ragged):
     """{(combination, ranks): what each rank found}"""
     folder, asked = tmp_path_factory.mktemp("runs"), {}
     for name in COMBINATIONS:
         for ranks, changes in RUNS.items():
             asked[f"{name} on {ranks}"] = recipe(name, num_training_workers=ranks, **changes).to_dict()
-    start_ranks(worker, (str(folder), asked, manifest, rows), nprocs=3)
+    start_ranks(worker, (str(folder), asked, padded, ragged), nprocs=3)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
     return {name: [found[name] for found in ranks if name in found] for name in asked}
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_process_and_resumes(
-    name, runs, recipe, manifest, rows
+    name, runs, recipe, data
 ):
-    state = TrainStep(recipe(name), manifest)
-    alone = train(state, manifest, rows)
+    alone = train(TrainStep(recipe(name), data[0]), *data)
     assert len({line["loss"] for line in alone}) == len(alone)
     for ranks in RUNS:
         for found in runs[f"{name} on {ranks}"]:
@@ -192,6 +208,62 @@ def test_the_larger_transformer_has_600_m_parameters():
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
 
 
+def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
+    """Whatever its values are, no loss changes; a caption's tokens do change it."""
+    manifest, rows = ragged
+    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, 64, 0)
+    awake(state.unet)
+    expected = state.row_losses(unit, 0)
+    unit.text[~unit.mask_UL] = 100.0
+    torch.testing.assert_close(state.row_losses(unit, 0), expected)
+    unit.text[:, 0] = 100.0
+    assert (state.row_losses(unit, 0) != expected)[unit.keep_U].any()
+
+
+# ---- what goes together
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "encoder", "changes", "message"),
+    [
+        ("unet", {"vae_class": "AutoencoderDC"}, {}, "StableDiffusionPipeline.*AutoencoderDC, not AutoencoderKL"),
+        ("unet", {"text_encoder_class": "T5EncoderModel"}, {}, "T5EncoderModel, not CLIPTextModel"),
+        ("pixart", {"vae_class": "AutoencoderDC"}, {}, "PixArtSigmaPipeline.*AutoencoderDC, not AutoencoderKL"),
+        ("pixart", {"shift_factor": 0.1}, {}, "whose shift_factor=0.1 it does not apply"),
+        ("pixart", {"text_cleaning": "ftfy"}, {}, "text_cleaning='ftfy', where it cleans prompts as 'lower'"),
+        ("prx", {"ragged": False}, {}, "maximum_tokens=None: it masks padding, and these captions are padded"),
+        ("unet", {"ragged": True}, {}, "maximum_tokens: it takes padded captions"),
+        ("prx", {}, {"sampler": "euler"}, "PRXPipeline, which has no sampler='euler': choose ddim or dpm.. or unipc"),
+    ],
+)
+def test_what_no_pipeline_of_diffusers_draws_is_refused_in_one_sentence(
+    configs, padded, ragged, denoiser, encoder, changes, message
+):
+    cleaning = {"pixart": "lower", "prx": "ftfy"}.get(denoiser, "none")
+    fits = {"shift_factor": 0.0, "text_cleaning": cleaning, "ragged": denoiser != "unet", **encoder}
+    manifest, _ = ragged if fits.pop("ragged") else padded
+    job = {"text_cleaning": fits.pop("text_cleaning")}
+    shift = fits.pop("shift_factor")
+    manifest = dataclasses.replace(manifest, encoder={**manifest.encoder, **fits}, job=job, shift_factor=shift)
+    config = TrainingConfig(unet_config=configs[denoiser], **changes)
+    with pytest.raises(ValueError, match=rf"^unet_config='[^\n]*{message}[^\n]*\.$"):
+        run_setup.check_latents(manifest, config, "/data")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_fits_is_accepted(configs, padded, ragged, name):
+    manifest, _ = padded if name == "unet" else ragged
+    manifest = dataclasses.replace(
+        manifest, job={"text_cleaning": {"pixart": "lower", "prx": "ftfy"}.get(name, "none")}
+    )
+    run_setup.check_latents(manifest, TrainingConfig(unet_config=configs[name]), "/data")
+    patches = {**SMALL["pixart"], "patch_size": 3}
+    pathlib.Path(configs["pixart"] + ".patches").write_text(json.dumps(patches))
+    if name == "pixart":
+        with pytest.raises(ValueError, match="takes sides that are multiples of 3"):
+            run_setup.check_latents(manifest, TrainingConfig(unet_config=configs[name] + ".patches"), "/data")
+
+
 # ---- the export
 
 
@@ -202,7 +274,8 @@ def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_d
     awake(sampling.denoiser_of(pipeline))
     sampling.export_pipeline(pipeline, str(tmp_path))
     prompt = "a large red circle on white"
-    (ours,) = sampling.generate(pipeline, [prompt], resolution=64, steps=3, guidance_scale=config.guidance_scale)
+    options = {"resolution": 64, "steps": 3, "guidance_scale": config.guidance_scale}
+    ours, _ = sampling.generate(pipeline, [prompt, "a small blue ring on black"], **options)
     readme = sampling.describe_call(pipeline, config)
     code = readme.partition("```python\n")[2].partition("```")[0]
     code = code.replace("the path of this folder", str(tmp_path)).replace("a prompt", prompt)

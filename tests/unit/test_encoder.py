@@ -138,6 +138,13 @@ def test_channels_last_is_applied_by_the_config_and_changes_no_latents():
     np.testing.assert_allclose(fast(batch)["latents"], plain(batch)["latents"], atol=2e-3)
 
 
+def test_without_a_compiler_an_encoder_is_not_compiled_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    fast = encoder.Encoder("tiny-sd", batch_size=4, compiled=True)
+    said = "compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.\n"
+    assert capsys.readouterr().out == said and fast.vae.encoder._compiled_call_impl is None and not fast.compiled
+
+
 def test_a_compiled_encoder_is_compiled_once_for_each_shape(monkeypatch):
     """Also where a call leaves fewer rows than a batch, which happens whenever rows are rejected."""
     compile_module, sizes = torch.nn.Module.compile, []
@@ -147,6 +154,7 @@ def test_a_compiled_encoder_is_compiled_once_for_each_shape(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend=record))
+    monkeypatch.setattr("shutil.which", lambda name: name)  # recording needs no C++ compiler
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=8):
         *_, kernels = encoder.arguments(PreprocessingConfig(compile_encoder=True))

@@ -88,6 +88,7 @@ def test_a_node_downloads_each_file_once_whatever_the_number_of_its_processes(hu
     asked = collections.Counter(request for request in hub.requests[before:] if MODEL in request[1])
     print(f"The driver looked up {looked_up}; the nodes sent {asked.total()} requests.")
     files = [file for part in ("vae", "text_encoder", "tokenizer") for file in (TINY_SD / part).iterdir()]
+    files.append(TINY_SD / "model_index.json")
     assert len(looked_up) == 2  # the commit and its list of files
     assert set(asked.values()) == {2}
     assert asked.total() == 2 * (1 + 2 * len(files))  # on each node the list, and of each file its head and its bytes
@@ -110,6 +111,21 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
     model = dataclasses.replace(another, limit=5).encoder_model
     assert model == f"{MODEL}@{second}"
     assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
+
+
+def test_a_text_encoder_of_another_model_keeps_its_commit_too(hub, newer, tmp_path):
+    """Of a model whose parts are not used nothing is asked."""
+    two = {"text_encoder_model": MODEL, "vae_model": "tiny-sd"}
+    config = config_of(tmp_path, **two)
+    job, first = preprocess.prepare(config), hub.refs["main"]
+    job.save()
+    assert config.text_encoder_model == job.description["encoder"]["text_encoder_model"] == f"{MODEL}@{first}"
+    assert job.description["encoder"]["text_encoder_revision"] == first and config.encoder_model == MODEL
+    assert not [path for _, path in hub.requests if "/vae/" in path]
+    second = hub.move("main", newer)
+    assert preprocess.prepare(config_of(tmp_path, **two)).description == job.description
+    with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
+        preprocess.prepare(config_of(tmp_path, **two, text_encoder_revision="main"))
 
 
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):

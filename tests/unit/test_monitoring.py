@@ -1,5 +1,6 @@
 """Progress in a notebook and on the terminal of a batch run."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -9,10 +10,12 @@ import threading
 import nbformat
 import pytest
 
+from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.runtime import fault_tolerance, metrics_log, monitoring
 
 ROOT = pathlib.Path(__file__).parents[2]
+SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
 CELL = """
 from helpers.runtime.monitoring import Progress
 progress = Progress("run a", "steps", seconds_between_lines=0)
@@ -90,13 +93,37 @@ def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
     os.makedirs(config.run_uri)
     with monitoring.monitor_run(config, every=60):
         log = metrics_log.MetricsLog(config.run_uri)
-        speed = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
         for step in range(1, 41):
-            log.write(step, {"loss": 0.25}, [step], 8, **speed)
+            log.write(step, {"loss": 0.25}, [step], 8, **SPEED)
         fault_tolerance.write_failure(config.run_uri, "worker 1: it died")
     assert "lost: worker 1: it died\n" in capsys.readouterr().out
     line = terminal()[-1]
     assert line.startswith("run a: 40 of 40 steps in ") and line.endswith(", loss 0.250, 16 images/s")
+
+
+def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_path, monkeypatch, capsys):
+    """Said once each time; what was read before the error is shown later."""
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
+    read, refused, answered = storage.read_text, threading.Semaphore(0), threading.Event()
+
+    def read_or_refuse(uri, *position):
+        if uri.endswith("2.jsonl") and not answered.is_set():
+            refused.release()
+            raise OSError("AWS Error SLOW_DOWN")
+        return read(uri, *position)
+
+    monkeypatch.setattr(storage, "read_text", read_or_refuse)
+    with monitoring.monitor_run(config, every=0.001):
+        for number in (1, 2):
+            lines = [{"step": step, "loss": 0.25} for step in range(10 * number - 9, 10 * number + 1)]
+            text = "".join(json.dumps({**line, **SPEED}) + "\n" for line in lines)
+            storage.write_text(f"{config.run_uri}/metrics-{number}.jsonl", text)
+        for _ in range(3):
+            assert refused.acquire(timeout=60)
+        answered.set()
+    said = [line for line in capsys.readouterr().out.splitlines() if "cannot be read" in line]
+    assert said == ["The run's folder cannot be read, which is tried again every 0.001 s: AWS Error SLOW_DOWN"]
+    assert terminal()[-1].startswith("run a: 20 of 20 steps in ")
 
 
 def test_an_error_while_polling_is_raised_at_the_end():

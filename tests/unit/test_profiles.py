@@ -19,6 +19,7 @@ from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
+LESSONS = ["helpers/lesson/Evaluation.ipynb", "helpers/lesson/Scaling.ipynb"]
 PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "full-today-256", "full-today-512", "laptop", "one-gpu"]
 
 
@@ -199,6 +200,19 @@ def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
     written.write_text("the whole notebook")
     at_exit[0]()
     assert storage.read_text(str(tmp_path / "run" / "executed.ipynb")) == "the whole notebook"
+
+
+@pytest.mark.parametrize("notebook", [TRAINING, ONLINE, *LESSONS])
+def test_what_a_notebook_runs_on_a_gpu_is_given_the_runs_config(notebook):
+    """By which `session.run_on_device` knows the kind of GPU that the run asks for."""
+    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            calls = [node for node in ast.walk(ast.parse("".join(cell["source"]))) if isinstance(node, ast.Call)]
+            for call in calls:
+                given = [ast.unparse(node) for node in (call.func, *call.args)]  # also by `partial`
+                if "session.run_on_device" in given:
+                    _, function, _, first, *_ = [*given[given.index("session.run_on_device") :], ""]
+                    assert first in ("config", "config.to_dict()", "short"), function
 
 
 @pytest.mark.parametrize("notebook", [PREPROCESSING, TRAINING, ONLINE])
