@@ -5,6 +5,7 @@ Nothing else runs the VAE's encoder or the text encoder while data is prepared; 
 
 from __future__ import annotations
 
+import inspect
 import json
 import pathlib
 import shutil
@@ -37,10 +38,11 @@ CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended",
 
 
 def vae_config(model: str) -> dict[str, Any]:
-    """`vae/config.json`. Raises Unsupported for another class than those of `VAES`."""
+    """`vae/config.json`, with the class's defaults. Raises Unsupported for another class than those of `VAES`."""
     config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
-    check_class(config["_class_name"], VAES, f"{model!r} has an autoencoder")
-    return config
+    check_class(config.get("_class_name"), VAES, f"{model!r} has an autoencoder")
+    options = inspect.signature(VAES[config["_class_name"]]).parameters
+    return {**{name: option.default for name, option in options.items()}, **config}
 
 
 def downsampling(vae_config: dict[str, Any]) -> int:

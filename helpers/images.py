@@ -23,10 +23,7 @@ from PIL import Image, ImageOps
 from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
 # By the names in `tokenizer_config.json`. Not `AutoTokenizer`, which would load PyTorch into each transforming process.
-TOKENIZERS = {
-    **{"CLIPTokenizer": CLIPTokenizer, "T5Tokenizer": T5Tokenizer, "GemmaTokenizer": GemmaTokenizer},
-    **{"CLIPTokenizerFast": CLIPTokenizer, "T5TokenizerFast": T5Tokenizer, "GemmaTokenizerFast": GemmaTokenizer},
-}
+TOKENIZERS = {made.__name__: made for made in (CLIPTokenizer, T5Tokenizer, GemmaTokenizer)}
 TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
 # Files of a model's repository that nothing here reads: other formats and variants of its weights, pictures.
 UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
@@ -82,7 +79,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer, loaded once per process; no code from the model's folder is ever run."""
     folder = model_folder(model, "tokenizer/*")
     config = pathlib.Path(folder, "tokenizer/tokenizer_config.json")
-    name = json.loads(config.read_text()).get("tokenizer_class", "CLIPTokenizer")
+    name = json.loads(config.read_text()).get("tokenizer_class", "CLIPTokenizer").removesuffix("Fast")
     check_class(name, TOKENIZERS, f"{model!r} has a tokenizer")
     return TOKENIZERS[name].from_pretrained(folder, subfolder="tokenizer")
 

@@ -337,6 +337,17 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
 
 
+def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
+    """Those of Stable Diffusion 1 and 2 name no scaling factor."""
+    folder = tiny_model(tmp_path)
+    path = tmp_path / "vae" / "config.json"
+    left_out = ("scaling_factor", "shift_factor")
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in left_out}))
+    description = preprocess.describe(config_of(folder))
+    assert (description["scaling_factor"], description["shift_factor"]) == (0.18215, 0.0)
+
+
 # ---- what is refused
 
 
