@@ -3,15 +3,18 @@
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 import torch
 from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5GemmaConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from .. import denoisers
-from ..runtime.meter import find_accelerator
+from ..runtime import meter
 from ..unet import load_unet_config
 from . import published_results
 
@@ -31,6 +34,51 @@ SD2_TEXT = dict(
     hidden_act="gelu",
     projection_dim=512,
 )
+# FLUX.1's has 16 channels, and no convolution around them. Its config, too, is the published one.
+FLUX_VAE = SD2_VAE | dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False, sample_size=1024)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The networks of a full run, and the tokens of its captions.
+
+    Args:
+        unet_config: the denoiser.
+        vae: the config of an `AutoencoderKL`.
+        text_class, text: the text encoder's class and config.
+        tokens: of a caption that is encoded or trained on, with padding.
+        stored_tokens: of each caption of a row that is stored, on average.
+        call: further arguments of the text encoder's forward pass.
+    """
+
+    unet_config: str
+    vae: dict[str, Any]
+    text_class: type[PreTrainedModel]
+    text: PreTrainedConfig
+    tokens: int
+    stored_tokens: tuple[int, ...]
+    call: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def channels(self) -> int:
+        return self.vae.get("latent_channels", 4)
+
+
+# By the name in `helpers/profiles`, as in full-today-256.yaml. Its text encoder is that of T5Gemma 2B-2B, whose config
+# Transformers has as default; without a mask, since the "meta" device cannot look into one. Its captions are those of
+# Recap-DataComp-1B: 49.4 and 10.2 words on average (Li et al. 2024); four tokens for three words is an assumption.
+RECIPES = {
+    "sd2": Recipe("sd2-base", SD2_VAE, CLIPTextModel, CLIPTextConfig(**SD2_TEXT), 77, (77,)),
+    "today": Recipe(
+        "transformer-600m",
+        FLUX_VAE,
+        T5GemmaEncoder,
+        T5GemmaConfig().encoder,
+        128,
+        (66, 14),
+        {"attention_mask": {"full_attention": None, "sliding_attention": None}},
+    ),
+}
 
 
 def check_positive(name: str, value: float) -> float:
@@ -62,35 +110,50 @@ def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     return max(1, math.ceil(ratio * (1 - 1e-12)))  # rounding errors in the rates must not add an encoder
 
 
-def sd2_encoders(device: torch.device | str = "meta") -> tuple[AutoencoderKL, CLIPTextModel]:
-    """Stable Diffusion 2's VAE and text encoder with random weights, initialised on `device`."""
+def build_encoders(recipe: str = "sd2", device: torch.device | str = "meta") -> tuple[AutoencoderKL, PreTrainedModel]:
+    """The VAE and the text encoder of one of `RECIPES` with random weights, initialised on `device`."""
+    one = RECIPES[recipe]
     with torch.device(device):
-        return AutoencoderKL.from_config(SD2_VAE).eval(), CLIPTextModel(CLIPTextConfig(**SD2_TEXT)).eval()
+        return AutoencoderKL.from_config(one.vae).eval(), one.text_class(one.text).eval()
 
 
 @functools.cache
-def encoder_flops(*resolutions: int) -> int:
-    """FLOPs of encoding one row with Stable Diffusion 2's models: the caption once, the picture at each resolution."""
-    vae, text_encoder = sd2_encoders()
+def encoder_flops(*resolutions: int, recipe: str = "sd2", captions: int = 1) -> int:
+    """FLOPs of encoding one row with a recipe's models: `captions` of it, and the picture at each resolution."""
+    vae, text_encoder = build_encoders(recipe)
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        text_encoder(torch.zeros(1, text_encoder.config.max_position_embeddings, dtype=torch.long))
+        text_encoder(torch.zeros(captions, RECIPES[recipe].tokens, dtype=torch.long), **RECIPES[recipe].call)
         for resolution in resolutions:
             vae.encode(torch.zeros(1, 3, resolution, resolution))
     return counter.get_total_flops()
 
 
-def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G") -> float:
+def encoder_rate(resolutions: Iterable[int], accelerator: str = "A10G", **row: Any) -> float:
     """Estimated rows/s that one GPU encodes at `resolutions` in one pass, from counted FLOPs; not measured.
 
-    The share of its peak is taken to be that of an A10G at the 101.9 images/s at 256 pixels that follow from published
-    numbers, 46 %. ValueError for an accelerator that is not in `meter.ACCELERATORS`.
+    `row`: `recipe` and `captions`, as for `encoder_flops`. The share of its peak is taken to be that of an A10G at the
+    101.9 images/s at 256 pixels that follow from published numbers of Stable Diffusion 2, 46 %. ValueError for an
+    accelerator that is not in `meter.ACCELERATORS`.
     """
-    found = find_accelerator(accelerator)
+    found = meter.find_accelerator(accelerator)
     if found is None:
         raise ValueError(f"accelerator={accelerator!r} has no data sheet in helpers.runtime.meter.ACCELERATORS.")
     seen = published_results.FACTS["one A10G, online, at least"].value
-    utilization = seen * encoder_flops(256) / find_accelerator("A10G").bf16_tflops
-    return found.bf16_tflops * utilization / encoder_flops(*resolutions)
+    utilization = seen * encoder_flops(256) / meter.find_accelerator("A10G").bf16_tflops
+    return found.bf16_tflops * utilization / encoder_flops(*resolutions, **row)
+
+
+@functools.cache
+def step_flops(resolution: int, recipe: str = "sd2") -> float:
+    """FLOPs of a training step on one row of a recipe's run, whose caption is padded."""
+    one, side = RECIPES[recipe], resolution // 8
+    return meter.training_flops(one.unet_config, (one.channels, side, side), (one.tokens, one.text.hidden_size))
+
+
+def row_bytes(resolution: int, recipe: str = "sd2") -> tuple[int, int]:
+    """`(latents, captions)` of a stored row of a recipe's run, on average: moments and embeddings in fp16."""
+    one = RECIPES[recipe]
+    return 2 * 2 * one.channels * (resolution // 8) ** 2, 2 * sum(one.stored_tokens) * one.text.hidden_size
 
 
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:

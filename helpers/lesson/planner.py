@@ -27,7 +27,7 @@ import torch
 from .. import encoder, images
 from ..config import PreprocessingConfig, TrainingConfig
 from ..runtime import profiling
-from . import ablations, published_results
+from . import ablations, estimates, full_run, published_results
 from .estimates import check_count, check_positive, encoder_rate, encoders_needed, online_throughput, training_hours
 
 # How latents are made: by the trainers themselves (a DataLoader); before training; on the way to the trainers in every
@@ -78,28 +78,36 @@ MACHINES = {
 # ---- rates
 
 
-def trainer_rate(resolution: int) -> Rate:
-    """images/s at which one of 32 A100-80G trains Stable Diffusion 2's U-Net on stored latents, derived from all 32's.
+def trainer_rate(resolution: int, recipe: str = "sd2") -> Rate:
+    """images/s at which one of 32 A100-80G trains a recipe's denoiser on stored latents.
 
-    That is with EFA, FSDP and torch.compile. Raises ValueError for resolutions other than 256 and 512: measure these.
+    Stable Diffusion 2's is derived from all 32's, with EFA, FSDP and torch.compile; others (`estimates.RECIPES`) are
+    estimated from FLOPs, at the same share of the peak. Raises ValueError for resolutions other than 256 and 512:
+    measure these.
     """
     rows = published_results.ABLATION.query("resolution == @resolution and gpus == '32 x A100-80G'")
     if rows.empty:
         raise ValueError(f"resolution={resolution!r} has no published rate (256, 512): give trainer=Rate(images/s).")
     together, source = rows["images_per_second"].iloc[-1], rows["source"].iloc[-1]
-    return Rate(together / _PUBLISHED_GPUS, "derived", f"{together:,} images/s / {_PUBLISHED_GPUS} GPUs; {source}")
+    how = f"{together:,} images/s / {_PUBLISHED_GPUS} GPUs; {source}"
+    if recipe == "sd2":
+        return Rate(together / _PUBLISHED_GPUS, "derived", how)
+    times = estimates.step_flops(resolution) / estimates.step_flops(resolution, recipe)
+    return Rate(together / _PUBLISHED_GPUS * times, "estimated", f"FLOPs, the utilization of {how}")
 
 
 @functools.cache
-def known_encoder_rate(resolution: int) -> Rate:
-    """images/s at which one A10G encodes with Stable Diffusion 2's VAE and text encoder, pictures and captions.
+def known_encoder_rate(resolution: int, recipe: str = "sd2", captions: int = 1) -> Rate:
+    """images/s at which one A10G encodes with a recipe's VAE and text encoder, pictures and `captions` of each.
 
-    Derived from published numbers at 256 pixels; otherwise estimated from counted FLOPs (`estimates.encoder_rate`).
+    Stable Diffusion 2's at 256 pixels is derived from published numbers; others are estimated from counted FLOPs
+    (`estimates.encoder_rate`).
     """
     fact = published_results.FACTS["one A10G, online, at least"]
-    if resolution == 256:
+    if (resolution, recipe, captions) == (256, "sd2", 1):
         return Rate(fact.value, "derived", f"{fact.derived}; {fact.source}")
-    return Rate(encoder_rate([resolution]), "estimated", f"FLOPs, the utilization of {fact.derived}; {fact.source}")
+    rate = encoder_rate([resolution], recipe=recipe, captions=captions)
+    return Rate(rate, "estimated", f"FLOPs, the utilization of {fact.derived}; {fact.source}")
 
 
 def both_rate(trainer: Rate, encoder: Rate) -> Rate:
@@ -109,16 +117,18 @@ def both_rate(trainer: Rate, encoder: Rate) -> Rate:
 
 
 @functools.cache
-def trainer_encodes(resolution: int) -> Rate:
+def trainer_encodes(resolution: int, recipe: str = "sd2") -> Rate:
     """images/s at which an A100 encodes between its training steps, as with a DataLoader.
 
-    Derived from published numbers at 256 pixels, 0.44 s for a micro-batch of 128; otherwise estimated from FLOPs.
+    Stable Diffusion 2's at 256 pixels is derived from published numbers, 0.44 s for a micro-batch of 128; others are
+    estimated from FLOPs.
     """
     fact = published_results.FACTS["encoders' time in a step"]
     rate = 128 / fact.value  # micro-batch: blog, Table 1
-    if resolution == 256:
+    if (resolution, recipe) == (256, "sd2"):
         return Rate(rate, "derived", f"128 images / {fact.value} s; {fact.source}")
-    return Rate(rate * encoder_rate([resolution]) / encoder_rate([256]), "estimated", f"FLOPs; {fact.source}")
+    rate *= encoder_rate([resolution], recipe=recipe) / encoder_rate([256])
+    return Rate(rate, "estimated", f"FLOPs; {fact.source}")
 
 
 def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8) -> dict[str, Rate]:
@@ -400,13 +410,17 @@ def compare(scenario: Scenario) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("path")
 
 
-def break_even(scenario: Scenario, path: str = "offline", other: str = "online") -> float:
+def break_even(
+    scenario: Scenario, path: str = "offline", other: str = "online", other_scenario: Scenario | None = None
+) -> float:
     """Number of epochs from which `path` costs less than `other`: 1 if always, infinity if never.
 
-    Dollars are linear in the epochs: each path has a fixed cost and a cost per epoch.
+    Dollars are linear in the epochs: each path has a fixed cost and a cost per epoch. `other_scenario`: that of
+    `other`; None: the same.
     """
+    paths = (path, scenario), (other, other_scenario or scenario)
     one, two = (
-        [estimate(dataclasses.replace(scenario, epochs=count), each).dollars for each in (path, other)]
+        [estimate(dataclasses.replace(plan, epochs=count), each).dollars for each, plan in paths]
         for count in (1.0, 2.0)
     )
     dearer, saved = one[0] - one[1], (two[1] - one[1]) - (two[0] - one[0])
@@ -415,18 +429,55 @@ def break_even(scenario: Scenario, path: str = "offline", other: str = "online")
     return 1 + dearer / saved if saved > 0 else math.inf
 
 
-# ---- Stable Diffusion 2
+# ---- full runs
 
 
-def sd2(resolution: int, **changes: Any) -> Scenario:
-    """Stable Diffusion 2's phase at 256 or 512 pixels, by published and derived rates; `changes`: of its fields."""
-    trainer = trainer_rate(resolution)
+def phase(recipe: str, resolution: int, *, captions: int = 1, **changes: Any) -> Scenario:
+    """The phase of a recipe (`estimates.RECIPES`) at 256 or 512 pixels, by published, derived and estimated rates.
+
+    Each recipe sees as many images as Stable Diffusion 2 did, on the same trainers. `captions`: how many of a row are
+    encoded: online one, beforehand all. `changes`: of `Scenario`'s fields.
+    """
+    trainer = trainer_rate(resolution, recipe)
     phases = published_results.PHASES.set_index(["who", "resolution"])
     values = {
         "trainer": trainer,
-        "encoder": known_encoder_rate(resolution),
-        "dataloader": both_rate(trainer, trainer_encodes(resolution)),
+        "encoder": known_encoder_rate(resolution, recipe, captions),
+        "dataloader": both_rate(trainer, trainer_encodes(resolution, recipe)),
         "rows": phases["num_samples"]["Anyscale", resolution],
-        "latents_bytes": 2 * (2 * 4 * (resolution // 8) ** 2 + 77 * 1024),
+        "latents_bytes": sum(estimates.row_bytes(resolution, recipe)),
     }
     return Scenario(**{**values, **changes})
+
+
+sd2 = functools.partial(phase, "sd2")
+
+
+def compare_recipes() -> pd.DataFrame:
+    """Stable Diffusion 2's phases beside those of the profiles `full-today-256` and `-512`: a row each, by `phase`.
+
+    Bytes are those of a stored row, and of all; "encoders online" keep the trainers busy. Hours and dollars, with as
+    many encoders as the profile has: all captions encoded beforehand and stored, or one a row encoded online.
+    """
+    rows = {}
+    for resolution in full_run.PARAMETERS:
+        for recipe, models in estimates.RECIPES.items():
+            encoders = full_run.read_profile(f"full-{recipe}-{resolution}")["num_encoders"]
+            online = phase(recipe, resolution, encoders=encoders)
+            stored = phase(recipe, resolution, encoders=encoders, captions=len(models.stored_tokens))
+            latents, captions = estimates.row_bytes(resolution, recipe)
+            found = {"stored": estimate(stored, "offline"), "online": estimate(online, "online")}
+            rows[resolution, recipe] = {
+                "latents, KB": latents / 1e3,
+                "captions, KB": captions / 1e3,
+                "all rows, TB": online.rows * online.latents_bytes / 1e12,
+                "step, GFLOP": estimates.step_flops(resolution, recipe) / 1e9,
+                "encoding, GFLOP": estimates.encoder_flops(resolution, recipe=recipe) / 1e9,
+                "trainer, images/s": online.trainer.images_per_second,
+                "encoder, images/s": online.encoder.images_per_second,
+                "encoders online": online.balanced_encoders,
+                **{f"hours, {path}": one.hours for path, one in found.items()},
+                **{f"$, {path}": one.dollars for path, one in found.items()},
+                "storing pays from, epochs": break_even(stored, other_scenario=online),
+            }
+    return pd.DataFrame(rows).T.rename_axis(["pixels", "recipe"])

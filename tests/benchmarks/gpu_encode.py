@@ -28,7 +28,7 @@ SETTINGS = {"base": {"channels_last": True}, "contiguous": {"channels_last": Fal
 
 def save_sd2(folder, device):
     """Write Stable Diffusion 2's encoders with random weights, in diffusers layout; the tokenizer is tiny-sd's."""
-    for name, model in zip(("vae", "text_encoder"), estimates.sd2_encoders(device), strict=True):
+    for name, model in zip(("vae", "text_encoder"), estimates.build_encoders(device=device), strict=True):
         roofline.cast(model, torch.float16).save_pretrained(pathlib.Path(folder, name))
     shutil.copytree(
         pathlib.Path(encoder.__file__).with_name("tiny-sd") / "tokenizer", pathlib.Path(folder, "tokenizer")

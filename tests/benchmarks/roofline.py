@@ -113,7 +113,7 @@ def step_work(name, resolution, batch, num_tokens=77):
 @functools.cache
 def encoder_work(resolutions, batch):
     """The work of encoding `batch` rows by Stable Diffusion 2's models; a frame as `step_work`'s."""
-    vae, text_encoder = (cast(model, torch.float16) for model in estimates.sd2_encoders())
+    vae, text_encoder = (cast(model, torch.float16) for model in estimates.build_encoders())
     with torch.device("meta"), torch.no_grad(), counted() as rows:
         text_encoder(torch.zeros(batch, 77, dtype=torch.long))
         for resolution in resolutions:

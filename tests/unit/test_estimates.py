@@ -6,6 +6,7 @@ import re
 
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,9 +102,21 @@ def test_flops_of_the_encoders_are_those_of_stable_diffusion_2():
     assert [estimates.encoder_flops(*sizes) / 1e9 for sizes in ((), (256,), (512,), (256, 512))] == pytest.approx(
         [45.127, 317.849, 1161.786, 1434.508], abs=1e-3
     )
-    vae, text_encoder = estimates.sd2_encoders()
+    vae, text_encoder = estimates.build_encoders()
     assert sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
     assert sum(p.numel() for p in vae.parameters()) == 83_653_863
+
+
+def test_flops_of_todays_encoders_are_those_of_t5gemma_and_flux():
+    """By hand: 26 layers of 8 heads of 256; two FLOPs a weight and token, four a pair of tokens and number of heads."""
+    vae, text_encoder = estimates.build_encoders("today")
+    assert sum(p.numel() for p in text_encoder.parameters()) == 2_614_341_888
+    assert sum(p.numel() for p in vae.parameters()) == 83_819_683
+    linear = sum(module.weight.numel() for module in text_encoder.modules() if isinstance(module, torch.nn.Linear))
+    caption = estimates.encoder_flops(recipe="today")
+    assert caption == pytest.approx(2 * 128 * linear + 26 * 4 * 128**2 * 8 * 256, rel=1e-3)
+    assert estimates.encoder_flops(recipe="today", captions=2) == 2 * caption
+    assert (estimates.encoder_flops(256, recipe="today") - caption) / 1e9 == pytest.approx(272.949, abs=1e-3)
 
 
 @pytest.mark.parametrize("resolution", full_run.PARAMETERS)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+import pathlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import schema
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.lesson import planner, published_results
+from helpers.lesson import estimates, full_run, planner, published_results
 
 CHANGES = st.fixed_dictionaries(
     {
@@ -146,6 +148,70 @@ def test_rates_say_where_they_come_from():
     assert planner.known_encoder_rate(512).origin == planner.trainer_encodes(512).origin == "estimated"
     assert "derived: 5,908 images/s / 32 GPUs" in str(planner.trainer_rate(256))
     assert planner.sd2(512).latents_bytes == 2 * (2 * 4 * 64 * 64 + 77 * 1024)
+
+
+@pytest.mark.parametrize("resolution", [256, 512])
+def test_rates_of_another_recipe_are_estimated_at_the_share_of_the_peak_that_stable_diffusion_2_reaches(resolution):
+    sd2, today = planner.phase("sd2", resolution), planner.phase("today", resolution)
+    assert today.trainer.origin == today.encoder.origin == "estimated"
+    more = {
+        "trainer": estimates.step_flops(resolution, "today") / estimates.step_flops(resolution),
+        "encoder": estimates.encoder_flops(resolution, recipe="today") / estimates.encoder_flops(resolution),
+    }
+    for each, times in more.items():
+        slower = getattr(sd2, each).images_per_second / getattr(today, each).images_per_second
+        assert slower == pytest.approx(times)
+    assert today.dataloader.images_per_second < sd2.dataloader.images_per_second
+    assert (today.rows, today.trainers) == (sd2.rows, sd2.trainers)
+
+
+# ---- today's recipe beside Stable Diffusion 2's
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    return planner.compare_recipes()
+
+
+def test_stored_bytes_are_those_of_the_columns_that_preprocessing_writes(recipes):
+    """Captions of Stable Diffusion 2 with their padding; today's without, at the mean number of tokens."""
+    for (resolution, name), row in recipes.iterrows():
+        one, side = estimates.RECIPES[name], resolution // 8
+        latents = schema.ColumnSpec("image_latents_256", (2, one.channels, side, side))
+        text = schema.ColumnSpec("caption_embeddings", (one.tokens, one.text.hidden_size), ragged=name == "today")
+        assert row["latents, KB"] * 1e3 == latents.row_bytes
+        assert row["captions, KB"] * 1e3 == sum(text.bytes_of(tokens) for tokens in one.stored_tokens)
+        total = planner.phase(name, resolution).rows * (row["latents, KB"] + row["captions, KB"]) / 1e9
+        assert row["all rows, TB"] == pytest.approx(total)
+
+
+def test_the_profiles_have_the_planned_models_and_encoders_that_feed_the_trainers(recipes):
+    for (resolution, name), row in recipes.iterrows():
+        profile, one = full_run.read_profile(f"full-{name}-{resolution}"), estimates.RECIPES[name]
+        assert row["encoders online"] <= profile["num_encoders"] < 1.08 * row["encoders online"]
+        assert profile["num_transform_workers"] == 6 * profile["num_encoders"]
+        assert profile["unet_config"] == one.unet_config and profile.get("maximum_tokens", 77) == one.tokens
+        captions = profile.get("caption_column", "caption")
+        assert len(one.stored_tokens) == (1 if isinstance(captions, str) else len(captions))
+        online = planner.phase(name, resolution, encoders=profile["num_encoders"])
+        assert row["hours, online"] == planner.compare(online)["hours"]["online"]
+
+
+def test_the_notebook_says_what_the_comparison_of_the_recipes_says(recipes):
+    text = (pathlib.Path(planner.__file__).parent / "Scaling.ipynb").read_text()
+    old, new = recipes.loc[256, "sd2"], recipes.loc[256, "today"]
+    row = new["latents, KB"] + new["captions, KB"]
+    pays = recipes["storing pays from, epochs"].unstack("pixels")
+    for phrase in (
+        f"{new['encoding, GFLOP']:.0f} GFLOP, of which {estimates.encoder_flops(recipe='today') / 1e9:.0f} are its",
+        f"against {new['step, GFLOP']:.0f}. Stable Diffusion 2 has {old['encoding, GFLOP']:.0f} against "
+        f"{old['step, GFLOP']:.0f}.",
+        f"{new['encoders online']:.0f} in place of {old['encoders online']:.0f}",
+        f"{row / (old['latents, KB'] + old['captions, KB']):.1f} times as large, {new['captions, KB'] / row:.0%}"[:-1],
+        f"from {pays[256]['today']:.1f} epochs on at 256 pixels and {pays[512]['today']:.1f} at 512, where it was "
+        f"{pays[256]['sd2']:.1f} and {pays[512]['sd2']:.1f}",
+    ):
+        assert phrase in text
 
 
 def test_own_rates_are_measured_by_one_function(one_thread):

@@ -10,16 +10,17 @@ import types
 import pytest
 import yaml
 
-from helpers import storage
+from helpers import denoisers, storage
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.lesson import full_run, published_results
+from helpers.lesson import estimates, full_run, published_results
 from helpers.runtime import monitoring
+from helpers.unet import load_unet_config
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
 LESSONS = ["helpers/lesson/Evaluation.ipynb", "helpers/lesson/Scaling.ipynb"]
-PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "laptop", "one-gpu"]
+PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "full-today-256", "full-today-512", "laptop", "one-gpu"]
 
 
 def notebook_parameters(notebook):
@@ -129,12 +130,29 @@ def test_the_full_run_is_the_published_one(resolution, phase):
     assert full["num_training_workers"] == 32
 
 
-def test_both_phases_are_encoded_alike_and_trained_as_one_run():
-    one, two = full_run.PARAMETERS.values()
+@pytest.mark.parametrize("recipe", ["sd2", "today"])
+def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
+    one, two = (full_run.read_profile(f"full-{recipe}-{resolution}") for resolution in (256, 512))
     by_phase = {"resolution", "num_encoders", "num_transform_workers", "micro_batch_size", "max_steps", "ema_start"}
-    by_phase |= {"checkpoint_every", "validate_every", "run_name"}
+    by_phase |= {"checkpoint_every", "validate_every", "run_name", "timestep_shift"}
     assert {name for name in two if one.get(name) != two[name]} <= by_phase | {"init_from"}
     assert two["init_from"] == one["run_name"]
+
+
+@pytest.mark.parametrize("resolution", [256, 512])
+def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes(resolution):
+    """What needs no weights; the rest is checked when the job starts."""
+    profile = full_run.read_profile(f"full-today-{resolution}")
+    unet, recipe = load_unet_config(profile["unet_config"]), estimates.RECIPES["today"]
+    adapter = denoisers.ADAPTERS[unet["_class_name"]]
+    assert unet["in_channels"] == recipe.channels and unet[adapter.text_width] == recipe.text.hidden_size
+    assert recipe.text_class.__name__ in adapter.text_encoders and denoisers.KL in adapter.vaes and adapter.shifts
+    assert adapter.masks_padding and adapter.text_cleaning == profile["text_cleaning"]
+    assert profile["sampler"] in adapter.samplers
+    shapes = PreprocessingConfig.from_parameters(applied(f"full-today-{resolution}", PREPROCESSING)).shapes
+    sides = [side for size in shapes.values() for shape in size for side in shape]
+    assert not [side for side in sides if side % (8 * adapter.divisor(unet))] and len(sides) == 20
+    assert all(profile[f"{part}_revision"] for part in ("encoder", "vae"))
 
 
 def test_the_comparison_shows_only_what_differs_in_groups():
