@@ -63,9 +63,7 @@ class TrainingConfig(Parameters):
     run_name: RunName = learned("run", "results are kept in storage/runs/run_name; an existing run is resumed")
     init_from: Weights = learned(None, "run, or folder with a U-Net in diffusers layout, to take weights from")
     # the model and its objective
-    unet_config: Model = learned(
-        "tiny", 'or "small", "sd2-base", "tiny-transformer", "transformer-600m", or a config.json\'s path'
-    )
+    unet_config: Model = learned("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
     prediction_type: Literal["v_prediction", "epsilon", "flow"] = learned(
         "v_prediction", 'what is predicted; or "epsilon" (the noise), "flow"'
