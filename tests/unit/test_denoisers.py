@@ -16,7 +16,7 @@ from helpers.lesson import ablations, estimates
 from helpers.manifest import encode_embedding
 from helpers.runtime import profiling
 from helpers.train_step import TrainStep, Unit
-from helpers.unet import build_model, build_unet, load_unet_config
+from helpers.unet import PRESETS, build_model, build_unet, load_unet_config
 from tests.models import tiny_model
 from tests.pipelines import untrained_pipeline
 from tests.processes import start_ranks
@@ -309,3 +309,19 @@ def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_d
     theirs = (space["pictures"][0] * 255).round().astype(int)
     assert np.abs(theirs - ours).max() <= 1 and np.std(ours) > 1
     assert type(space["pipeline"]).__name__ == denoisers.adapter_of(sampling.denoiser_of(pipeline)).pipeline
+
+
+def test_the_readme_beside_the_presets_says_what_goes_with_what():
+    text = (pathlib.Path(denoisers.__file__).parent / "unets" / "README.md").read_text()
+    for kind, adapter in denoisers.ADAPTERS.items():
+        row = [
+            f"`{kind}`",
+            ", ".join(name for name in PRESETS if load_unet_config(name)["_class_name"] == kind),
+            "`maximum_tokens`" if adapter.masks_padding else "padded",
+            ", ".join(adapter.text_encoders),
+            adapter.text_cleaning or "any",
+            ", ".join(adapter.vaes) + ("" if adapter.shifts else " without `shift_factor`"),
+            ", ".join(adapter.samplers),
+            adapter.pipeline,
+        ]
+        assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text
