@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sentencepiece
 import torch
 from diffusers import PixArtSigmaPipeline, PRXPipeline
 from hypothesis import given, settings
@@ -396,3 +397,23 @@ def test_mixtures_of_other_statistics_or_text_are_refused(build_manifest):
     ):
         with pytest.raises(ValueError, match=message):
             run_setup.check_mixture({"/a": build_manifest(), "/b": build_manifest(**change)})
+
+
+def test_a_t5_tokenizer_may_be_a_sentencepiece_model_alone_as_it_was_published(tmp_path):
+    folder, captions = tmp_path / "tokenizer", ["a small red circle", "a large blue square"]
+    folder.mkdir()
+    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(captions * 50),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **special,
+    )
+    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = images.tokenize(captions, images.load_tokenizer(str(tmp_path)), 24)
+    model = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
+    for row, caption in zip(ids, captions, strict=True):
+        assert row[row >= 0].tolist() == [*model.encode(caption), 1]
