@@ -128,9 +128,12 @@ ADAPTERS = {adapter.kind.__name__: adapter for adapter in (UNet(), PixArt(), PRX
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter:
-    """The adapter of a denoiser, also of one that is sharded, or wrapped by DDP."""
+    """The adapter of a denoiser, also of one that is sharded, or wrapped by DDP. ValueError for another class."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    return next(adapter for adapter in ADAPTERS.values() if isinstance(model, adapter.kind))
+    for adapter in ADAPTERS.values():
+        if isinstance(model, adapter.kind):
+            return adapter
+    raise ValueError(f"A {type(model).__name__} has no adapter: choose one of {', '.join(ADAPTERS)}.")
 
 
 def denoise(

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 from helpers import schema
@@ -81,6 +82,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    """This process as the only one of a process group."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,20 @@ def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_proce
             assert found["skipped"]["skipped_steps"] == 1 and found["unchanged"]
 
 
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data, group_of_one):
+    """bf16 has 8 bits; the timestep, which flow does not round, stays in fp32."""
+    alone = train(TrainStep(recipe(name), data[0]), *data)
+    state, times = TrainStep(recipe(name, strategy="fsdp", precision="bf16"), data[0]), []
+
+    def look(module, arguments, named):
+        times.append(named["timestep"])
+
+    state.unet.register_forward_pre_hook(look, with_kwargs=True)
+    np.testing.assert_allclose(column(train(state, *data)), column(alone), rtol=0.02)
+    assert all(time.dtype in (torch.float32, torch.int64) for time in times)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_denoiser_made_on_the_meta_device_computes_as_one_made_at_once(name, configs):
     """Also what is not in its state, such as PixArt's positions."""

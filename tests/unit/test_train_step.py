@@ -319,13 +319,6 @@ def test_compiled_strategies_have_the_gradients_of_eager_ones(tmp_path, recipe, 
             assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, (strategy, compiled, name)
 
 
-@pytest.fixture
-def group_of_one(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_a_group_of_one_trains_as_no_group_does(one, group_of_one, recipe, manifest, rows):
     assert train(TrainStep(recipe(), manifest), manifest, rows, 0, 2) == one[0][:2]
 

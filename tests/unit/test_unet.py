@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers.models.attention_processor import Attention
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -265,14 +264,6 @@ def test_one_process_trains_an_unwrapped_unet():
 
 
 # ---- in a process group of one: precision and layout
-
-
-@pytest.fixture
-def group_of_one(tmp_path):
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
