@@ -212,7 +212,7 @@ def test_what_a_notebook_runs_on_a_gpu_is_given_the_runs_config(notebook):
                 given = [ast.unparse(node) for node in (call.func, *call.args)]  # also by `partial`
                 if "session.run_on_device" in given:
                     _, function, _, first, *_ = [*given[given.index("session.run_on_device") :], ""]
-                    assert first in ("config", "config.to_dict()", "short"), function
+                    assert first in ("config", "config.to_dict()", "short", "one", "recipe"), function
 
 
 @pytest.mark.parametrize("notebook", [PREPROCESSING, TRAINING, ONLINE])
