@@ -229,7 +229,8 @@ def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_setup.check_init_from(small(data, run_name="other", init_from="./unet"))
     with pytest.raises(
-        ValueError, match=r"init_from='.*/unet' is a U-Net with .*, and unet_config='small' has .*: start from one of"
+        ValueError,
+        match=r"init_from='.*/unet' is a denoiser with .*, and unet_config='small' has .*: start from one of",
     ):
         run_setup.check_init_from(small(data, run_name="other", init_from="./unet", unet_config="small"))
 
