@@ -32,6 +32,7 @@ class Adapter:
         pipeline, component: diffusers' pipeline, and what it calls this model.
         left_out: arguments that make the pipeline without what is not trained here.
         samplers: those that the pipeline can use.
+        fixed: what the config must say, so that the pipeline gives the model all that it takes.
         note: what else its user has to know.
     """
 
@@ -48,6 +49,7 @@ class Adapter:
     left_out: ClassVar[dict[str, Any]] = {}
     samplers = ("ddim", "dpm++", "euler", "unipc")
     note = ""
+    fixed: ClassVar[dict[str, Any]] = {}
 
     def divisor(self, config: dict) -> int:
         """The sides of latents must be multiples of it."""
@@ -95,6 +97,7 @@ class PixArt(Adapter):
     text_width = "caption_channels"
     text_cleaning = "lower"
     pipeline = "PixArtSigmaPipeline"
+    fixed: ClassVar[dict[str, Any]] = {"use_additional_conditions": False}  # PixArt-Alpha's sizes
 
     def conditions(self, timesteps_B, mask_BL):
         sizes = {"resolution": None, "aspect_ratio": None}  # PixArt-Alpha's, which this pipeline leaves out

@@ -113,23 +113,22 @@ def generate(
     pictures, vae = [], pipeline.vae.config
     denoiser = denoiser_of(pipeline)
     options = denoisers.adapter_of(denoiser).call_options(pipeline.tokenizer.model_max_length)
-    hook = denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True)
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
-        latents = pipeline(
-            batch,
-            height=height or resolution,
-            width=width or resolution,
-            num_inference_steps=steps,
-            guidance_scale=guidance_scale,
-            generator=generators,
-            output_type="latent",
-            **options,
-        ).images
+        with denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True):
+            latents = pipeline(
+                batch,
+                height=height or resolution,
+                width=width or resolution,
+                num_inference_steps=steps,
+                guidance_scale=guidance_scale,
+                generator=generators,
+                output_type="latent",
+                **options,
+            ).images
         latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0)
         pictures += list(decoder.decode_latents(pipeline.vae, latents))
-    hook.remove()
     return pictures
 
 

@@ -52,7 +52,15 @@ def load_unet_config(name: str) -> dict:
             f"unet_config={name!r} configures {kind or 'no model'}: give the config.json of a denoiser, which are "
             f"{', '.join(denoisers.ADAPTERS)}."
         )
-    return {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
+    adapter = denoisers.ADAPTERS[kind]
+    for key, value in adapter.fixed.items():
+        if values.get(key) not in (None, value):
+            raise ValueError(
+                f"unet_config={name!r} has {key}={values[key]!r}, for which {adapter.pipeline} gives no value: set it "
+                f"to {value!r}."
+            )
+    kept = {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
+    return {**kept, **adapter.fixed}
 
 
 def build_unet(name: str, *, seed: int = 0) -> ModelMixin:

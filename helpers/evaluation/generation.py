@@ -136,10 +136,8 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             storage.copy_folder(pipeline, folder)
             pipeline = folder
-        options, folder = (
-            {"dtype": dtype, "use_safetensors": True},
-            images.model_folder(pipeline, "model_index.json", "*/*"),
-        )
+        folder = images.model_folder(pipeline, "model_index.json", "*/*")
+        options = {"dtype": dtype, "use_safetensors": True}
         if "safety_checker" in DiffusionPipeline.load_config(folder):
             options["safety_checker"] = None
         with sampling.without_warnings():

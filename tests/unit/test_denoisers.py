@@ -339,3 +339,13 @@ def test_the_readme_beside_the_presets_says_what_goes_with_what():
             adapter.pipeline,
         ]
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text
+
+
+def test_a_pixart_that_asks_for_sizes_is_refused_in_one_sentence_and_none_is_made_by_default(tmp_path):
+    """diffusers makes one for its default `sample_size` of 128, unless it is told not to."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL["pixart"], "sample_size": 128}))
+    denoisers.denoise(build_unet(str(path)), torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
+    path.write_text(json.dumps({**SMALL["pixart"], "use_additional_conditions": True}))
+    with pytest.raises(ValueError, match="^unet_config=.* has use_additional_conditions=True, for which [^\n]*False.$"):
+        load_unet_config(str(path))

@@ -26,7 +26,7 @@ def copied_lines(name):
     ("part", "measure", "most"),
     [
         ("encoder", copied_lines, 500),
-        ("unet", copied_lines, 300),
+        ("unet", copied_lines, 305),
         ("preprocess", copied_lines, 2250),
         ("train", copied_lines, 2850),
         ("plan", module_lines, 320),
@@ -36,8 +36,8 @@ def copied_lines(name):
         ("runtime/lease", module_lines, 80),
         ("lesson/figures", module_lines, 450),
         ("lesson", lambda name: folder_lines(PACKAGE / name), 2300),
-        ("all but lesson", lambda _: folder_lines(PACKAGE, leave_out=["lesson"]), 7_330),
-        ("tests", lambda name: folder_lines(ROOT / name, leave_out=["makers"]), 14_690),
+        ("all but lesson", lambda _: folder_lines(PACKAGE, leave_out=["lesson"]), 7_345),
+        ("tests", lambda name: folder_lines(ROOT / name, leave_out=["makers"]), 14_710),
         ("README.md", lambda name: len((ROOT / name).read_text().split()), 1500),
     ],
 )
