@@ -19,9 +19,11 @@ import ray.train.collective
 import torch
 from ray import cloudpickle
 from ray.train import ScalingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from helpers import online, storage, train
 from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.data_io.inputs import read_columns
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes
 from helpers.manifest import read_segments
@@ -244,7 +246,6 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     node, other = add_node(nodes, resources=ENCODER), []
 
     def lose_node(done, total):
-        # Once rows are written: if the node that reads footers is lost, the segment begins again.
         if done and not other:
             other.append(add_node(nodes, resources=ENCODER))
             lose(nodes, node)
@@ -256,6 +257,20 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
     raw = pa.concat_tables([pq.read_table(path, columns=["hash"]) for path in storage.list_files(config.raw_uri)])
     assert sorted(written) == sorted(raw["hash"].to_pylist())
+
+
+def test_files_are_read_while_ray_does_not_know_yet_that_a_node_is_lost(nodes, tmp_path, monkeypatch):
+    """Of six actors that read footers, Ray places some on the lost node; the task that starts them is on another."""
+    monkeypatch.setenv("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "6")
+    monkeypatch.setenv("RAY_DATA_PARQUET_FOOTER_BATCH_SIZE", "1")
+    node, lost = add_node(nodes), add_node(nodes)
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "scheduling_strategy", there)
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    captioned_shapes.write_parquet(config.raw_uri, 60, rows_per_file=10)
+    lose(nodes, lost)
+    rows = read_columns(storage.list_files(config.raw_uri), ["hash"], config)
+    assert len(rows.take_all()) == 60
 
 
 @slow

@@ -22,7 +22,7 @@ from helpers import encoder, storage, train
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes, full_run
-from tests.faults import add_node, placed_encoder, slow, this_node
+from tests.faults import add_node, placed_encoder, slow, this_node, wait_until
 from tests.pipelines import PREPROCESSING, TRAINING, encode, fit, from_notebook, stand_in
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -83,6 +83,7 @@ def trainer_requests(profile):
 @pytest.fixture(scope="module")
 def kinds(nodes):
     """{node id: kind of GPU} of four A100 nodes and 58 A10Gs, which carry their names alone."""
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # not to be placed on a node just lost
     small = dict(object_store_memory=80_000_000)
     a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1})
     a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1})
