@@ -50,7 +50,7 @@ COMBINATIONS = {
     "prx, flow, shifted": ("prx", {**FLOW, "timestep_shift": 3.0}),
     "prx, epsilon": ("prx", {"prediction_type": "epsilon"}),
 }
-RUNS = {2: {"strategy": "fsdp", "activation_checkpointing": True}, 3: {"strategy": "ddp", "micro_batch_size": 1}}
+RUNS = {2: {"strategy": "fsdp", "activation_checkpointing": True}, 4: {"strategy": "ddp", "micro_batch_size": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def recipe(configs):
 
 
 def worker(rank, folder, configs, padded, ragged):
-    """One of three processes, which train every combination on so many ranks."""
+    """One of four processes, which train every combination on so many ranks."""
     torch.set_num_threads(1)
     found = {}
     for name, config in configs.items():
@@ -121,8 +121,8 @@ def runs(tmp_path_factory, recipe, padded, ragged):
     for name in COMBINATIONS:
         for ranks, changes in RUNS.items():
             asked[f"{name} on {ranks}"] = recipe(name, num_training_workers=ranks, **changes).to_dict()
-    start_ranks(worker, (str(folder), asked, padded, ragged), nprocs=3)
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    start_ranks(worker, (str(folder), asked, padded, ragged), nprocs=4)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
     return {name: [found[name] for found in ranks if name in found] for name in asked}
 
 
@@ -136,7 +136,7 @@ def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_proce
         for found in runs[f"{name} on {ranks}"]:
             np.testing.assert_allclose(column(found["lines"]), column(alone), rtol=1e-5)
             np.testing.assert_allclose(column(found["resumed"]), column(found["lines"])[MIDDLE:], rtol=1e-5)
-            assert ranks == 3 or (found["resumed"] == found["lines"][MIDDLE:] and found["same_state"])
+            assert ranks == 4 or (found["resumed"] == found["lines"][MIDDLE:] and found["same_state"])
             assert found["validated"] == runs[f"{name} on {ranks}"][0]["validated"]
             assert found["skipped"]["skipped_steps"] == 1 and found["unchanged"]
 
