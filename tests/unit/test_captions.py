@@ -111,7 +111,7 @@ def test_each_epoch_draws_one_caption_for_a_row_group_in_the_shares_that_are_ask
     captions = {row["id"]: (row["caption"], row["caption_2"]) for row in rows.to_pylist()}
     plan = load_plan(training(config.storage, caption_shares=[0.25, 0.75]))
     places = {row["id"]: number // schema.ROWS_PER_ROW_GROUP for number, row in enumerate(rows.to_pylist())}
-    drawn, num_epochs = [], 6
+    drawn, num_epochs = [], 24
     found = steps_of(plan, 0, num_epochs * plan.steps_per_epoch)
     for epoch in range(num_epochs):
         of_group = {}
@@ -142,7 +142,7 @@ def test_a_reader_reads_the_columns_of_the_drawn_caption_alone(stored, monkeypat
         return read(self, group, columns=columns, **options)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    steps_of(plan, 0, 2 * plan.steps_per_epoch)
+    steps_of(plan, 0, 12 * plan.steps_per_epoch)  # so many draws for each row group
     both = [["caption", "caption_embeddings"], ["caption_2", "caption_embeddings_2"]]
     assert sorted(set(map(tuple, asked))) == sorted(map(tuple, both))
 
