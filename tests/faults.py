@@ -172,14 +172,14 @@ def loop_with_nan(at_step, rank=1):
     return loop
 
 
-def loop_with_sick_device(where):
-    """The worker loop, in which the device of one rank, or of a node by its id, multiplies wrongly."""
+def loop_with_sick_device(where, inner=train.train_loop_per_worker):
+    """`inner`, in which the device of one rank, or of a node by its id, multiplies wrongly."""
 
     def loop(values, **options):
         if where in (ray.train.get_context().get_world_rank(), this_node()):
             multiply = torch.bmm
             torch.bmm = lambda one, other: -multiply(one, other)
-        train.train_loop_per_worker(values, **options)
+        inner(values, **options)
 
     return loop
 
