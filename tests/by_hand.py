@@ -39,7 +39,7 @@ def assemble(folder, **settings):
     `settings`: replace those of the cell that defines them.
     """
     folder = pathlib.Path(folder).resolve()
-    models = str(ROOT / "helpers" / "tiny-sd")
+    models = str(ROOT / "helpers" / "models" / "tiny-sd")
     begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=models)
     parts = [begin]
     for cell in cells():

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
-from helpers import schema
-from helpers.manifest import Manifest, encode_embedding
+from helpers.latents import schema
+from helpers.latents.manifest import Manifest, encode_embedding
 from helpers.runtime import session
 from tests.object_store.s3_server import S3Server
 

@@ -16,13 +16,13 @@ NAME = PACKAGE.name
 README = ROOT / "README.md"
 BEGIN, END = "<!-- copy table -->", "<!-- end of copy table -->"
 COPIED = {
-    "encoder": "the actor that turns pictures and captions into latents and embeddings",
-    "preprocess": "what the preprocessing pipeline maps over rows: transform, write",
-    "plan": "which rows make which step, on any number of workers",
-    "read": "how these rows get to the workers, by Ray Data",
-    "unet": "the U-Net, sharded and compiled",
-    "train": "the function that each Ray Train worker runs",
-    "sampling": "pictures from prompts, export as a diffusers pipeline",
+    "encode.encoder": "the actor that turns pictures and captions into latents and embeddings",
+    "encode.stages": "what the preprocessing pipeline maps over rows: transform, write",
+    "latents.plan": "which rows make which step, on any number of workers",
+    "latents.read": "how these rows get to the workers, by Ray Data",
+    "model.unet": "the U-Net, sharded and compiled",
+    "train.loop": "the function that each Ray Train worker runs",
+    "sample.pipeline": "pictures from prompts, export as a diffusers pipeline",
 }
 PACKAGES = {"PIL": "pillow"}  # imported name -> what pip calls it, where they differ
 

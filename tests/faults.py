@@ -20,10 +20,14 @@ import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from helpers import checkpoint, encoder, run_setup, storage, train
-from helpers.config import TrainingConfig
-from helpers.runtime import metrics_log, results, session
-from helpers.train_step import TrainStep
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
+from helpers.encode import encoder
+from helpers.runtime import session
+from helpers.train import checkpoint, results, resume, setup
+from helpers.train.loop import train_loop_per_worker
+from helpers.train.metrics import read_metrics
+from helpers.train.step import TrainStep
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -70,7 +74,7 @@ def wait_until(reached, seconds=300):
 
 def checkpoint_is_there(config, step):
     """Whether the newest checkpoint that is due after so many steps is complete."""
-    return train.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
+    return resume.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
 
 
 def is_evaluated(config, step):
@@ -83,7 +87,7 @@ def is_listed(config, step):
 
     Its controller, which outlives a killed driver for some seconds, then has nothing left to write.
     """
-    listed = storage.join(config.run_uri, run_setup.SNAPSHOT)
+    listed = storage.join(config.run_uri, setup.SNAPSHOT)
     return storage.exists(listed) and f"checkpoint-{step:09d}" in storage.read_text(listed)
 
 
@@ -104,12 +108,12 @@ def loop_with(*events):
             return train_one(self, step, units)
 
         TrainStep.step = act_and_train
-        train.train_loop_per_worker(values, **options)
+        train_loop_per_worker(values, **options)
 
     return loop
 
 
-def loop_with_cut_off_upload(flag, step, inner=train.train_loop_per_worker):
+def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
     """`inner`, whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
 
     def half_a_checkpoint(folder, uri):
@@ -152,7 +156,7 @@ def loop_with_refused_uploads(attempt, steps):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_refuse
-        train.train_loop_per_worker(values, **options)
+        train_loop_per_worker(values, **options)
 
     return loop
 
@@ -167,12 +171,12 @@ def loop_with_nan(at_step, rank=1):
             return row_losses(self, unit, step) * (float("nan") if (step, here) == (at_step, rank) else 1)
 
         TrainStep.row_losses = spoilt
-        train.train_loop_per_worker(values, **options)
+        train_loop_per_worker(values, **options)
 
     return loop
 
 
-def loop_with_sick_device(where, inner=train.train_loop_per_worker):
+def loop_with_sick_device(where, inner=train_loop_per_worker):
     """`inner`, in which the device of one rank, or of a node by its id, multiplies wrongly."""
 
     def loop(values, **options):
@@ -202,7 +206,7 @@ def loop_with_slow_parts(seconds):
                 copy_folder(folder, uri)
 
             TrainStep.row_losses, storage.copy_folder = compile_first, copy_slowly
-        train.train_loop_per_worker(values, **options)
+        train_loop_per_worker(values, **options)
 
     return loop
 
@@ -271,9 +275,10 @@ def placed_encoder(folder):
 DRIVER = """
     import faulthandler, os, signal, threading, traceback
     faulthandler.dump_traceback_later(600, exit=True)
-    from helpers import preprocess, storage, train
-    from helpers.config import PreprocessingConfig, TrainingConfig
-    from helpers.runtime import monitoring, session
+    from helpers import storage
+    from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+    from helpers.encode import prepare
+    from helpers.runtime import session
     from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
@@ -310,21 +315,21 @@ def truncate_newest(config):
 
 def steps_done(config):
     """Steps of the newest attempt that have metrics."""
-    metrics = metrics_log.read_metrics(config.run_uri, all_attempts=True)
+    metrics = read_metrics(config.run_uri, all_attempts=True)
     return 0 if metrics.empty else int(metrics["step"].iloc[-1])
 
 
 def attempts_of(config):
     """The first step of each attempt, in order."""
-    return metrics_log.read_metrics(config.run_uri, all_attempts=True).groupby("attempt")["step"].min().tolist()
+    return read_metrics(config.run_uri, all_attempts=True).groupby("attempt")["step"].min().tolist()
 
 
 def assert_same_run(config, straight):
     """Bit by bit: the samples and losses of every step, those of steps that were done again too."""
-    found = metrics_log.read_metrics(config.run_uri)
+    found = read_metrics(config.run_uri)
     for column in ("step", "loss", "grad_norm", "samples_crc32", "samples_seen"):
         assert found[column].tolist() == straight[column].tolist(), column
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
+    every = read_metrics(config.run_uri, all_attempts=True)
     assert (every.groupby("step")["samples_crc32"].nunique() == 1).all()
 
 

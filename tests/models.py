@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-from helpers import images
+from helpers.encode import captions
 
 CHANNELS = {"AutoencoderKL": 16, "AutoencoderDC": 8}  # of the latents
 DOWNSAMPLING = {"AutoencoderKL": 4, "AutoencoderDC": 8}
@@ -83,7 +83,7 @@ def dc(**options):
 
 def clip(folder):
     """With tiny-sd's tokenizer."""
-    tokenizer = images.load_tokenizer("tiny-sd")
+    tokenizer = captions.load_tokenizer("tiny-sd")
     tokenizer.save_pretrained(folder / "tokenizer")
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -12,15 +12,21 @@ import types
 
 import numpy as np
 
-from helpers import encoder, kept_latents, online, preprocess, run_setup, sampling, train, train_step
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, online, prepare, prepare_online, stages
 from helpers.evaluation import at_checkpoints
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import load_plan
+from helpers.latents.read import latents_reader, read_chunks, split_units
 from helpers.lesson import ablations, captioned_shapes
-from helpers.manifest import read_manifest
-from helpers.plan import load_plan
-from helpers.read import latents_reader, read_chunks, split_units
-from helpers.runtime import lease, metrics_log, monitoring
-from helpers.unet import build_unet
+from helpers.model.unet import build_unet
+from helpers.runtime import lease
+from helpers.runtime.progress import interruptible
+from helpers.sample.pipeline import build_pipeline as diffusers_pipeline
+from helpers.train import kept, metrics, setup, sources
+from helpers.train import loop as train_loop
+from helpers.train.loop import train_loop_per_worker
+from helpers.train.step import TrainStep, Unit
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -101,10 +107,10 @@ def untrained_pipeline(config=None, seed=0):
     config = config or TrainingConfig()
     manifest, _ = ablations.random_batch(config, num_tokens=24)
     manifest.encoder["model"] = "tiny-sd"
-    return sampling.build_pipeline(build_unet(config.unet_config, seed=seed), manifest, config)
+    return diffusers_pipeline(build_unet(config.unet_config, seed=seed), manifest, config)
 
 
-def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=encoder.LatentEncoder):
+def build_pipeline(job, config, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
     """`pipeline(segment)` of Preprocessing.ipynb."""
     return from_notebook(
         PREPROCESSING,
@@ -112,14 +118,14 @@ def build_pipeline(job, config, transform=preprocess.transform, latent_encoder=e
         **parameters(PREPROCESSING, config),
         config=config,
         job=job,
-        preprocess=stand_in(preprocess, transform=transform),
+        stages=stand_in(stages, transform=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
     )
 
 
 def encode(config, progress=None, **changes):
     """Run a whole preprocessing job, or with other parts (see `build_pipeline`); returns its manifest."""
-    job = preprocess.prepare(config)
+    job = prepare.prepare(config)
     return job.run(build_pipeline(job, config, **changes), progress)
 
 
@@ -177,13 +183,13 @@ def train_alone(alone, manifest, plan, tables, steps):
         units.update(split_units(table, config.unit_rows))
     for place, step in enumerate(steps):
         batch = [
-            train_step.Unit.from_arrow(
+            Unit.from_arrow(
                 units[place * config.units_per_step + slot], manifest, plan.latents_at(place), slot * config.unit_rows
             )
             for slot in range(config.units_per_step)
         ]
         loss = alone.step(step, batch)["loss"]
-        found.append((loss, metrics_log.samples_crc32([i for unit in batch for i in unit.ids])))
+        found.append((loss, metrics.samples_crc32([i for unit in batch for i in unit.ids])))
     return found
 
 
@@ -193,7 +199,7 @@ def bare(config, prepare=None, raw=None):
     `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights. `raw`: an online run's.
     """
     plan, manifest = load_plan(config), read_manifest(next(iter(config.proportions)))
-    alone = train_step.TrainStep(config, manifest)
+    alone = TrainStep(config, manifest)
     if prepare:
         prepare(alone)
     tables = read_alone(plan, config.max_steps, raw, config.seed)
@@ -203,7 +209,7 @@ def bare(config, prepare=None, raw=None):
 def assert_bare(config, expected=None, rtol=1e-5, **options):
     """Every batch and loss of a run is that of `bare`; losses within `rtol`."""
     losses, samples = zip(*(expected or bare(config, **options)), strict=True)
-    found = metrics_log.read_metrics(config.run_uri)
+    found = metrics.read_metrics(config.run_uri)
     assert found["step"].tolist() == list(range(1, config.max_steps + 1))
     assert found["samples_crc32"].tolist() == list(samples)
     np.testing.assert_allclose(found["loss"], losses, rtol=rtol)
@@ -225,34 +231,34 @@ def trainer_of(notebook, config, loop, evaluation=None, **changes):
     changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
     validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
     changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
-    changes["train"] = stand_in(train, train_loop_per_worker=loop)
+    changes["loop"] = stand_in(train_loop, train_loop_per_worker=loop)
     return from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
 
 
-def fit(config, loop=train.train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
+def fit(config, loop=train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
     """Run the trainer of Training.ipynb; with a `stream` or another `source` that of the online notebook.
 
     Returns Ray Train's result. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of the
     notebook's parameters, or names that its cells import or make, such as `detector`.
     """
-    run_setup.open_run(config)
-    source = train.StepSource(config, stream) if stream else source
+    setup.open_run(config)
+    source = sources.StepSource(config, stream) if stream else source
     build = trainer_of(ONLINE if source else TRAINING, config, loop, evaluation, **changes)
-    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
+    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
         return build(source or config).fit()
 
 
-def fit_parts(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
+def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
     """Run the trainers of an online run, one after the other; `fitted(source)` is called after each.
 
     As a cell of the online notebook does.
     """
-    online.prepare(raw, config)
-    run_setup.open_run(config)
+    prepare_online.prepare(raw, config)
+    setup.open_run(config)
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
     build = trainer_of(ONLINE, config, loop)
-    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), monitoring.interruptible():
-        for source in kept_latents.sources(raw, config, stream):
+    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
+        for source in kept.sources(raw, config, stream):
             build(source).fit()
             if fitted:
                 fitted(source)

@@ -7,7 +7,7 @@ import tempfile
 import torch
 
 FORKSERVER = "forkserver"
-multiprocessing.get_context(FORKSERVER).set_forkserver_preload(["pytest", "helpers.train"])
+multiprocessing.get_context(FORKSERVER).set_forkserver_preload(["pytest", "helpers.train.loop"])
 
 
 def start_ranks(function, arguments, nprocs):

@@ -1,1 +1,4 @@
-"""Is the model getting better? Measurements of a run, of a checkpoint, and between two models."""
+"""In: checkpoints, held-out rows, prompts. Out: losses, pictures and scores of each checkpoint, during training.
+
+Read `at_checkpoints` first. To copy: `scores` with `encode.models`; `losses` with `model` and `train.step`.
+"""

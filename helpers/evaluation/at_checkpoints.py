@@ -26,13 +26,18 @@ import ray.train
 import torch
 from diffusers import DiffusionPipeline
 
-from .. import checkpoint, decoder, distributed, held_out_rows, images, sampling, schema, storage
-from ..manifest import Manifest
-from ..runtime import ray_errors, results
-from ..training_config import TrainingConfig
-from ..unet import build_unet, cast_inputs
-from ..validation import losses_by_noise
+from .. import distributed, storage
+from ..config.training import TrainingConfig
+from ..encode import captions
+from ..latents import held_out, schema
+from ..latents.manifest import Manifest
+from ..model.unet import build_unet, cast_inputs
+from ..runtime import ray_errors
+from ..sample import decoder
+from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
+from ..train import checkpoint, results
 from . import scores
+from .losses import losses_by_noise
 from .prompts import read_prompts
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
@@ -61,7 +66,7 @@ def validation_config(
     """
     if config.validate_every:
         prompts = resolve_prompts(config, prompts)
-        held_out_rows.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
+        held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
     if config.best_by == "agreement" and agreement is None:
         raise ValueError(
             "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
@@ -75,7 +80,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = images.load_tokenizer(sampling.read_encoder_manifest(config).text_encoder_model)
+    tokenizer = captions.load_tokenizer(read_encoder_manifest(config).text_encoder_model)
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -109,7 +114,7 @@ def validate(
     config = TrainingConfig.from_dict(config)
     step, newest = step_of_name(saved.path), newest_due(config)
     to_score = "to_score" in results.of_step(config.run_uri, step)
-    if not saved and not to_score:  # a `fault_tolerance.LostCheckpoint`
+    if not saved and not to_score:  # a `faults.LostCheckpoint`
         return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
     if newest > step and not to_score:
         return results.note(
@@ -201,7 +206,7 @@ def score_checkpoint(
 
 
 class OnWorkers:
-    """`evaluate` of `train.train_loop_per_worker`: the workers compute losses and pictures, each its share.
+    """`evaluate` of `loop.train_loop_per_worker`: the workers compute losses and pictures, each its share.
 
     They go on to train while a Ray task scores what they leave in the run's folder (`score_checkpoint`).
 
@@ -252,14 +257,14 @@ class Evaluator:
 
     def __init__(self, unet: torch.nn.Module, config: TrainingConfig, prompts: list[str] | None):
         self.unet, self.config, self.device = unet, config, next(unet.parameters()).device
-        self.manifest, self.rows = sampling.read_encoder_manifest(config), held_out_rows.of_run(config)
+        self.manifest, self.rows = read_encoder_manifest(config), held_out.of_run(config)
         if prompts is None and self.rows is not None:
             prompts = list(dict.fromkeys(self.rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
         self.prompts = prompts or []
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return sampling.build_pipeline(self.unet, self.manifest, self.config)
+        return build_pipeline(self.unet, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
@@ -290,7 +295,7 @@ class Evaluator:
         share = [self.prompts[min(number, len(self.prompts) - 1)] for number in range(first, first + count)]
         options = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
         size = self.config.largest_resolution
-        return sampling.generate(self.pipeline, share, resolution=size, seed=first, **options)
+        return generate(self.pipeline, share, resolution=size, seed=first, **options)
 
     def decode_share(self) -> list[np.ndarray]:
         """Of the largest resolution's latents, in all shapes; none if they are not compared, or were before."""
@@ -338,7 +343,7 @@ def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict
     """
     if not config.validation_uri:
         return {}
-    rows = held_out_rows.ValidationSet(config, distributed.rank(), distributed.world_size())
+    rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
     losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
     return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
@@ -346,7 +351,7 @@ def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict
 def held_out_losses(
     unet: torch.nn.Module,
     manifest: Manifest,
-    rows: pa.Table | held_out_rows.ValidationSet | None,
+    rows: pa.Table | held_out.ValidationSet | None,
     config: TrainingConfig,
 ) -> dict[str, Any]:
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
@@ -381,7 +386,7 @@ def measures(
         return {"agreement": shares["all"], "agreement_by_attribute": shares}
 
     found = {"agreement": rate} if agreement else {}
-    if uses_clip(config, sampling.read_encoder_manifest(config)):
+    if uses_clip(config, read_encoder_manifest(config)):
         found["clip_score"] = lambda: {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
         if real or storage.exists(embeddings_uri(config)):
             found["cmmd"] = lambda: {"cmmd": scores.cmmd(embedded(), embed_held_out(real, config))}
@@ -411,6 +416,6 @@ def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingCo
     blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
-    storage.write_bytes(storage.join(uri, "grid.png"), sampling.to_png(np.concatenate(rows)))
-    sampling.save_pictures(shown, uri)
+    storage.write_bytes(storage.join(uri, "grid.png"), to_png(np.concatenate(rows)))
+    save_pictures(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))

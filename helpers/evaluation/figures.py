@@ -6,7 +6,9 @@ import matplotlib.ticker
 import numpy as np
 
 from .. import storage
-from ..runtime import metrics_log, results
+from ..train import metrics as metrics_log
+from ..train import results
+from ..train.results import read_picture
 from .drawing import (
     BLUE,
     CYCLE,
@@ -104,7 +106,7 @@ def read_pictures(run_uri):
         prompts = storage.join(folder, "prompts.json")
         if storage.exists(prompts):
             pictures[int(storage.name(folder))] = {
-                prompt: results.read_picture(storage.join(folder, f"{number:02d}.png"))
+                prompt: read_picture(storage.join(folder, f"{number:02d}.png"))
                 for number, prompt in enumerate(storage.read_json(prompts))
             }
     return dict(sorted(pictures.items()))

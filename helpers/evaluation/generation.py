@@ -26,8 +26,13 @@ import torch
 from diffusers import DiffusionPipeline
 from ray.data import ActorPoolStrategy
 
-from .. import encoder, hub, images, sampling, schema, storage
+from .. import storage
+from ..encode import encoder
+from ..encode.models import model_folder, pin_model
+from ..latents import schema
 from ..runtime import session
+from ..sample import pipeline as sampling
+from ..sample.pipeline import to_png, without_warnings
 from . import scores
 
 PARTS, JOB = "parts", "job.json"
@@ -42,9 +47,9 @@ class Settings:
     """What determines the pictures and their embeddings; a rerun into the same folder must have the same settings.
 
     Args:
-        pipeline: a folder or URI in diffusers layout (`sampling.export_checkpoint`), or a hub id.
+        pipeline: a folder or URI in diffusers layout (`pipeline.export_checkpoint`), or a hub id.
         resolution: side of a picture in pixels.
-        guidance_scale, steps, seed: as in `sampling.generate`.
+        guidance_scale, steps, seed: as in `pipeline.generate`.
         precision: of the pipeline on a GPU, "fp32", "fp16" or "bf16"; on a CPU it is fp32.
         clip: see `scores.CLIP`.
         rows_per_part: prompts that are committed together; a killed actor's part is repeated.
@@ -71,7 +76,7 @@ class Placement:
 
 
 class Job:
-    """The parts of a list of prompts, and which of them are done. Hub ids are pinned to a commit (`hub.pin_model`).
+    """The parts of a list of prompts, and which of them are done. Hub ids are pinned to a commit (`models.pin_model`).
 
     Raises ValueError if `uri` holds pictures of other prompts, settings or weights.
     """
@@ -82,7 +87,7 @@ class Job:
         self.prompts, self.uri = prompts, storage.resolve(uri)
         job_uri = storage.join(self.uri, JOB)
         before = storage.read_json(job_uri) if storage.exists(job_uri) else {}
-        models = {name: hub.pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
+        models = {name: pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
         self.values = {**dataclasses.asdict(self.settings), **values, "weights": fingerprint(settings.pipeline)}
@@ -136,11 +141,11 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             storage.copy_folder(pipeline, folder)
             pipeline = folder
-        folder = images.model_folder(pipeline, "model_index.json", "*/*")
+        folder = model_folder(pipeline, "model_index.json", "*/*")
         options = {"dtype": dtype, "use_safetensors": True}
         if "safety_checker" in DiffusionPipeline.load_config(folder):
             options["safety_checker"] = None
-        with sampling.without_warnings():
+        with without_warnings():
             loaded = DiffusionPipeline.from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
@@ -173,7 +178,7 @@ class PartGenerator:
         columns = {
             INDEX: pa.array(range(first, first + len(prompts)), pa.int64()),
             PROMPT: pa.array(prompts, pa.string()),
-            PICTURE: pa.array([sampling.to_png(picture) for picture in pictures], pa.binary()),
+            PICTURE: pa.array([to_png(picture) for picture in pictures], pa.binary()),
             IMAGE_EMBEDDING: schema.to_binary(self.clip.images(pictures), dtype=np.float32),
             TEXT_EMBEDDING: schema.to_binary(self.clip.texts(prompts), dtype=np.float32),
         }

@@ -9,7 +9,8 @@ import pathlib
 
 from transformers import PreTrainedTokenizerBase
 
-from .. import images, storage
+from .. import storage
+from ..encode import captions
 
 COLUMNS = ("prompt", "caption", "text", "Prompts")  # the last one: as DrawBench and PartiPrompts are published
 KINDS = (".txt", ".json", ".csv", ".tsv")
@@ -45,7 +46,7 @@ def read_prompts(prompts: list[str] | str, *, tokenizer: PreTrainedTokenizerBase
 
 def check_lengths(texts: dict[int, str], where: str, tokenizer: PreTrainedTokenizerBase) -> None:
     most = tokenizer.model_max_length
-    counts = dict(zip(texts, images.count_tokens(list(texts.values()), tokenizer), strict=True))
+    counts = dict(zip(texts, captions.count_tokens(list(texts.values()), tokenizer), strict=True))
     long = [line for line, count in counts.items() if count > most]
     if long:
         raise ValueError(

@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PretrainedConfig
 from transformers import logging as transformers_logging
 
-from .. import images
-from ..images import TINY_CLIP
+from ..encode import models
+from ..encode.models import TINY_CLIP
 
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ROWS_AT_A_TIME = 1024  # of a kernel matrix: of 30,000 x 30,000 elements only 250 MB are held at once
@@ -108,12 +108,12 @@ class CLIP:
             config.json, safetensors, tokenizer and preprocessor_config.json, such as openai/clip-vit-large-patch14.
         device: where it computes.
 
-    Raises ValueError for a model of another kind or layout, and what `images.model_folder` raises. torchvision is not
+    Raises ValueError for a model of another kind or layout, and what `models.model_folder` raises. torchvision is not
     needed.
     """
 
     def __init__(self, model: str = TINY_CLIP, device: str | torch.device = "cpu"):
-        folder = images.model_folder(model, "*")
+        folder = models.model_folder(model, "*")
         self.device = torch.device(device)
         transformers_logging.disable_progress_bar()
         try:

@@ -1,1 +1,3 @@
-"""What only the lessons need: figures, published numbers, the drawn data set."""
+"""What only the notebooks need: the drawn data set, figures, published numbers, the planner, comparisons. Nothing else
+in helpers imports it.
+"""

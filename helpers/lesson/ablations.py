@@ -13,12 +13,14 @@ import ray.train
 import ray.train.torch
 import torch
 
-from .. import denoisers, distributed, schema, storage
-from ..config import TrainingConfig
-from ..manifest import Manifest, encode_embedding
-from ..runtime import meter, profiling
-from ..train_step import TrainStep, Unit, to_tensor
-from ..unet import has_compiler, load_unet_config
+from .. import distributed, storage
+from ..config.notebook import TrainingConfig
+from ..latents import schema
+from ..latents.manifest import Manifest, encode_embedding
+from ..model import denoisers
+from ..model.unet import has_compiler, load_unet_config
+from ..train import meter, profiling
+from ..train.step import TrainStep, Unit, to_tensor
 
 # What each row adds to the one before it.
 ABLATION = {

@@ -20,13 +20,16 @@ import pyarrow as pa
 import ray.train.torch
 import torch
 
-from .. import distributed, encoder, online, schema, train
-from ..config import OnlineConfig, TrainingConfig
-from ..manifest import Manifest
-from ..plan import Plan, load_plan
-from ..read import KEEP, ChunkReader, ReadRows, split_units
-from ..runtime import monitoring
-from ..train_step import TrainStep, Unit
+from .. import distributed
+from ..config.notebook import OnlineConfig, TrainingConfig
+from ..encode import encoder, online
+from ..latents import schema
+from ..latents.manifest import Manifest
+from ..latents.plan import Plan, load_plan
+from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
+from ..runtime import progress
+from ..train import resume, sources
+from ..train.step import TrainStep, Unit
 
 
 class PlannedImages(torch.utils.data.Dataset):
@@ -135,7 +138,7 @@ class DeviceEncoder:
         return Unit(moments, text, keep, positions.numpy(), row_ids, latents_spec, mask_UL=mask)
 
 
-class LoaderSource(train.StepSource):
+class LoaderSource(sources.StepSource):
     """Steps whose rows come from a `DataLoader` and are encoded by the worker itself, without Ray Data."""
 
     def __init__(self, config: TrainingConfig, raw: OnlineConfig):
@@ -150,9 +153,9 @@ class LoaderSource(train.StepSource):
         pass
 
     def resume_point(self) -> dict:
-        return train.choose_resume_point(self.config)
+        return resume.choose_resume_point(self.config)
 
-    def steps(self, step: int, rejects: train.Rejects) -> Iterator[tuple[list[Unit], float]]:
+    def steps(self, step: int, rejects: sources.Rejects) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.config)
         loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
         encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
@@ -205,7 +208,7 @@ def profile(
     watch = Stopwatch(device)
     encode, train_step = DeviceEncoder(raw, device), TrainStep(short, manifest, device, watch)
     memory = []
-    with monitoring.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
+    with progress.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
         for step in range(short.max_steps):
             watch.step = step
             with watch("data"):

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-from .. import denoisers
-from ..runtime import meter
-from ..unet import load_unet_config
+from ..model import denoisers
+from ..model.unet import load_unet_config
+from ..train import meter
 from . import published_results
 
 # The frozen networks of Stable Diffusion 2, as their published configs say.

@@ -11,8 +11,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
-from ..config import TrainingConfig
-from ..runtime import metrics_log, monitoring
+from ..config.notebook import TrainingConfig
+from ..runtime import progress
+from ..train import metrics
 
 
 def kill(node_id: str, pid: int) -> None:
@@ -30,7 +31,7 @@ def kill(node_id: str, pid: int) -> None:
 @contextlib.contextmanager
 def inject_worker_failure(config: TrainingConfig, rank: int, at_step: int) -> Iterator[None]:
     """Fault injection around `trainer.fit()`: SIGKILL worker `rank` when the run reaches `at_step`. Demos only."""
-    reader = metrics_log.MetricsReader(config.run_uri)
+    reader = metrics.MetricsReader(config.run_uri)
     reader.read()  # skip earlier attempts: a finished run that is started again loses no worker
 
     def kill_when_reached():
@@ -39,5 +40,5 @@ def inject_worker_failure(config: TrainingConfig, rank: int, at_step: int) -> It
             kill(worker["node_id"], worker["pid"])
             return True
 
-    with monitoring.poll_in_background(kill_when_reached, every=0.05):
+    with progress.poll_in_background(kill_when_reached, every=0.05):
         yield

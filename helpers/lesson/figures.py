@@ -371,7 +371,7 @@ def throughput(metrics, rate, waiting):
     """images/s over steps, and the share of time that training waits for data.
 
     `metrics`: columns step, images_per_second (all workers together), data_wait_share (0 to 1). `rate`, `waiting`: of
-    the whole run, as `metrics_log.throughput(metrics)` gives them, for the title.
+    the whole run, as `metrics.throughput(metrics)` gives them, for the title.
     """
     metrics = _last_attempt(metrics, "metrics", "images_per_second", "data_wait_share")
     fig = DescribedFigure(3.6)
@@ -486,7 +486,7 @@ def bus_bandwidth(table, *, expected=None):
 def time_shares(table):
     """Where the time of runs goes: one bar a run, split into computing and the shares that are lost.
 
-    `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `metrics_log.speed_summary`.
+    `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `metrics.speed_summary`.
     """
     lost = _frame(table, "table", "data", "communication", "checkpoints").fillna(0.0)
     names = {"data": "waits for data", "communication": "communication", "checkpoints": "checkpoints"}

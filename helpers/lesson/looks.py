@@ -15,11 +15,16 @@ import ray.train
 from IPython import get_ipython
 from PIL import Image
 
-from .. import checkpoint, held_out_rows, images, preprocess, schema, storage, train
-from ..config import OnlineConfig, PreprocessingConfig, TrainingConfig
-from ..data_io import filters, inputs
+from .. import storage
+from ..config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from ..encode import stages
+from ..encode.captions import count_tokens, load_tokenizer
 from ..evaluation import at_checkpoints
-from ..manifest import Manifest, read_manifest
+from ..latents import held_out, schema
+from ..latents.manifest import Manifest, read_manifest
+from ..latents.read import first_latents
+from ..raw import filters, images, inputs
+from ..train import checkpoint, resume
 from . import captioned_shapes
 
 
@@ -65,7 +70,7 @@ def dataset_stats(
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
     sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
-    tokens = images.count_tokens(captions, images.load_tokenizer(config.model_of("text_encoder")))
+    tokens = count_tokens(captions, load_tokenizer(config.model_of("text_encoder")))
     frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
     frame.insert(0, "tokens", tokens)
     shown = good_rows(rows, config, 12)
@@ -126,7 +131,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     shown = []
     for row in rows.select([inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR]).to_pylist():
         data, caption, row_id, error = row.values()
-        if len(shown) < num_rows and preprocess.transform_row(data, caption, row_id, config, error)[2] == "":
+        if len(shown) < num_rows and stages.transform_row(data, caption, row_id, config, error)[2] == "":
             shown.append((row_id, images.decode(data, config.max_pixels), caption))
     return shown
 
@@ -149,7 +154,7 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             "run_name, or change them."
         )
     values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig.from_dict({**values, "storage": storage_uri}), train.as_checkpoint(saved)
+    return TrainingConfig.from_dict({**values, "storage": storage_uri}), resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
@@ -264,7 +269,7 @@ def held_out_prompts(config: TrainingConfig, num_prompts: int):
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
-    rows = held_out_rows.first(config, num_prompts) if given is None else None
+    rows = held_out.first(config, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:
         for caption in captions:
@@ -279,7 +284,7 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     uri = next(iter(training.proportions))
     raw = read_manifest(uri).online
     if raw is None:
-        return preprocess.first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
+        return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig.from_dict(raw)
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

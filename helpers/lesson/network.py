@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import distributed, storage
-from ..runtime import profiling
+from ..train import profiling
 from . import estimates, published_results
 
 # Bytes that each link of a ring carries, in units of message size x (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.

@@ -24,9 +24,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .. import encoder, images
-from ..config import PreprocessingConfig, TrainingConfig
-from ..runtime import profiling
+from ..config.notebook import PreprocessingConfig, TrainingConfig
+from ..encode.captions import caption_ids
+from ..encode.encoder import Encoder
+from ..train import profiling
 from . import ablations, estimates, full_run, published_results
 from .estimates import check_count, check_positive, encoder_rate, encoders_needed, online_throughput, training_hours
 
@@ -144,10 +145,10 @@ def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8)
     )
     trained = ablations.measure_step(alone, device, steps=steps, warm_up=3)["images/s"]
     models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
-    encode = encoder.Encoder(**models, precision=raw.encoder_precision, num_threads=torch.get_num_threads())
+    encode = Encoder(**models, precision=raw.encoder_precision, num_threads=torch.get_num_threads())
     size, count, random = config.largest_resolution, raw.encoder_batch_size, np.random.default_rng(0)
     pixels_BHWC = random.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-    ids_BL = images.caption_ids(["a picture"] * count, raw)
+    ids_BL = caption_ids(["a picture"] * count, raw)
     seconds = []
     for _ in range(1 + steps):
         started = time.perf_counter()

@@ -18,7 +18,7 @@ from ray.util import accelerators
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
 
 FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "HF_")  # prefixes of the variables of stores and of the model hub
 START_ATTEMPTS = 4

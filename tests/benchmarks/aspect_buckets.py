@@ -12,13 +12,13 @@ import tempfile
 
 import numpy as np
 
-from helpers import run_setup, sampling
-from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.evaluation import trials
-from helpers.lesson import captioned_shapes, looks
-from helpers.manifest import read_manifest
-from helpers.plan import load_plan
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import load_plan
+from helpers.lesson import captioned_shapes, looks, trials
 from helpers.runtime import session
+from helpers.sample.pipeline import build_pipeline, generate
+from helpers.train import setup
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import lesson_recipe, shape_score
 from tests.pipelines import encode
@@ -47,9 +47,9 @@ def main():
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
-            buckets[name] = run_setup.describe_shapes(load_plan(config))
-            pipeline = sampling.build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
-            pictures = sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
+            buckets[name] = setup.describe_shapes(load_plan(config))
+            pipeline = build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
+            pictures = generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (
                 f"crops cut away {cut:.1%}; agreement over {len(prompts)} held-out prompts {right:.3f}, shape overlap "

@@ -13,8 +13,8 @@ import time
 
 from diffusers import StableDiffusionPipeline
 
-from helpers import sampling
 from helpers.lesson import captioned_shapes
+from helpers.sample.pipeline import generate
 from tests import by_hand
 from tests.benchmarks import record
 
@@ -30,7 +30,7 @@ def main():
         seconds = time.perf_counter() - started
         pipeline = StableDiffusionPipeline.from_pretrained(f"{folder}/pipeline")
         pipeline.set_progress_bar_config(disable=True)
-        pictures = sampling.generate(pipeline, prompts, resolution=64, guidance_scale=2.0)
+        pictures = generate(pipeline, prompts, resolution=64, guidance_scale=2.0)
     agreement = captioned_shapes.agreement(pictures, prompts)["all"]
     print(f"{seconds:.0f} s, agreement {agreement:.3f}")
     summary = {"the hand-written cells alone": f"agreement {agreement:.3f} after {seconds:.0f} s"}

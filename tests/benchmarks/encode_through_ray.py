@@ -13,10 +13,10 @@ import time
 
 import pyarrow.parquet as pq
 
-from helpers import encoder, preprocess
-from helpers.config import PreprocessingConfig
-from helpers.data_io import inputs
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import encoder, stages
 from helpers.lesson import captioned_shapes
+from helpers.raw import inputs
 from helpers.runtime import session
 from tests.benchmarks import record
 from tests.pipelines import encode
@@ -26,7 +26,7 @@ def bare(config, rows):
     """Images a second of `LatentEncoder` alone."""
     paths = inputs.list_inputs(config.raw_uri)
     table = pq.read_table(paths[0]).slice(0, 1024)
-    prepared = preprocess.transform(inputs.to_raw_rows(inputs.with_path(table, paths[0]), config), config=config)
+    prepared = stages.transform(inputs.to_raw_rows(inputs.with_path(table, paths[0]), config), config=config)
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
     size = config.encoder_batch_size
     batches = [prepared.slice(start, size) for start in range(0, len(prepared), size)]

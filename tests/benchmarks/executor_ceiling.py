@@ -24,12 +24,12 @@ import pyarrow as pa
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
-from helpers import read
-from helpers.read import build_dataset
+from helpers.latents import read
+from helpers.latents.read import build_dataset
 from helpers.runtime import session
 from helpers.runtime.throttle import ExecutionCallback
 from tests.benchmarks import record
-from tests.unit.test_plan import plan_of
+from tests.unit.latents.test_plan import plan_of
 
 BATCH, UNITS_PER_STEP, IMAGES_PER_SECOND = 4096, 32, 5908  # `profiles/full-sd2-256.yaml`
 # Workers cannot import this module: what they need of it travels with the function that they run.

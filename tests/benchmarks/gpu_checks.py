@@ -21,11 +21,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers import checkpoint, denoisers
-from helpers.config import TrainingConfig
+from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates
-from helpers.train_step import TrainStep
-from helpers.unet import build_model
+from helpers.model import denoisers
+from helpers.model.unet import build_model
+from helpers.train import checkpoint
+from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
 
 FAST = {"precision": "bf16", "channels_last": True}

@@ -17,10 +17,10 @@ import time
 import numpy as np
 import torch
 
-from helpers import encoder
-from helpers.config import PreprocessingConfig
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import encoder
 from helpers.lesson import estimates
-from helpers.runtime.meter import peak_flops, peak_memory
+from helpers.train.meter import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
 
 SETTINGS = {"base": {"channels_last": True}, "contiguous": {"channels_last": False}}

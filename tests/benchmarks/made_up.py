@@ -6,9 +6,12 @@ import time
 import numpy as np
 import pyarrow as pa
 
-from helpers import preprocess, resumable_job, schema, train
-from helpers.manifest import Manifest, encode_embedding, write_manifest
-from helpers.train_step import TrainStep
+from helpers.encode import stages
+from helpers.encode.job import Segment, segment_entry
+from helpers.latents import schema
+from helpers.latents.manifest import Manifest, encode_embedding, write_manifest
+from helpers.train import loop
+from helpers.train.step import TrainStep
 
 
 def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0, job=None):
@@ -17,7 +20,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
     `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
     """
     random, specs = np.random.default_rng(0), [schema.ColumnSpec(column, shape) for column, shape in shapes.items()]
-    segment, reports = resumable_job.Segment(0, [], num_rows), []
+    segment, reports = Segment(0, [], num_rows), []
     for start in range(0, num_rows, rows_per_file):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
@@ -30,7 +33,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
             columns[spec.name] = spec.encode(values, largest if is_last else None)
         rows = pa.table(columns).append_column(schema.REASON, pa.array([""] * count))
         rows = rows.append_column("encoder_call", pa.nulls(count)).append_column("transform_seconds", pa.nulls(count))
-        report = preprocess.write_latents(
+        report = stages.write_latents(
             rows,
             latents_uri=uri,
             segment=segment,
@@ -39,7 +42,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
             validation_share=validation_share,
         )
         reports.append(report)
-    segments = [resumable_job.segment_entry(segment, reports)]
+    segments = [segment_entry(segment, reports)]
     manifest = Manifest.of(
         segments,
         encoder={"model": "none", "revision": "0", "precision": "fp16"},
@@ -63,7 +66,7 @@ def train_in(step_seconds, values, **options):
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0, "num_kept": num_kept}
 
     TrainStep.step = played_step
-    train.train_loop_per_worker(values, **options)
+    loop.train_loop_per_worker(values, **options)
 
 
 SD2_256 = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}

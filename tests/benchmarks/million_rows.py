@@ -24,11 +24,13 @@ import time
 
 import numpy as np
 
-from helpers import encoder, preprocess, resumable_job, storage
-from helpers.config import PreprocessingConfig
-from helpers.data_io import inputs
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import encoder, prepare
+from helpers.encode.job import ROWS_PER_SEGMENT
+from helpers.latents.manifest import read_segments
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_segments
+from helpers.raw import inputs
 from helpers.runtime import session
 from tests.benchmarks import record
 from tests.pipelines import build_pipeline
@@ -104,7 +106,7 @@ def main():
         draw(config.input_uri, given.rows)
         print(f"{given.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
         session.connect()
-        job, progress = preprocess.prepare(config, given.rows_per_segment), Progress()
+        job, progress = prepare.prepare(config, given.rows_per_segment), Progress()
         kind = StandInEncoder if given.stand_in else encoder.LatentEncoder
         manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
         points = np.array(progress.points)
@@ -159,7 +161,7 @@ def estimate(manifest, segments, config, rows, request_seconds=0.03, encoders=58
         f"a segment: {statistics.median(gaps):.1f} s in which nothing is encoded, {commit * 1e3:.1f} ms for its commit"
     )
     print(f"a written file: {rows / files:.0f} rows, {size / files:.0f} bytes of files.json")
-    scale, number = 2e9 / rows, 2e9 / (resumable_job.ROWS_PER_SEGMENT * encoders)
+    scale, number = 2e9 / rows, 2e9 / (ROWS_PER_SEGMENT * encoders)
     print(
         f"2,000,000,000 rows in 200,000 files, {encoders} encoders, "
         f"three requests of {request_seconds * 1e3:.0f} ms a file: "

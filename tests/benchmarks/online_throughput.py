@@ -20,10 +20,11 @@ import pandas as pd
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers.config import TrainingConfig
+from helpers.config.notebook import TrainingConfig
+from helpers.latents.read import latents_dataset
 from helpers.lesson import estimates
-from helpers.read import latents_dataset
-from helpers.runtime import metrics_log, session
+from helpers.runtime import session
+from helpers.train import metrics
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 
@@ -77,7 +78,7 @@ def measure(uri, name, num_steps, stream=None):
         validation_share=0,
     )
     fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)
-    return metrics_log.throughput(metrics_log.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
+    return metrics.throughput(metrics.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
 
 
 def main():

@@ -27,12 +27,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers import decoder, encoder, preprocess, sampling, schema
-from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.data_io import inputs
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare, stages
+from helpers.latents import schema
+from helpers.latents.manifest import Manifest
 from helpers.lesson import captioned_shapes
-from helpers.manifest import Manifest
-from helpers.train_step import TrainStep, Unit
+from helpers.raw import inputs
+from helpers.sample import decoder
+from helpers.sample.pipeline import build_pipeline, generate
+from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 
 TIMED_STEPS = 20
@@ -64,10 +67,10 @@ def encode(config, raw):
     latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=2, batch_size=64)
     for start in range(0, len(raw), 1000):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
-        found.append(latent_encoder(preprocess.transform(rows, config=config)))
+        found.append(latent_encoder(stages.transform(rows, config=config)))
     job = {"validation_share": 0.0}
     manifest = Manifest.of(
-        [], **preprocess.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job
+        [], **prepare.describe(config), resolutions=list(config.resolutions), id_type="int64", job=job
     )
     layout = schema.latents_schema(pa.int64(), manifest.columns)
     table = pa.concat_tables(found).select(layout.names).cast(layout)
@@ -107,8 +110,8 @@ class Training:
 
     def draw(self, prompts):
         with self.train_step.averaged() as unet:
-            pipeline = sampling.build_pipeline(unet, self.manifest, self.config)
-            return sampling.generate(pipeline, prompts, resolution=64, batch_size=64)
+            pipeline = build_pipeline(unet, self.manifest, self.config)
+            return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
 def shape_score(pictures, prompts):

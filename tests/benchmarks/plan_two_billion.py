@@ -19,10 +19,11 @@ import resource
 import tempfile
 import time
 
-from helpers import run_setup, schema
-from helpers.config import TrainingConfig
-from helpers.manifest import FILES, MANIFEST, Manifest, read_manifests
-from helpers.plan import load_plan, plan_run
+from helpers.config.notebook import TrainingConfig
+from helpers.latents import schema
+from helpers.latents.manifest import FILES, MANIFEST, Manifest, read_manifests
+from helpers.latents.plan import load_plan, plan_run
+from helpers.train import setup
 from tests.benchmarks import record
 
 
@@ -74,7 +75,7 @@ def measure(num_files, rows_per_file, num_buckets):
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
         manifests = read_manifests(config.proportions)
         seconds = {"read the manifest": time.perf_counter() - started}
-        run_setup.describe_data(manifests, config)
+        setup.describe_data(manifests, config)
         seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
         driver_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         plan = load_plan(config)

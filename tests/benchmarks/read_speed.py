@@ -29,13 +29,14 @@ import torch
 from ray import cloudpickle
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from helpers import schema, storage
-from helpers.config import TrainingConfig
-from helpers.manifest import read_manifest
-from helpers.plan import load_plan
-from helpers.read import execution_options, latents_dataset
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
+from helpers.latents import schema
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import load_plan
+from helpers.latents.read import execution_options, latents_dataset
 from helpers.runtime import session
-from helpers.train_step import Unit
+from helpers.train.step import Unit
 from tests.benchmarks import made_up, record
 
 UNIT_ROWS, FILE = 128, 1024

@@ -14,9 +14,9 @@ import time
 import numpy as np
 import ray
 
-from helpers.config import TrainingConfig
-from helpers.plan import load_plan
-from helpers.read import UNIT, latents_dataset
+from helpers.config.notebook import TrainingConfig
+from helpers.latents.plan import load_plan
+from helpers.latents.read import UNIT, latents_dataset
 from helpers.runtime import session
 from tests.benchmarks import made_up, record
 

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from helpers import denoisers
 from helpers.lesson import estimates
-from helpers.unet import load_unet_config
+from helpers.model import denoisers
+from helpers.model.unet import load_unet_config
 from tests.benchmarks import record
 
 # What moves bytes of its own although it computes next to nothing.

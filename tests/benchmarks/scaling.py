@@ -22,10 +22,11 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
-from helpers import distributed, run_setup, storage
-from helpers.config import TrainingConfig
+from helpers import distributed, storage
+from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates, network, published_results
-from helpers.runtime import profiling, session
+from helpers.runtime import session
+from helpers.train import profiling, setup
 from tests.benchmarks import record
 
 
@@ -53,7 +54,7 @@ def measure(config, **values):
             use_gpu=config.use_gpu,
             accelerator_type=config.training_accelerator_type,
         ),
-        run_config=RunConfig(**run_setup.run_folder(config)),
+        run_config=RunConfig(**setup.run_folder(config)),
     ).fit()
     return storage.read_json(storage.join(config.run_uri, "speed.json"))
 

@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from helpers import decoder
-from helpers.config import PreprocessingConfig
+from helpers.config.notebook import PreprocessingConfig
 from helpers.evaluation import scores
+from helpers.evaluation.losses import validation_loss
 from helpers.evaluation.scores import CLIP
 from helpers.lesson import captioned_shapes
-from helpers.runtime import results
-from helpers.validation import validation_loss
+from helpers.sample import decoder
+from helpers.train import results
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 

@@ -10,8 +10,9 @@ otherwise idle machine.
 import functools
 import tempfile
 
-from helpers.config import TrainingConfig
-from helpers.runtime import metrics_log, session
+from helpers.config.notebook import TrainingConfig
+from helpers.runtime import session
+from helpers.train.metrics import read_metrics, throughput
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 
@@ -30,10 +31,10 @@ def rate(number, *, storage, name, steps):
         checkpoint_every=steps,
     )
     fit(config)
-    metrics = metrics_log.read_metrics(config.run_uri)
+    metrics = read_metrics(config.run_uri)
     assert metrics["samples_seen"].iloc[-1] == steps * config.global_batch_size
     assert not metrics["masked_rows"].any()
-    return metrics_log.throughput(metrics)[0]
+    return throughput(metrics)[0]
 
 
 def main():

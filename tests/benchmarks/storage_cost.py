@@ -16,10 +16,13 @@ import tempfile
 import numpy as np
 import pyarrow as pa
 
-from helpers import encoder, images, preprocess, schema, storage
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, stages
+from helpers.encode.captions import count_tokens, load_tokenizer
+from helpers.evaluation.losses import validation_loss
+from helpers.latents import schema
 from helpers.lesson import captioned_shapes
-from helpers.validation import validation_loss
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, split
 
@@ -46,7 +49,7 @@ def bytes_on_disk(columns, rows=128):
         }
     )
     with tempfile.TemporaryDirectory() as folder:
-        return preprocess.write_parquet([table], storage.join(folder, "a.parquet")) / rows
+        return stages.write_parquet([table], storage.join(folder, "a.parquet")) / rows
 
 
 def latents_spec(resolution, latents="moments"):
@@ -74,8 +77,8 @@ def print_bytes():
         shares = [size / before[resolution] for size, resolution in zip(found, (256, 512), strict=True)]
         print(f"  {name:20} {found[0]:9,.0f} {found[1]:9,.0f}   ({shares[0]:.1%}, {shares[1]:.1%})")
     captions = [captioned_shapes.sample(index)[1] for index in range(2000)]
-    tokenizer = images.load_tokenizer("tiny-sd")
-    mean = statistics.mean(images.count_tokens(captions, tokenizer))
+    tokenizer = load_tokenizer("tiny-sd")
+    mean = statistics.mean(count_tokens(captions, tokenizer))
     print(
         f"  text without its padding: the drawn captions have {mean:.1f} of {tokenizer.model_max_length} tokens, so "
         f"{mean / tokenizer.model_max_length:.0%} of its bytes; a mean of 20 of 77 would leave {20 / 77:.0%}"

@@ -14,11 +14,14 @@ import time
 
 from ray import cloudpickle
 
-from helpers import distributed, preprocess, run_setup, train, train_step
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers import distributed
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.latents import read
+from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_manifest
-from helpers.runtime import metrics_log, session
+from helpers.runtime import session
+from helpers.train import metrics, resume, setup, sources
+from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import encode, fit
 
@@ -28,14 +31,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def first_batch(config, manifest):
-    table = preprocess.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
-    return train_step.Unit.from_arrow(table, manifest, config.resolution, 0)
+    table = read.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
+    return Unit.from_arrow(table, manifest, config.resolution, 0)
 
 
 def bare(config, manifest):
     """Images a second of `TrainStep` alone, on one batch."""
     distributed.use_cores(1)
-    batch, alone = first_batch(config, manifest), train_step.TrainStep(config, manifest)
+    batch, alone = first_batch(config, manifest), TrainStep(config, manifest)
     for step in range(config.max_steps):
         if step == WARM_UP:
             started = time.perf_counter()
@@ -43,7 +46,7 @@ def bare(config, manifest):
     return config.global_batch_size * (config.max_steps - WARM_UP) / (time.perf_counter() - started)
 
 
-class SameBatch(train.StepSource):
+class SameBatch(sources.StepSource):
     """Without data: the same batch at every step."""
 
     datasets = None
@@ -52,7 +55,7 @@ class SameBatch(train.StepSource):
         pass
 
     def resume_point(self):
-        return train.choose_resume_point(self.config)
+        return resume.choose_resume_point(self.config)
 
     def steps(self, step, rejects):
         batch = first_batch(self.config, read_manifest(self.config.latents_uri))
@@ -63,7 +66,7 @@ class SameBatch(train.StepSource):
 def through_ray(config, make_source=None):
     """Images a second under Ray Train."""
     fit(config, source=make_source and make_source(config))
-    rate, waits = metrics_log.throughput(metrics_log.read_metrics(config.run_uri), skip=WARM_UP)
+    rate, waits = metrics.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
     print(f"waiting for data {waits:.1%} of the time")
     return rate
 
@@ -82,7 +85,7 @@ def main():
             return TrainingConfig(**run, validate_every=0, validation_share=0)
 
         def without_ray(_):
-            return bare(config("bare"), run_setup.open_run(config("bare")))
+            return bare(config("bare"), setup.open_run(config("bare")))
 
         measures = {
             "bare": without_ray,

@@ -10,10 +10,10 @@ weights and of the last ones, seed by seed: a negative difference says that phas
 
 import pandas as pd
 
-from helpers.config import PreprocessingConfig
-from helpers.evaluation import trials
-from helpers.runtime.profiling import count_flops
-from helpers.validation import validation_loss
+from helpers.config.notebook import PreprocessingConfig
+from helpers.evaluation.losses import validation_loss
+from helpers.lesson import trials
+from helpers.train.profiling import count_flops
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 

@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import transformers
 
-from helpers import held_out_rows, storage
-from helpers.config import TrainingConfig
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
 from helpers.evaluation import at_checkpoints
+from helpers.latents import held_out
+from helpers.latents.manifest import read_manifest
 from helpers.lesson import full_run
-from helpers.manifest import read_manifest
 from helpers.runtime import session
-from helpers.train_step import TrainStep, Unit
+from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import draw_and_encode
 
@@ -51,11 +52,11 @@ def main():
         session.connect("local")
         draw_and_encode(folder, given.rows)
         config = TrainingConfig(storage=folder, resolution=32, micro_batch_size=64, **sizes)
-        manifest, rows = read_manifest(config.latents_uri), held_out_rows.first(config, held_out_rows.NUM_ROWS)
+        manifest, rows = read_manifest(config.latents_uri), held_out.first(config, held_out.NUM_ROWS)
         rows = pa.concat_tables([rows] * (config.global_batch_size // len(rows) + 1))
-        uri = storage.join(config.run_uri, held_out_rows.FOLDER, "rows.parquet")
+        uri = storage.join(config.run_uri, held_out.FOLDER, "rows.parquet")
         storage.write_text(uri, "")
-        pq.write_table(rows[: held_out_rows.NUM_ROWS], uri)
+        pq.write_table(rows[: held_out.NUM_ROWS], uri)
         trainer, batch = TrainStep(config, manifest), rows[: config.global_batch_size].combine_chunks()
         started = time.perf_counter()
         trainer.step(0, [Unit.from_arrow(batch, manifest, 32, 0)])

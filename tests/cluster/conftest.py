@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from helpers.config import PreprocessingConfig
+from helpers.config.notebook import PreprocessingConfig
 from helpers.lesson import captioned_shapes
 from tests.faults import is_evaluated, loop_with, simulated_cluster, wait_until
 from tests.pipelines import TWO_WORKERS, encode, fit, short_run

@@ -7,12 +7,13 @@ import pathlib
 
 import pytest
 
-from helpers import online, sampling
-from helpers.config import OnlineConfig
-from helpers.train import last_checkpoint
+from helpers.config.notebook import OnlineConfig
+from helpers.encode import prepare_online
+from helpers.sample import pipeline
+from helpers.train.resume import last_checkpoint
 from tests.faults import attempts_of, die, loop_with, slow
 from tests.pipelines import assert_bare, encode, fit, fit_parts, online_stream, short_run
-from tests.unit.test_denoisers import FLOW, SMALL
+from tests.unit.model.test_denoisers import FLOW, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +40,7 @@ def test_a_killed_run_of_pixart_over_stored_latents_is_a_bare_loop(encoded, reci
     fit(config, loop=loop_with((die, 11, 0, tmp_path / "killed")))
     assert attempts_of(config) == [1, 9]
     assert_bare(config)
-    uri = sampling.export_checkpoint(config.to_dict(), last_checkpoint(config))
+    uri = pipeline.export_checkpoint(config.to_dict(), last_checkpoint(config))
     assert "max_sequence_length=24" in pathlib.Path(uri, "README.md").read_text()
 
 
@@ -60,7 +61,7 @@ def test_a_killed_online_run_of_prx_is_a_bare_loop(encoded, recipe, tmp_path, ke
         fit_parts(raw, config, loop=loop)
         assert os.path.exists(tmp_path / "killed")
     else:
-        online.prepare(raw, config)
+        prepare_online.prepare(raw, config)
         fit(config, loop=loop, stream=online_stream(raw, seed=config.seed))
         assert attempts_of(config) == [1, 9]
         assert_bare(config, raw=raw)

@@ -17,12 +17,14 @@ import ray.train
 from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
-from helpers import checkpoint, encoder, preprocess, run_setup, storage, train
-from helpers.config import PreprocessingConfig
-from helpers.data_io import inputs
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import encoder, prepare, stages
+from helpers.latents.manifest import read_files, read_manifest
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_files, read_manifest
-from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from helpers.raw import inputs
+from helpers.runtime import progress
+from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
 from tests.faults import (
     assert_same_run,
     attempts_of,
@@ -50,7 +52,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.fixture
 def straight(run):
     """Metrics of the run of two workers that nothing happened to; `test_training` compares it with a bare loop."""
-    return metrics_log.read_metrics(run[0].run_uri)
+    return metrics.read_metrics(run[0].run_uri)
 
 
 def run_of(run, name, **changes):
@@ -83,9 +85,9 @@ def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, cap
     """One dies while it uploads the checkpoint of step 20: that is not used, and the next command deletes it."""
     config = run_of(run, "killed", max_failures=2)
     killed = loop_with((die, 13, 1, tmp_path / "rank 1"))
-    with monitoring.monitor_run(config):
+    with monitor.monitor_run(config):
         fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "rank 0"), 20, inner=killed))
-    assert "lost: worker" in capsys.readouterr().out and len(fault_tolerance.read_failures(config.run_uri)) == 2
+    assert "lost: worker" in capsys.readouterr().out and len(faults.read_failures(config.run_uri)) == 2
     assert attempts_of(config) == [1, 11, 11]
     assert_same_run(config, straight)
     torn = storage.join(config.run_uri, checkpoint.checkpoint_name(20, 2))
@@ -101,14 +103,14 @@ def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_t
     """
     config = run_of(run, "refused", max_failures=1, checkpoints_kept=1, checkpoint_every=5, validate_every=20)
     ended = "3 checkpoints in a row were lost; checkpoint-000000025-001 .*: OSError: AWS Error SLOW_DOWN"
-    with pytest.raises(ray.train.ControllerError, match=ended), monitoring.monitor_run(config):
+    with pytest.raises(ray.train.ControllerError, match=ended), monitor.monitor_run(config):
         fit(config, loop=loop_with_refused_uploads(1, (5, 15, 20, 25)))
-    assert attempts_of(config) == [1] and train.last_step(config) == 10
+    assert attempts_of(config) == [1] and resume.last_step(config) == 10
     said = capsys.readouterr().out
     assert "lost: checkpoint-000000015-001 could not be uploaded: OSError: AWS Error SLOW_DOWN" in said
     assert "evaluation of step 20 skipped: its checkpoint could not be uploaded" in said
     fit(dataclasses.replace(config, validate_every=0), loop=loop_with_refused_uploads(2, (40,)))
-    assert attempts_of(config) == [1, 11, 36] and train.last_step(config) == 40
+    assert attempts_of(config) == [1, 11, 36] and resume.last_step(config) == 40
     assert_same_run(config, straight)
 
 
@@ -118,14 +120,14 @@ def test_workers_that_hang_are_replaced_wherever_they_hang(run, straight, tmp_pa
     config = run_of(run, "hanging", hang_timeout=10)
     fit(config, loop=loop_with((stop, 13, 1, tmp_path / "stopped"), (wait_for_ever, 17, 0, tmp_path / "waiting")))
     assert_same_run(config, straight)
-    assert sum("made no step in" in failure for failure in fault_tolerance.read_failures(config.run_uri)) >= 2
+    assert sum("made no step in" in failure for failure in faults.read_failures(config.run_uri)) >= 2
 
 
 @slow
 def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
     config = run_of(run, "slow", hang_timeout=6, max_failures=0, max_steps=15, checkpoint_every=5)
     fit(config, loop=loop_with_slow_parts(9))
-    assert attempts_of(config) == [1] and fault_tolerance.read_failures(config.run_uri) == []
+    assert attempts_of(config) == [1] and faults.read_failures(config.run_uri) == []
 
 
 @slow
@@ -133,11 +135,11 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
     config = run_of(run, "interrupted")
 
     def interrupt():
-        if steps_done(config) == 33 and train.last_step(config) == 30:
+        if steps_done(config) == 33 and resume.last_step(config) == 30:
             os.kill(os.getpid(), signal.SIGINT)
             return True
 
-    with pytest.raises(KeyboardInterrupt), monitoring.poll_in_background(interrupt, every=0.1):
+    with pytest.raises(KeyboardInterrupt), progress.poll_in_background(interrupt, every=0.1):
         fit(config, loop=loop_with((wait_for_ever, 33, 0, tmp_path / "interrupted")))
     # All CPUs at once can only be had when no worker and no task is left.
     assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
@@ -152,13 +154,13 @@ def test_a_nan_ends_a_run_at_once_or_its_step_is_skipped(run, straight):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
     config = run_of(run, "not-finite", max_failures=3)
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
-    with pytest.raises(RuntimeError, match=sentence), monitoring.monitor_run(config):
+    with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_nan(13))
-    assert attempts_of(config) == [1] and steps_done(config) == 13 and train.last_step(config) == 10
-    assert fault_tolerance.read_failures(config.run_uri) == []
-    with monitoring.monitor_run(config):
+    assert attempts_of(config) == [1] and steps_done(config) == 13 and resume.last_step(config) == 10
+    assert faults.read_failures(config.run_uri) == []
+    with monitor.monitor_run(config):
         fit(dataclasses.replace(config, max_skipped_steps=1), loop=loop_with_nan(13))
-    found = metrics_log.read_metrics(config.run_uri)
+    found = metrics.read_metrics(config.run_uri)
     assert attempts_of(config) == [1, 11] and found["step"].tolist() == straight["step"].tolist()
     assert found["skipped_steps"].fillna(0).tolist() == [float(step == 14) for step in found["step"]]
     assert found["loss"].isna().tolist() == [step == 14 for step in found["step"]]
@@ -168,9 +170,9 @@ def test_a_nan_ends_a_run_at_once_or_its_step_is_skipped(run, straight):
 def test_a_sick_device_is_named_and_ends_the_run(run):
     config = run_of(run, "sick", max_failures=3)
     sentence = rf"^cpu of {socket.gethostname()} \(worker 1\) multiplies matrices wrongly: start the same command again"
-    with pytest.raises(RuntimeError, match=sentence), monitoring.monitor_run(config):
+    with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_sick_device(1))
-    (failure,) = fault_tolerance.read_failures(config.run_uri)
+    (failure,) = faults.read_failures(config.run_uri)
     assert "(worker 1) multiplies matrices wrongly" in failure and attempts_of(config) == []
 
 
@@ -185,7 +187,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
         storage.write_json(folder / "progress.json", {"step": step, "files": {"__0_0.distcp": 4}})
     names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20)]
     results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
-    listed = storage.join(config.run_uri, run_setup.SNAPSHOT)
+    listed = storage.join(config.run_uri, setup.SNAPSHOT)
     storage.write_json(
         listed,
         {
@@ -207,8 +209,8 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
     else:  # every checkpoint is there
         pathlib.Path(listed).write_text('{"checkpoint_results": [')
         expected = None
-    said = run_setup.reconcile_checkpoints(config.run_uri)
-    assert train.last_step(config) == (10 if expected else 20)
+    said = setup.reconcile_checkpoints(config.run_uri)
+    assert resume.last_step(config) == (10 if expected else 20)
     if expected:
         assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()
     else:
@@ -254,9 +256,9 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
 
     def mortal_transform(rows, config):
         once(transforming, die)
-        return preprocess.transform(rows, config=config)
+        return stages.transform(rows, config=config)
 
-    job, opened = preprocess.prepare(config), storage.open_filesystem
+    job, opened = prepare.prepare(config), storage.open_filesystem
     build = build_pipeline(job, config, latent_encoder=MortalEncoder, transform=mortal_transform)
 
     def pipeline(segment):
@@ -293,7 +295,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     pathlib.Path(data, "000001-0123456789ab.parquet").write_bytes(b"half")
     monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
-    job = preprocess.prepare(config, rows_per_segment=40)
+    job = prepare.prepare(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
     manifest = job.run(build_pipeline(job, config))
     raw = pa.concat_tables([pq.read_table(path) for path in storage.list_files(config.raw_uri)])[:70]

@@ -12,12 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import held_out_rows, images, online, preprocess, schema, storage
-from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.data_io import filters, inputs, readers
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import online, prepare, prepare_online, stages
+from helpers.latents import schema
+from helpers.latents.held_out import FOLDER
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_manifest
-from helpers.plan import load_plan
+from helpers.raw import filters, images, inputs, readers
 
 ROWS = 150
 COLUMNS = {
@@ -123,9 +126,9 @@ def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_
     datasets = []
     for name in COLUMNS:
         config = filtered(input_folders, name, tmp_path / name)
-        datasets += [inputs.read_rows(segment, config) for segment in preprocess.prepare(config).segments]
+        datasets += [inputs.read_rows(segment, config) for segment in prepare.prepare(config).segments]
     rows = datasets[0].union(*datasets[1:])
-    rows = rows.map_batches(functools.partial(preprocess.transform, config=config), batch_format="pyarrow")
+    rows = rows.map_batches(functools.partial(stages.transform, config=config), batch_format="pyarrow")
     found = collections.defaultdict(list)
     formats = {
         "0.parquet": "parquet",
@@ -151,7 +154,7 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
     # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
     for name, files, wanted in (("webdataset", 100, keys[100:120]), ("imagefolder", 50, keys[:70])):
         config = config_of(input_folders, name, tmp_path, limit=120)
-        first, last = preprocess.prepare(config, rows_per_segment=40).segments
+        first, last = prepare.prepare(config, rows_per_segment=40).segments
         assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
         rows = inputs.read_rows(last, config).take_all()
         assert [row["id"] for row in rows] == wanted
@@ -171,13 +174,13 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
         global_batch_size=10,
         validation_share=0.1,
     )
-    manifest = online.prepare(config, training)
+    manifest = prepare_online.prepare(config, training)
     assert manifest.read == 130
     plan = load_plan(training)
     found = {}
     for index in range(plan.chunks_per_epoch):
         ((source, ranges),) = plan.chunk_rows(index)[0]
-        done = preprocess.transform(online.read_raw(ranges, source, config=config), config=config)
+        done = stages.transform(online.read_raw(ranges, source, config=config), config=config)
         columns = (done[column].to_pylist() for column in ("id", "caption", "reason"))
         found |= {row_id: (text, reason) for row_id, text, reason in zip(*columns, strict=True)}
     drawn = drawn_rows()[:130]
@@ -192,7 +195,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     }
     assert {reason for _, reason in found.values() if reason} <= {"not an image"}
     assert set(manifest.rejected) == {"empty caption"} and manifest.filtered > 0
-    stored = read_manifest(storage.join(training.latents_uri, held_out_rows.FOLDER))
+    stored = read_manifest(storage.join(training.latents_uri, FOLDER))
     assert 0 < stored.written <= stored.read
 
 
@@ -224,7 +227,7 @@ def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
     config = PreprocessingConfig(
         storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet", resolutions=[32]
     )
-    job = preprocess.check(config)
+    job = prepare.check(config)
     assert sorted(job.listing) == ["0.parquet", "1.parquet"]
     assert job.listing == {name: (input_folders["parquet"] / name).stat().st_size for name in job.listing}
 
@@ -420,25 +423,25 @@ def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
     with pytest.raises(
         ValueError, match=r"^image_column='url' holds URLs \(https://example.org/a.jpg\): download the pictures first"
     ):
-        preprocess.prepare(config)
+        prepare.prepare(config)
 
 
 def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
     with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):
-        preprocess.prepare(config)
+        prepare.prepare(config)
 
 
 def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
     has = r"id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption, width"
     with pytest.raises(ValueError, match=has):
-        preprocess.prepare(config_of(input_folders, "webdataset", tmp_path, id_column="hash"))
+        prepare.prepare(config_of(input_folders, "webdataset", tmp_path, id_column="hash"))
     with pytest.raises(
         ValueError,
         match=r"row_filter='punsafe' is not a column of .*metadata.jsonl: it has key, text, width, file_name",
     ):
-        preprocess.prepare(config_of(input_folders, "imagefolder", tmp_path, row_filter="punsafe < 0.5"))
+        prepare.prepare(config_of(input_folders, "imagefolder", tmp_path, row_filter="punsafe < 0.5"))
     assert not pathlib.Path(tmp_path, "latents").exists()
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from helpers import sampling
 from helpers.evaluation import generation, scores
 from helpers.lesson import captioned_shapes
+from helpers.sample import pipeline
 from tests.faults import die, once, slow
 from tests.pipelines import untrained_pipeline
 
@@ -21,7 +21,7 @@ TWO = generation.Placement(num_generators=2)
 @pytest.fixture(scope="module")
 def settings(cluster, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    sampling.export_pipeline(untrained_pipeline(), folder)
+    pipeline.export_pipeline(untrained_pipeline(), folder)
     return generation.Settings(folder, resolution=32, steps=2, rows_per_part=2)
 
 
@@ -48,7 +48,7 @@ def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     assert (tmp_path / "killed").exists()
     for row in table.itertuples():
         made = clip.images(
-            sampling.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)
+            pipeline.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)
         )
         assert row.clip_score == pytest.approx(scores.clip_score(made, clip.texts(PROMPTS)), abs=0.2)
         assert row.cmmd == pytest.approx(scores.cmmd(made, real), rel=0.02)

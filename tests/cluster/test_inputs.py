@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import preprocess, resumable_job, storage
-from helpers.config import PreprocessingConfig
-from helpers.data_io import checks, filters, inputs, readers
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import job, prepare
 from helpers.lesson import looks
+from helpers.raw import checks, filters, inputs, readers
 
 
 def write(path, **columns):
@@ -324,7 +325,7 @@ def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
     ):
         config = PreprocessingConfig(input_uri=str(tmp_path), row_filter=text, latents_uri=str(tmp_path / "latents"))
         with pytest.raises(ValueError, match=message):
-            preprocess.prepare(config)
+            prepare.prepare(config)
     assert not storage.exists(tmp_path / "latents")
 
 
@@ -354,7 +355,7 @@ def test_ray_reads_only_what_is_used(tmp_path, cluster, capsys):
     paths = [raw(tmp_path, number, 20) for number in range(2)]
     text = "not width < 3 and hash != 7 or caption == 'none' and width > 100"
     config = PreprocessingConfig(row_filter=text, limit=30)
-    segments = resumable_job.plan_segments(paths, config, rows_per_segment=20)
+    segments = job.plan_segments(paths, config, rows_per_segment=20)
     assert [segment.rows for segment in segments] == [20, 10]
     plans = []
     for path, segment in zip(paths, segments, strict=True):

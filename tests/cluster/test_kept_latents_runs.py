@@ -6,12 +6,14 @@ import sys
 import pytest
 from ray import cloudpickle
 
-from helpers import encoder, kept_latents, storage, train_step
-from helpers.config import OnlineConfig
+from helpers import storage
+from helpers.config.notebook import OnlineConfig
+from helpers.encode import encoder
+from helpers.latents.manifest import read_manifest, read_manifests
+from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_manifest, read_manifests
-from helpers.plan import load_plan
-from helpers.runtime import metrics_log
+from helpers.train import metrics, step
+from helpers.train.kept import FOLDER
 from tests.faults import assert_same_run, attempts_of, die, loop_with, run_driver, slow, steps_done
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
 
@@ -35,7 +37,7 @@ def run_of(raw, name, **changes):
 
 
 def kept(config):
-    uri = storage.join(config.run_uri, kept_latents.FOLDER)
+    uri = storage.join(config.run_uri, FOLDER)
     return uri, read_manifest(uri)
 
 
@@ -56,7 +58,7 @@ def bare(raw, config):
     (manifest,) = read_manifests(config.proportions).values()
     plan, (uri, kept_manifest) = load_plan(config), kept(config)
     kept_plan = load_plan(short_run(raw.storage, "any", latents_uri=uri))
-    alone, epoch = train_step.TrainStep(config, manifest), plan.steps_per_epoch
+    alone, epoch = step.TrainStep(config, manifest), plan.steps_per_epoch
     first = train_alone(alone, manifest, plan, read_alone(plan, epoch, raw, config.seed), range(epoch))
     others = read_alone(kept_plan, STEPS - epoch)
     return first + train_alone(alone, kept_manifest, kept_plan, others, range(epoch, STEPS))
@@ -68,12 +70,12 @@ def straight(raw, tmp_path_factory):
     config, counted, encoded = run_of(raw, "straight"), tmp_path_factory.mktemp("counted") / "rows", []
     stored = lambda part: encoded.append(counted.stat().st_size)  # noqa: E731
     fit_parts(raw, config, latent_encoder=counting(counted), fitted=stored)
-    return config, metrics_log.read_metrics(config.run_uri), encoded
+    return config, metrics.read_metrics(config.run_uri), encoded
 
 
 @slow
 def test_a_run_that_keeps_latents_encodes_each_row_once(raw, straight):
-    """Its losses are those of a bare loop. What it promises when it is killed: `tests/unit/test_kept_latents.py`."""
+    """Its losses are those of a bare loop. What it promises when it is killed: `tests/unit/train/test_kept.py`."""
     config, found, encoded = straight
     _, manifest = kept(config)
     plan = load_plan(config)
@@ -98,7 +100,7 @@ def test_killed_drivers_change_no_bit(raw, straight):
     config = run_of(raw, "drivers")
     for when in DIE:
         run_driver(f"""
-            from helpers.config import OnlineConfig
+            from helpers.config.notebook import OnlineConfig
             from tests.pipelines import fit_parts
             raw = OnlineConfig.from_dict({raw.to_dict()!r})
             config = TrainingConfig.from_dict({config.to_dict()!r})

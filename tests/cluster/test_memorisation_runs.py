@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from helpers import held_out_rows, schema, storage
-from helpers.config import TrainingConfig
-from helpers.evaluation import memorisation
-from helpers.manifest import read_files, read_manifest
-from helpers.read import read_row_ranges
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
+from helpers.latents import schema
+from helpers.latents.held_out import first
+from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.read import read_row_ranges
+from helpers.lesson import memorisation
 from tests.benchmarks import made_up
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (2, 4)}
@@ -63,7 +65,7 @@ def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
     copy = found.iloc[3]
     assert (copy["id"], copy["latents_uri"], copy["nearer"]) == (ids[7], uri, 0)
     assert copy["distance"] == pytest.approx(0, abs=1e-7) and (copy["latents"].ravel() == means[7]).all()
-    unseen = held_out_rows.first(config, 40)
+    unseen = first(config, 40)
     unseen = unseen.filter(unseen[COLUMN].is_valid())
     means = read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
     nearest = [distance for distance, _, _ in brute_force(config, means)]

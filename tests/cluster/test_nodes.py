@@ -20,15 +20,18 @@ import torch
 from ray import cloudpickle
 from ray.train import ScalingConfig
 
-from helpers import online, storage, train
-from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import online, prepare_online
 from helpers.evaluation import at_checkpoints
+from helpers.latents.manifest import read_segments
+from helpers.latents.plan import load_plan
+from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_segments
-from helpers.plan import load_plan
-from helpers.read import read_chunks, split_units
-from helpers.runtime import fault_tolerance, metrics_log, monitoring, results, session
-from helpers.train_step import TrainStep
+from helpers.runtime import session
+from helpers.train import faults, metrics, monitor, results, resume, sources
+from helpers.train.loop import train_loop_per_worker
+from helpers.train.step import TrainStep
 from tests.faults import (
     ROOT,
     MetadataService,
@@ -118,7 +121,7 @@ def held_loop(released, values, **options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
-    train.train_loop_per_worker(values, **options)
+    train_loop_per_worker(values, **options)
 
 
 def attempts_seen(released):
@@ -197,8 +200,8 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
         wait_until(lambda: workers()[-1:] == [2] and steps_done(config) >= 5)
         with watched(second) as announce:
             announce(seconds=60)
-        wait_until(lambda: train.last_step(config) > 0)
-        saved = train.last_step(config)
+        wait_until(lambda: resume.last_step(config) > 0)
+        saved = resume.last_step(config)
         lose(nodes, second)
         wait_until(lambda: workers()[-1] == 1)
         third = add_node(nodes, resources=TRAINER)
@@ -227,15 +230,15 @@ def test_a_run_goes_on_without_a_sick_machine(nodes, data, tmp_path, monkeypatch
     well, sick = (add_node(nodes, resources=TRAINER) for _ in range(2))
     config = run_of(data, "sick-machine", num_training_workers=(1, 2), max_steps=20)
     # Ray Train may begin on the other one alone, and must not have ended before it takes the sick one too.
-    failed = functools.partial(fault_tolerance.read_failures, config.run_uri)
+    failed = functools.partial(faults.read_failures, config.run_uri)
     loop = loop_with((functools.partial(wait_until, failed), 10, 0, tmp_path / "failed"))
-    with monitoring.monitor_run(config):
+    with monitor.monitor_run(config):
         fit(
             config,
             loop=loop_with_sick_device(sick.node_id, loop),
             ScalingConfig=scaling(elastic_resize_monitor_interval_s=2),
         )
-    (failure,) = fault_tolerance.read_failures(config.run_uri)
+    (failure,) = faults.read_failures(config.run_uri)
     assert "multiplies matrices wrongly: this machine is excluded, and the run goes on without it" in failure
     assert is_alive(well) and not is_alive(sick)
     assert_bare(config)
@@ -273,7 +276,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )
-    online.prepare(raw, config)
+    prepare_online.prepare(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 
@@ -289,7 +292,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     def replace_both():
         wait_until(lambda: steps_done(config) >= 3)
         replace("A10G")
-        wait_until(lambda: train.last_step(config) >= 6 and steps_done(config) >= 20)  # two past the last checkpoint
+        wait_until(lambda: resume.last_step(config) >= 6 and steps_done(config) >= 20)  # two past the last checkpoint
         replace("A100")
         wait_until(lambda: len(attempts_seen(released)) > 1)
 
@@ -313,10 +316,10 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     assert {node for _, node in attempts_seen(released)} == {node.node_id for node in kinds["A100"]}
     for made in kinds.values():
         lose(nodes, made[1])
-    found = metrics_log.read_metrics(config.run_uri)
+    found = metrics.read_metrics(config.run_uri)
     assert found["samples_crc32"].tolist() == planned_samples(config, raw)
     # Steps that both trainers did, on other nodes, have the same losses bit by bit.
-    every = metrics_log.read_metrics(config.run_uri, all_attempts=True)
+    every = metrics.read_metrics(config.run_uri, all_attempts=True)
     redone = every.groupby("step")["loss"].agg(["size", "nunique"])
     assert (redone["size"] > 1).any() and (redone["nunique"] == 1).all()
 
@@ -332,7 +335,7 @@ def planned_samples(config, raw):
         for number, rows in split_units(table, config.unit_rows).items():
             if number < config.max_steps * config.units_per_step:
                 samples[number // config.units_per_step] += rows["id"].to_pylist()
-    return list(map(metrics_log.samples_crc32, samples))
+    return list(map(metrics.samples_crc32, samples))
 
 
 def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
@@ -384,9 +387,9 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    spare = functools.partial(train.has_spare_gpu, torch.device("cuda"))
+    spare = functools.partial(resume.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
-    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(train.Rejects).remote(config)
+    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.Rejects).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 

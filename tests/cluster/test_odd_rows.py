@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image, PngImagePlugin
 
 from helpers import storage
-from helpers.config import PreprocessingConfig
+from helpers.config.notebook import PreprocessingConfig
 from tests.pipelines import encode
 
 WRITTEN = ""

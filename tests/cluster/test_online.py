@@ -14,19 +14,23 @@ import ray
 from PIL import Image
 from ray import cloudpickle
 
-from helpers import encoder, online, read, run_setup, schema, storage, train, train_step
-from helpers import plan as plan_module
-from helpers.config import OnlineConfig
-from helpers.data_io import index
+from helpers import storage
+from helpers.config.notebook import OnlineConfig
+from helpers.encode import encoder, online, prepare_online
+from helpers.latents import plan as plan_module
+from helpers.latents import read, schema
+from helpers.latents.manifest import read_manifests
+from helpers.latents.plan import load_plan
+from helpers.latents.read import build_dataset, execution_options, join_blocks, worker_units
 from helpers.lesson import baseline, captioned_shapes, looks
-from helpers.manifest import read_manifests
-from helpers.plan import load_plan
-from helpers.read import build_dataset, execution_options, join_blocks, worker_units
-from helpers.runtime import fault_tolerance, metrics_log, monitoring
+from helpers.raw import index
+from helpers.train import faults, metrics, monitor, setup
+from helpers.train.loop import train_loop_per_worker
+from helpers.train.step import TrainStep
 from tests.benchmarks import executor_ceiling
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
 from tests.pipelines import assert_bare, fit, online_stream, short_run
-from tests.unit.test_plan import plan_of
+from tests.unit.latents.test_plan import plan_of
 
 STEPS = 24
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -57,8 +61,8 @@ def run_of(raw, name, **changes):
     return short_run(raw.storage, name, **{**values, **changes})
 
 
-def fit_online(raw, config, loop=train.train_loop_per_worker, latent_encoder=encoder.LatentEncoder):
-    online.prepare(raw, config)
+def fit_online(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder):
+    prepare_online.prepare(raw, config)
     fit(config, loop=loop, stream=online_stream(raw, seed=config.seed, latent_encoder=latent_encoder))
 
 
@@ -67,7 +71,7 @@ def straight(raw):
     """A run of one worker and one encoder that nothing happens to: (config, metrics)."""
     config = run_of(raw, "straight")
     fit_online(raw, config)
-    return config, metrics_log.read_metrics(config.run_uri)
+    return config, metrics.read_metrics(config.run_uri)
 
 
 def test_an_online_run_is_a_bare_loop(raw, straight):
@@ -96,7 +100,7 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
     """
     flags = [str(tmp_path / name) for name in ("stream", "encoder", "worker")]
     config = run_of(raw, "disturbed", max_failures=5)
-    with monitoring.monitor_run(config):
+    with monitor.monitor_run(config):
         fit_online(
             raw,
             config,
@@ -104,7 +108,7 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
             latent_encoder=mortal((kill_stream, flags[0]), (die, flags[1])),
         )
     assert all(map(os.path.exists, flags)) and attempts_of(config)[-1] == 9
-    assert fault_tolerance.read_failures(config.run_uri)
+    assert faults.read_failures(config.run_uri)
     assert "lost: worker 0: " in capsys.readouterr().out
     assert_same_run(config, straight[1])
 
@@ -118,12 +122,12 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
     config, found = straight
     manifest = schema_of(config)
     plan = load_plan(config)
-    encode, alone = baseline.DeviceEncoder(raw), train_step.TrainStep(config, manifest)
+    encode, alone = baseline.DeviceEncoder(raw), TrainStep(config, manifest)
     losses, samples = [], []
     for step, item in enumerate(baseline.build_loader(plan, config, raw, first_step=0)):
         unit = encode(item)
         losses.append(alone.step(step, [unit])["loss"])
-        samples.append(metrics_log.samples_crc32(unit.ids))
+        samples.append(metrics.samples_crc32(unit.ids))
     assert samples == found["samples_crc32"].tolist()
     np.testing.assert_allclose(losses, found["loss"], rtol=1e-5)
 
@@ -194,7 +198,7 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     monkeypatch.setattr(read, "BACKPRESSURE_STEPS", 8)
     monkeypatch.setattr(read, "BACKPRESSURE_BYTES", 2**20)
     config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
-    manifest = online.prepare(raw, config)
+    manifest = prepare_online.prepare(raw, config)
     plan = load_plan(config)
     stream = online_stream(raw, latent_encoder=counting(counted))
     rows = stream(plan, 0, config.max_steps)
@@ -241,10 +245,10 @@ def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypat
 def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
     config, _ = straight
     with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
-        online.prepare(OnlineConfig(**{**raw.to_dict(), **change}), config)
-        run_setup.open_run(config)
-    online.prepare(raw, config)
-    run_setup.open_run(config)
+        prepare_online.prepare(OnlineConfig(**{**raw.to_dict(), **change}), config)
+        setup.open_run(config)
+    prepare_online.prepare(raw, config)
+    setup.open_run(config)
 
 
 def test_bad_pictures_are_masked_and_listed(raw, straight):
@@ -274,7 +278,7 @@ def test_the_augmentation_changes_with_the_epoch_alone():
 def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
     config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"), global_batch_size=16)
-    manifest = online.prepare(limited, config)
+    manifest = prepare_online.prepare(limited, config)
     rejected = sum(manifest.rejected.values())
     assert manifest.read == 150 == manifest.written + manifest.filtered + rejected
     plan = load_plan(config)
@@ -295,7 +299,7 @@ def test_a_large_row_group_is_read_once_an_epoch(cluster, tmp_path, monkeypatch)
     (path,) = storage.list_files(whole.raw_uri)
     pq.write_table(pq.read_table(path), path, row_group_size=100)
     config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)
-    manifest = online.prepare(whole, config)
+    manifest = prepare_online.prepare(whole, config)
     limited = dataclasses.replace(whole, read_ahead_bytes=int(2.5 * manifest.job["raw_group_bytes"]))
     plan = load_plan(config)
     kept, keep = [], index.keep_row_groups

@@ -15,12 +15,15 @@ import ray
 import torch
 from PIL import Image
 
-from helpers import diffusion, encoder, images, preprocess, storage
-from helpers.config import PreprocessingConfig
-from helpers.data_io import inputs
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import encoder, prepare, stages
+from helpers.encode.captions import caption_ids, count_tokens, load_tokenizer, tokenize
+from helpers.latents.manifest import read_files, read_manifest, read_segments
 from helpers.lesson import captioned_shapes, looks
-from helpers.manifest import read_files, read_manifest, read_segments
-from helpers.train_step import Unit
+from helpers.model import diffusion
+from helpers.raw import images, inputs
+from helpers.train.step import Unit
 from tests.faults import slow
 from tests.models import CHANNELS, WIDTH, tiny_model
 from tests.pipelines import build_pipeline, encode
@@ -93,8 +96,8 @@ def test_a_survey_knows_sizes_and_whole_captions(finished):
     assert (
         frame["width"].min() >= 1 and frame[["width", "height"]].isna().all(axis=1).any()
     )  # spoilt rows are no pictures
-    assert images.count_tokens(["a large red circle", ""], images.load_tokenizer("tiny-sd")) == [6, 2]
-    long = images.count_tokens(["red " * 100], images.load_tokenizer("tiny-sd"))
+    assert count_tokens(["a large red circle", ""], load_tokenizer("tiny-sd")) == [6, 2]
+    long = count_tokens(["red " * 100], load_tokenizer("tiny-sd"))
     assert long == [102]
     again, _, _ = looks.dataset_stats(config, num_rows=150)
     assert again.equals(frame) and not looks.dataset_stats(config, num_rows=150, seed=1)[0].equals(frame)
@@ -121,7 +124,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
         zip(raw["hash"].to_pylist(), zip(raw["jpg"].to_pylist(), raw["caption"].to_pylist(), strict=True), strict=True)
     )
     latent_encoder = encoder.Encoder(config.encoder_model)
-    tokenizer = images.load_tokenizer("tiny-sd")
+    tokenizer = load_tokenizer("tiny-sd")
     for row in range(0, table.num_rows, 97):
         data, caption = by_id[table["id"][row].as_py()]
         assert table["caption"][row].as_py() == caption
@@ -134,7 +137,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
             assert valid.all()
             np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
         text, _ = manifest.embeddings.decode(table["caption_embeddings"].slice(row, 1))
-        expected = latent_encoder({"caption_ids": images.tokenize([caption], tokenizer)})["embeddings"]
+        expected = latent_encoder({"caption_ids": tokenize([caption], tokenizer)})["embeddings"]
         np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
 
@@ -158,7 +161,7 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
 
 def test_small_and_long_pictures_are_used_only_if_asked():
     def reason(data, **changes):
-        pixels, _, text = preprocess.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
+        pixels, _, text = stages.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
         return text or sorted(width for width, _ in pixels)
 
     assert reason(picture((40, 300))) == [32]
@@ -177,7 +180,7 @@ def test_small_and_long_pictures_are_used_only_if_asked():
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_parquet(config.raw_uri, 2500, rows_per_file=500)
-    job = preprocess.prepare(config)
+    job = prepare.prepare(config)
 
     def interrupt(done, total):
         signal.raise_signal(signal.SIGINT)  # the first time that files have been written
@@ -224,7 +227,7 @@ def test_wrong_input_is_one_sentence(finished, tmp_path, change, error, sentence
     config, _ = finished
     values = {"input_uri": config.raw_uri, "storage": str(tmp_path), **change}
     with pytest.raises(error, match=sentence):
-        preprocess.prepare(PreprocessingConfig(**values))
+        prepare.prepare(PreprocessingConfig(**values))
     assert not storage.exists(storage.join(str(tmp_path), "latents"))
 
 
@@ -237,7 +240,7 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
         ValueError,
         match=r"latents_uri='.*' holds files that do not belong to an unfinished job \(.*train-00000.parquet\)",
     ):
-        preprocess.prepare(config)
+        prepare.prepare(config)
     assert (tmp_path / "latents/data/train-00000.parquet").exists()
 
 
@@ -245,7 +248,7 @@ def test_an_input_that_changed_is_refused(tmp_path):
     """A job cleans up behind an interrupted one, and leaves the files that it did not write."""
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_parquet(config.raw_uri, 20)
-    job = preprocess.prepare(config)
+    job = prepare.prepare(config)
 
     def interrupted(segment):
         (tmp_path / "latents/data").mkdir(parents=True, exist_ok=True)
@@ -257,7 +260,7 @@ def test_an_input_that_changed_is_refused(tmp_path):
     assert (tmp_path / "latents/data/notes.txt").exists()
     captioned_shapes.write_parquet(config.raw_uri, 30)
     with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
-        preprocess.prepare(config)
+        prepare.prepare(config)
 
 
 def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
@@ -276,7 +279,7 @@ def test_an_input_without_rows_is_refused(tmp_path):
         tmp_path / "a.parquet",
     )
     with pytest.raises(ValueError, match="The input holds no rows"):
-        preprocess.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
+        prepare.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
 
 @slow
@@ -320,7 +323,7 @@ def test_another_autoencoder_and_text_encoder_store_captions_without_padding(clu
     assert set(num_tokens.tolist()) == {12, 13}
     text_encoder = encoder.load_text_encoder(config.text_encoder_model)
     for caption, states, number in list(zip(rows["caption"].to_pylist(), found, num_tokens, strict=True))[:20]:
-        ids = images.caption_ids([caption], config)[:, :number]
+        ids = caption_ids([caption], config)[:, :number]
         with torch.no_grad():
             expected = text_encoder(torch.from_numpy(ids).long()).last_hidden_state[0]
         np.testing.assert_allclose(states[:number], expected, rtol=1e-3, atol=2e-3)

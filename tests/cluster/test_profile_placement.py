@@ -18,10 +18,13 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers import encoder, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder
 from helpers.evaluation import at_checkpoints
 from helpers.lesson import captioned_shapes, full_run
+from helpers.train import resume
+from helpers.train.loop import train_loop_per_worker
 from tests.faults import add_node, placed_encoder, slow, this_node, wait_until
 from tests.pipelines import PREPROCESSING, TRAINING, encode, fit, from_notebook, stand_in
 
@@ -152,7 +155,7 @@ def loop_that_says_where(file, values, **options):
     with open(file, "w") as where:
         where.write(this_node())
     ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
-    train.train_loop_per_worker(values, **options)
+    train_loop_per_worker(values, **options)
 
 
 @slow
@@ -168,7 +171,7 @@ def test_an_encoder_and_a_trainer_of_the_full_run_start_where_it_says(kinds, tmp
         training_accelerator_type=profile["training_accelerator_type"],
         TorchTrainer=functools.partial(TorchTrainer, torch_config=TorchConfig(backend="gloo")),  # NCCL wants real GPUs
     )
-    assert train.last_step(config) == 2
+    assert resume.last_step(config) == 2
     (encoder_node,) = (storage.name(path) for path in storage.list_files(str(tmp_path / "encoders")))
     placed = (kinds[encoder_node], kinds[(tmp_path / "trainer").read_text()])
     assert placed == (profile["encoder_accelerator_type"], profile["training_accelerator_type"]) == ("A10G", "A100")

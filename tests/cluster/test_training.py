@@ -13,14 +13,20 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
-from helpers import checkpoint, online, read, run_setup, sampling, storage, train
-from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import prepare_online
 from helpers.evaluation import at_checkpoints
+from helpers.latents import read
+from helpers.latents.plan import load_plan
+from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
-from helpers.plan import load_plan
-from helpers.read import latents_dataset
-from helpers.runtime import metrics_log, results, session
-from helpers.unet import build_unet
+from helpers.model.unet import build_unet
+from helpers.runtime import session
+from helpers.sample import pipeline
+from helpers.train import checkpoint, results, resume, setup
+from helpers.train.loop import train_loop_per_worker
+from helpers.train.metrics import read_metrics, speed_summary
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
 
@@ -59,7 +65,7 @@ def test_metrics_have_a_line_a_step_and_documented_columns(run):
     assert all(set(line) >= columns for line in lines)
     # Checkpoints were saved after steps 10, 20 and 30, and hold up the step that follows.
     assert [line["step"] for line in lines if line["checkpoint_seconds"] > 0] == [11, 21, 31]
-    speed = metrics_log.speed_summary({"first": metrics_log.read_metrics(config.run_uri)}).loc["first"]
+    speed = speed_summary({"first": read_metrics(config.run_uri)}).loc["first"]
     assert np.isnan(speed["MFU"]) or 0 < speed["MFU"] < 1.5  # NaN where the peak of the hardware is not known
     assert 0 <= speed["checkpoints"] < 0.5 and np.isnan(speed["communication"])  # no `profile_step`
     assert all(np.isfinite(line["loss"]) and 0 <= line["data_wait_share"] <= 1 for line in lines)
@@ -68,7 +74,7 @@ def test_metrics_have_a_line_a_step_and_documented_columns(run):
 
 
 def test_the_loss_falls(run):
-    losses = metrics_log.read_metrics(run[0].run_uri)["loss"]
+    losses = read_metrics(run[0].run_uri)["loss"]
     assert losses.tail(10).mean() < 0.8 * losses.head(5).mean()
 
 
@@ -77,7 +83,7 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
     names = sorted(path.name for path in pathlib.Path(config.run_uri).glob("checkpoint-*"))
     assert names == ["checkpoint-000000030-001", "checkpoint-000000040-001"]
     with result.checkpoint.as_directory() as folder:
-        assert checkpoint.step_of(folder) == 40 == train.last_step(config)
+        assert checkpoint.step_of(folder) == 40 == resume.last_step(config)
 
 
 def test_the_best_checkpoint_is_kept_apart(run):
@@ -105,9 +111,9 @@ def validating_loop(folder):
             return super().__call__(unet, config, step)
 
     def loop(values, **options):
-        train.has_spare_gpu = lambda *_: False
+        resume.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(values["prompts"]))
-        train.train_loop_per_worker(values, **options)
+        train_loop_per_worker(values, **options)
 
     return loop
 
@@ -120,14 +126,14 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
 
     def agreement(pictures, prompts):
         once(killed, die)
-        once(waiting, functools.partial(wait_until, lambda: train.last_step(config) == config.max_steps))
+        once(waiting, functools.partial(wait_until, lambda: resume.last_step(config) == config.max_steps))
         return {"all": 0.5}
 
     first = functools.partial(wait_until, lambda: is_evaluated(config, 10))
     second = functools.partial(wait_until, waiting.exists)
     loop = loop_with((first, 15, 0, tmp_path / "first"), (second, 25, 0, tmp_path / "second"))
     result = fit(config, loop=loop, detector=agreement)
-    assert result.error is None and metrics_log.read_metrics(config.run_uri)["attempt"].eq(1).all()
+    assert result.error is None and read_metrics(config.run_uri)["attempt"].eq(1).all()
     found = {one["step"]: one for one in results.read(config.run_uri)}
     assert list(found) == [10, 20, 30, 40]
     assert found[10].keys() >= {"failed", "validation_loss"} and "agreement" not in found[10]
@@ -148,7 +154,7 @@ def test_config_json_says_what_made_the_run(run):
 
 def test_two_workers_reproduce_a_bare_loop(run):
     assert_bare(run[0])
-    assert metrics_log.read_metrics(run[0].run_uri)["samples_crc32"].is_unique
+    assert read_metrics(run[0].run_uri)["samples_crc32"].is_unique
 
 
 def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
@@ -177,7 +183,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     config = small(data, "second-phase", num_training_workers=3, **values)
     fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1", "rank 2"]
-    metrics = metrics_log.read_metrics(config.run_uri)
+    metrics = read_metrics(config.run_uri)
     assert set(metrics["resolution"]) == {32, 64} and not metrics["masked_rows"].any()
     assert metrics["samples_seen"].iloc[-1] == 12 * config.global_batch_size
 
@@ -188,13 +194,13 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
     middle, last = results.read(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
-    saved = train.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
+    saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
     again = at_checkpoints.evaluate_checkpoint(saved, config.to_dict(), list(config.prompts), None)
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = sampling.export_checkpoint(config.to_dict(), train.last_checkpoint(config), which)
+        uri = pipeline.export_checkpoint(config.to_dict(), resume.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -214,36 +220,36 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     values |= {"num_training_workers": 2, "max_steps": 16, "validate_every": 10, "init_from": "./unet"}
     config = small(data, "shapes", **values)
     result = fit(config)
-    metrics = metrics_log.read_metrics(config.run_uri)
+    metrics = read_metrics(config.run_uri)
     assert set(zip(metrics["width"], metrics["height"], strict=True)) == {(64, 64), (80, 48), (48, 80)}
     assert_bare(config, prepare=lambda alone: alone.unet.load_state_dict(build_unet("tiny", seed=5).state_dict()))
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     # Step 10 is skipped if step 16 is saved before its evaluation begins.
     assert results.scores(config.run_uri)["step"].iloc[-1] == 16
-    wide = sampling.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = pipeline.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
 def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
     build_unet("tiny", seed=5).save_pretrained(tmp_path / "unet")
     monkeypatch.chdir(tmp_path)
-    run_setup.check_init_from(small(data, run_name="other", init_from="./unet"))
+    setup.check_init_from(small(data, run_name="other", init_from="./unet"))
     with pytest.raises(
         ValueError,
         match=r"init_from='.*/unet' is a denoiser with .*, and unet_config='small' has .*: start from one of",
     ):
-        run_setup.check_init_from(small(data, run_name="other", init_from="./unet", unet_config="small"))
+        setup.check_init_from(small(data, run_name="other", init_from="./unet", unet_config="small"))
 
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = sampling.export_checkpoint(config.to_dict(), result.checkpoint)
+    uri = pipeline.export_checkpoint(config.to_dict(), result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = sampling.sample(config.to_dict(), [prompt], result.checkpoint)[0]
+    mine = pipeline.sample(config.to_dict(), [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    theirs = sampling.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
+    theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint.load_weights(folder, build_unet("tiny"), "ema").state_dict()
@@ -274,7 +280,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
 )
 def test_wrong_parameters_of_a_run_are_one_sentence(run, data, change, sentence):
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        run_setup.open_run(small(data, **change))
+        setup.open_run(small(data, **change))
 
 
 def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
@@ -285,19 +291,19 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
         storage.write_json(tmp_path / "manifest.json", {**manifest, **changes})
         return small(data, **TWO_WORKERS, latents_uri=str(tmp_path))
 
-    run_setup.open_run(latents_with())  # the same data at another place
+    setup.open_run(latents_with())  # the same data at another place
     with pytest.raises(
         ValueError, match=r"made with row_filter='', not 'width > 8': set it back to resume the run, or give"
     ):
-        run_setup.open_run(latents_with(job={**manifest["job"], "row_filter": "width > 8"}))
+        setup.open_run(latents_with(job={**manifest["job"], "row_filter": "width > 8"}))
     with pytest.raises(
         ValueError, match="run_name='first' was started on other data than .* holds now: give another run_name"
     ):
-        run_setup.open_run(latents_with(files_crc32=manifest["files_crc32"] + 1))
+        setup.open_run(latents_with(files_crc32=manifest["files_crc32"] + 1))
     with pytest.raises(
         ValueError, match="resolution=32: none of the pictures of .* is as large: choose a smaller one, or encode"
     ):
-        run_setup.open_run(latents_with(buckets={"64": manifest["written"]}))
+        setup.open_run(latents_with(buckets={"64": manifest["written"]}))
 
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
@@ -311,7 +317,7 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     config = small(
         str(tmp_path), prompts=None, latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0
     )
-    online.prepare(raw, config)
+    prepare_online.prepare(raw, config)
     assert looks.held_out_prompts(config, 4) == (["a dog", "a cat"], None)
 
 
@@ -324,4 +330,4 @@ def test_one_call_frees_the_disk(tmp_path):
 
 def test_training_without_latents_names_the_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="papermill Preprocessing.ipynb"):
-        run_setup.open_run(small(str(tmp_path)))
+        setup.open_run(small(str(tmp_path)))

@@ -1,6 +1,6 @@
 """Trains and writes tiny-clip, a CLIP for the drawn pictures that is small enough to be part of the repository.
 
-    python -m tests.makers.build_tiny_clip [--output helpers/tiny-clip] [--seed 0] [--seconds 240]
+    python -m tests.makers.build_tiny_clip [--output helpers/models/tiny-clip] [--seed 0] [--seconds 240]
 
 Its text tower is tiny-sd's text encoder as it is; a vision tower and both projections are trained to match captions
 with pictures. It is written in transformers layout (fp16), with the scores that the model card, tiny-clip/README.md,
@@ -29,7 +29,7 @@ from helpers.lesson import captioned_shapes
 from tests.makers import build_tiny_sd
 from tests.makers.build_tiny_sd import ATTRIBUTES, SPLIT_SEEDS
 
-FOLDER = Path(__file__).parents[2] / "helpers" / scores.TINY_CLIP
+FOLDER = Path(__file__).parents[2] / "helpers/models" / scores.TINY_CLIP
 SIDE = 48  # pixels: three quarters of the drawn pictures' side are enough, in about half of the time
 WIDTH = 64  # of the embeddings that both towers give
 VISION = dict(

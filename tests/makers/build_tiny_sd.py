@@ -1,6 +1,6 @@
 """Trains and writes tiny-sd, a complete text-to-image model that is small enough to be part of the repository.
 
-    python -m tests.makers.build_tiny_sd [--output helpers/tiny-sd] [--seed 0]
+    python -m tests.makers.build_tiny_sd [--output helpers/models/tiny-sd] [--seed 0]
 
 It trains a VAE and a CLIP text encoder on captioned shapes, writes them with a tokenizer, a noise
 schedule and a U-Net's config in diffusers layout (fp16), and prints the scores that the model card,
@@ -34,7 +34,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, CLIPVisio
 
 from helpers.lesson import captioned_shapes
 
-FOLDER = Path(__file__).parents[2] / "helpers/tiny-sd"
+FOLDER = Path(__file__).parents[2] / "helpers/models/tiny-sd"
 MAX_TOKENS = 24  # the longest caption has 16, with start and end
 TEXT_WIDTH = 128
 VAE_CONFIG = dict(

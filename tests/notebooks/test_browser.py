@@ -15,7 +15,7 @@ import nbformat
 import numpy as np
 import pytest
 
-from helpers.evaluation import side_by_side
+from helpers.lesson import side_by_side
 from tests import faults
 
 pytestmark = pytest.mark.browser
@@ -29,7 +29,8 @@ PROMPTS = [f"a <b>red</b> square & {number} circles" for number in range(3)]
 
 MAKE = f"""
 import numpy as np
-from helpers.evaluation import figures, side_by_side
+from helpers.evaluation import figures
+from helpers.lesson import side_by_side
 prompts, names = {PROMPTS!r}, {NAMES!r}
 a, b = ([np.full((64, 64, 3), 80 * model + number, np.uint8) for number in range(3)] for model in (1, 2))
 pairs = side_by_side.pair_up(a, b, prompts, seed=0)

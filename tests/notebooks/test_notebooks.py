@@ -27,7 +27,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
-from helpers.config import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from tests.faults import slow
 
 ROOT = pathlib.Path(__file__).parents[2]

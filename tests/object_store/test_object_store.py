@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray.train
 
-from helpers import checkpoint, storage, train
-from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.plan import load_plan
+from helpers.latents.read import read_chunks, read_latents
 from helpers.lesson import captioned_shapes
-from helpers.manifest import read_files, read_manifest
-from helpers.plan import load_plan
-from helpers.read import read_chunks, read_latents
-from helpers.runtime import fault_tolerance, metrics_log
+from helpers.train import checkpoint, faults, metrics, resume
 from tests.benchmarks import made_up
 from tests.faults import attempts_of, wait_until
 from tests.pipelines import assert_bare, encode, fit, short_run
@@ -148,7 +148,7 @@ def upload(run_uri, tmp_path, monkeypatch):
     context = types.SimpleNamespace(get_storage=lambda: run)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     config = TrainingConfig(storage="s3://impatient", run_name=tmp_path.name)
-    manager = train.CheckpointManager(types.SimpleNamespace(config=config), log=None)
+    manager = resume.CheckpointManager(types.SimpleNamespace(config=config), log=None)
 
     def upload(name):
         folder = tmp_path / name
@@ -166,15 +166,15 @@ def test_an_upload_that_fails_once_is_tried_again(server, upload, run_uri):
     name = checkpoint.checkpoint_name(10, 1)
     server.refuse, server.refusals = f"{name}/a", 1
     assert upload(name) and server.refusals == 0
-    assert storage.name(checkpoint.last_complete(run_uri)) == name and fault_tolerance.read_failures(run_uri) == []
+    assert storage.name(checkpoint.last_complete(run_uri)) == name and faults.read_failures(run_uri) == []
 
 
 def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload, run_uri, capsys):
     names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20, 30)]
     server.refuse, server.refusals = names[1], float("inf")
     first, second, third = map(upload, names)
-    assert first and third and isinstance(second, fault_tolerance.LostCheckpoint) and not second
-    (sentence,) = fault_tolerance.read_failures(run_uri)
+    assert first and third and isinstance(second, faults.LostCheckpoint) and not second
+    (sentence,) = faults.read_failures(run_uri)
     assert sentence.startswith(f"{names[1]} could not be uploaded: OSError: ") and "AWS Error SLOW_DOWN" in sentence
     assert sentence in capsys.readouterr().out
 
@@ -182,8 +182,8 @@ def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload
 @pytest.fixture
 def log(run_uri, monkeypatch):
     """Metrics in the store, written soon after a step."""
-    monkeypatch.setattr(metrics_log, "FLUSH_SECONDS", 0.01)
-    return metrics_log.MetricsLog(run_uri)
+    monkeypatch.setattr(metrics, "FLUSH_SECONDS", 0.01)
+    return metrics.MetricsLog(run_uri)
 
 
 def write(log, *steps):
@@ -200,26 +200,26 @@ def steps_read(reader, count):
 
 def test_metrics_are_seen_soon_after_a_step_without_a_checkpoint(log):
     """So a worker that is killed then has lost nothing."""
-    reader = metrics_log.MetricsReader(log.run_uri)
+    reader = metrics.MetricsReader(log.run_uri)
     for steps in ([1, 2], [3]):
         write(log, *steps)
         assert steps_read(reader, len(steps)) == steps
-    again = metrics_log.MetricsLog(log.run_uri)
+    again = metrics.MetricsLog(log.run_uri)
     write(again, 3)
     assert steps_read(reader, 1) == [3] and reader.read() == []
-    found = metrics_log.read_metrics(log.run_uri)
+    found = metrics.read_metrics(log.run_uri)
     assert found[["attempt", "samples_seen"]].values.tolist() == [[1, 2], [1, 4], [2, 6]]
 
 
 def test_a_long_run_leaves_few_objects(log, monkeypatch):
-    monkeypatch.setattr(metrics_log, "OBJECT_LINES", 4)
-    reader, seen = metrics_log.MetricsReader(log.run_uri), []
+    monkeypatch.setattr(metrics, "OBJECT_LINES", 4)
+    reader, seen = metrics.MetricsReader(log.run_uri), []
     for step in range(1, 11):
         write(log, step)
         log.flush()
         seen += reader.read()
-    assert [line["step"] for line in seen] == list(range(1, 11)) == metrics_log.read_metrics(log.run_uri).step.tolist()
-    names = [storage.name(uri) for uri in metrics_log.metrics_files(log.run_uri)]
+    assert [line["step"] for line in seen] == list(range(1, 11)) == metrics.read_metrics(log.run_uri).step.tolist()
+    names = [storage.name(uri) for uri in metrics.metrics_files(log.run_uri)]
     assert names == [f"metrics-0001-{first:09d}.jsonl" for first in (1, 5, 9)]
 
 
@@ -230,7 +230,7 @@ def test_metrics_that_the_store_refuses_are_written_later(server, log, capsys):
     wait_until(lambda: "The newest metrics are written later: " in capsys.readouterr().out)
     write(log, 2)
     server.refusals = 0
-    assert steps_read(metrics_log.MetricsReader(log.run_uri), 2) == [1, 2]
+    assert steps_read(metrics.MetricsReader(log.run_uri), 2) == [1, 2]
 
 
 # ---- a job
@@ -310,5 +310,5 @@ def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
     assert_bare(config)
     names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
     assert {"config.json", "metrics-0001-000000001.jsonl"} <= set(names)
-    assert train.last_step(config) == STEPS
+    assert resume.last_step(config) == STEPS
     assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None

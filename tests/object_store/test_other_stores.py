@@ -73,13 +73,13 @@ def test_any_key_can_be_written_listed_read_and_deleted(store, tmp_path, name):
 def test_a_job_and_a_run_keep_everything_in_the_store(store):
     """Their variables reach Ray's workers."""
     script = f"""
-        from helpers import checkpoint, train
         from helpers.runtime import session
+        from helpers.train import checkpoint, resume
         from tests.pipelines import draw_and_encode, fit, short_run
         session.connect("local", num_cpus=4)
         config = short_run(draw_and_encode("{store}/sd", 200), "run", max_steps=12, checkpoint_every=6)
         fit(config)
-        assert train.last_step(config) == 12
+        assert resume.last_step(config) == 12
         assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
         assert config.run_uri.startswith("{store}")
     """

@@ -2,8 +2,7 @@
 
 import pytest
 
-from helpers import train
-from helpers.runtime import metrics_log
+from helpers.train import metrics, resume
 from tests.pipelines import draw_and_encode, fit, short_run
 
 
@@ -18,11 +17,11 @@ def test_resuming_workers_of_a_node_download_once(store, cluster):
     values = {"num_training_workers": 2, "max_steps": 2, "checkpoint_every": 2, "warmup_steps": 1}
     first = short_run(data, "first", **values)
     fit(first)
-    assert downloads() == [] and train.last_step(first) == 2
+    assert downloads() == [] and resume.last_step(first) == 2
     fit(first)
     written = downloads()
     assert len(set(written)) == len(written) == 2  # a file of each worker
-    assert len(metrics_log.read_metrics(first.run_uri, all_attempts=True)) == 2  # it was finished
+    assert len(metrics.read_metrics(first.run_uri, all_attempts=True)) == 2  # it was finished
     second = short_run(data, "second", init_from="first", **values)
     fit(second)
     assert sorted(downloads()) == sorted(written * 2)

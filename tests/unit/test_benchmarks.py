@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from helpers.runtime import profiling
+from helpers.train import profiling
 from tests.benchmarks import gpu_all, gpu_checks, gpu_step, record, roofline, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")

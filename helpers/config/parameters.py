@@ -1,0 +1,166 @@
+"""How the notebooks' parameters are declared and checked: types, fields, one sentence for a wrong value.
+
+A config is a frozen dataclass, which pydantic checks when it is built. Each field says its type, its default, what it
+is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it decides. A
+wrong value raises ValueError before anything starts, in one sentence that names the parameter, its value and what to
+change. Building a config reads no storage.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Self, TypeVar
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from ..storage import resolve
+
+
+def resolve_model(name: str) -> str:
+    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
+    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
+
+
+def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
+    """Of a number of workers, or of a pair of them."""
+    return (workers, workers) if isinstance(workers, int) else tuple(workers)
+
+
+def check_order(pair: tuple[int, int]) -> tuple[int, int]:
+    if pair[0] > pair[1]:
+        raise ValueError("the least number is larger than the most")
+    return pair
+
+
+def read_path(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+# ---- types of parameters that both classes have
+
+
+def must_be(text: str, **limits: Any) -> Any:
+    """`limits` of a value, and the text that completes the sentence "NAME=VALUE must be ..."."""
+    return Field(description=text, **limits)
+
+
+T = TypeVar("T")
+Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
+Positive = Annotated[float, must_be("more than 0", gt=0)]
+Shares = Annotated[dict[T, Positive], Field(min_length=1)]
+Text = Annotated[str, must_be("a text"), BeforeValidator(read_path)]
+OptionalText = Annotated[Annotated[Text, Field(min_length=1)] | None, must_be("a text, or None")]
+Location = Annotated[Text, AfterValidator(lambda uri: resolve(uri) if uri else "")]
+Model = Annotated[Text, AfterValidator(resolve_model)]
+Switch = Annotated[bool, must_be("True or False")]
+Count = Annotated[int, must_be("a whole number of at least 1", ge=1)]
+OptionalCount = Annotated[Count | None, must_be("a whole number of at least 1, or None")]
+CountOrZero = Annotated[int, must_be("a whole number of at least 0", ge=0)]
+Limit = Annotated[int, must_be("a whole number of at least 0, or -1 for no limit", ge=-1)]
+Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_order)]
+Workers = Annotated[Count | Pair, must_be("a whole number of at least 1, or a pair (least, most) of them")]
+Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
+Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
+
+
+# ---- fields: what each kind of parameter decides
+
+
+def parameter(default: Any, text: str, *, decides: str | None) -> Any:
+    """A field: its default, the comment that stands beside it in each notebook, and what it decides."""
+    return dataclasses.field(default=default, metadata={"text": text, "decides": decides})
+
+
+rows = functools.partial(parameter, decides="rows")  # which rows are used, and at which size
+stored = functools.partial(parameter, decides="stored")  # what is stored of a row
+learned = functools.partial(parameter, decides="learned")  # what a run learns
+free = functools.partial(parameter, decides=None)  # none of these: it may change when a job or a run is resumed
+LATENTS_URI = "encoded data; empty: storage/latents"
+# What may be given to a notebook: `checked` adds the fields of each class.
+NAMES = {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
+
+
+def checked(cls: type) -> type:
+    """Make `cls` a frozen dataclass with checked fields; pydantic's first finding becomes one plain ValueError."""
+    # strict: True is no 1 and "1e-3" no number; an int may stand for a float.
+    options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
+    validate = cls.__init__
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            validate(self, **values)
+        except pydantic.ValidationError as error:
+            raise ValueError(describe_error(cls, error.errors()[0], values)) from None
+
+    cls.__init__ = __init__
+    NAMES.update(field.name for field in dataclasses.fields(cls))
+    return cls
+
+
+def describe_error(cls: type, error: dict, values: dict) -> str:
+    if not error["loc"]:  # from `__post_init__`, which checks what concerns several fields
+        return str(error["ctx"]["error"])
+    name = error["loc"][0]
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: check its spelling."
+    if error["type"] == "literal_error":
+        return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
+    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}."
+
+
+def check_names(cells: Sequence[str]) -> None:
+    """Raises ValueError if papermill set a name that is no parameter. `cells`: those run so far, IPython's `In`.
+
+    papermill puts what it is given (`-p`, `-f`) into a cell of its own, which begins with this comment. A parameter of
+    another notebook is none too many, as a profile serves all three: `NAMES` has those of all classes imported so far.
+    """
+    for cell in cells:
+        if cell.startswith("# Parameters\n"):
+            for name in (statement.targets[0].id for statement in ast.parse(cell).body):
+                if name not in NAMES:
+                    close = difflib.get_close_matches(name, NAMES, 1)
+                    hint = f"did you mean {close[0]}?" if close else "check its spelling."
+                    raise ValueError(f"{name} is not a parameter of any notebook: {hint}")
+
+
+@checked
+class Parameters:
+    """What all notebooks share."""
+
+    storage: Location = free("storage", "folder or URI under which everything is kept; on several nodes a shared one")
+    validation_share: Share = rows(0.02, "share of the rows held out for validation, chosen by a hash of their id")
+    channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
+    max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
+
+    @classmethod
+    def from_parameters(cls, namespace: dict[str, Any]) -> Self:
+        """The variables of a notebook (`globals()`) that have the names of parameters.
+
+        Raises ValueError for a parameter that papermill was given and that no notebook has: papermill itself only warns
+        of it, and the value would be ignored.
+        """
+        check_names(namespace.get("In", ()))
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: namespace[name] for name in names if name in namespace})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**values)
+
+    def deciding(self, *what: str) -> dict[str, Any]:
+        """{name: value} of the parameters that decide `what`: "rows", "stored" or "learned"."""
+        names = [field.name for field in dataclasses.fields(self) if field.metadata["decides"] in what]
+        return {name: getattr(self, name) for name in names}
+
+    def derive(self, **values: Any) -> None:
+        """Set fields that follow from others, in `__post_init__`, or a model's commit, before a job or a run starts."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)

@@ -1,0 +1,229 @@
+"""The parameters of Preprocessing.ipynb and, for online runs, of the encoding. No Ray, no torch."""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from .. import storage
+from .parameters import (
+    LATENTS_URI,
+    Amount,
+    Count,
+    Location,
+    Model,
+    OptionalCount,
+    OptionalText,
+    Parameters,
+    Positive,
+    Several,
+    Switch,
+    T,
+    Text,
+    Workers,
+    checked,
+    free,
+    least_and_most,
+    must_be,
+    rows,
+    stored,
+)
+
+
+def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(values)))
+
+
+Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
+Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
+Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
+Captions = Annotated[Text | Several[Text], must_be("a column, or a list of several")]
+LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
+OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
+Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
+Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
+
+
+def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
+    """Arguments of Ray Data's `ActorPoolStrategy`; of a pair, it has as many actors as there is work and room for."""
+    least, most = least_and_most(num_encoders)
+    return {"min_size": least, "max_size": most}
+
+
+@checked
+class PreprocessingConfig(Parameters):
+    """Raw images and captions -> latents."""
+
+    # the input
+    input_uri: Location = free("", "raw data: a file, a folder or a pattern, local or s3://; empty: draw sample data")
+    input_format: Literal["parquet", "webdataset", "imagefolder"] = rows(
+        "parquet", 'or "webdataset" (tars), "imagefolder" (pictures and a metadata file)'
+    )
+    row_filter: Text = rows("", "an expression on the columns; rows that fail it are left out")
+    image_column: Text = stored("jpg", "an encoded picture: its bytes, or its path in the input")
+    caption_column: Captions = rows("caption", "its text; or several columns, or one of lists")
+    # `prepare.check` records how many captions a row has: earlier versions, which had one, recorded no number.
+    max_captions: Count = free(1, "captions of a row at most, where caption_column holds lists")
+    id_column: Text = rows("hash", "its id")
+    limit: OptionalCount = rows(None, "rows to read at most; None: all")
+    # the transform
+    resolutions: Sizes = rows((32, 64), "the sizes to encode, in pixels, in one pass")
+    aspect_ratios: Ratios = rows((1.0,), "width / height; [0.5, 0.75, 1, 1.33, 2]: pictures are cropped to the nearest")
+    size_multiple: Count = rows(16, "pixels; sides of shapes that are not square are multiples of it; 64 for SD 2")
+    upscale: Switch = rows(False, "enlarge pictures that are smaller than a resolution, where they would be left out")
+    max_aspect_ratio: LargestRatio = rows(None, "longer side over shorter side at most, for example 2; None: any")
+    # The default is Pillow's own limit.
+    max_pixels: Count = rows(89_478_485, "of a picture; larger ones are rejected unopened (decompression bombs)")
+    # The encoder. It decides what is stored too: `prepare.describe` records it.
+    encoder_model: Model = free("tiny-sd", "the one in helpers, or a folder or hub id in diffusers layout")
+    encoder_revision: OptionalText = free(
+        None, "of a hub id: commit, tag or branch; None: the newest, kept on resuming"
+    )
+    vae_model: OptionalModel = free(None, "another model, whose VAE is used; None: encoder_model")
+    vae_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
+    text_encoder_model: OptionalModel = free(None, "another model, whose text encoder is used; None: encoder_model")
+    text_encoder_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
+    # `prepare.check` records these two only where they are not the default: earlier versions had neither.
+    maximum_tokens: OptionalCount = stored(None, "of a caption, stored without padding, for transformers; None: padded")
+    text_cleaning: Literal["none", "lower", "ftfy"] = stored(
+        "none", 'or "lower" (lower case), "ftfy" (repaired): captions before tokenization'
+    )
+    encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
+    encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
+    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of pictures")
+    # the output
+    latents: Literal["moments", "mean"] = stored("moments", 'the VAE\'s mean and std, or "mean": half the space')
+    text_precision: Literal["fp16", "fp8"] = stored("fp16", 'of stored captions; "fp8": half the space')
+    latents_uri: Location = free("", LATENTS_URI)
+    # the machines
+    num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")
+    num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
+    gpus_per_encoder: Gpus = free(0, "GPUs of each; 0: encode on a CPU, 0.5: two share one")
+    encoder_accelerator_type: OptionalText = free(None, 'for example "A10G": the kind of GPU that encoders run on')
+    dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
+
+    def __post_init__(self) -> None:
+        self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
+        for part in ("encoder", "vae", "text_encoder"):
+            self.add_revision(f"{part}_model", f"{part}_revision")
+        if len(set(self.caption_columns)) < len(self.caption_columns) or not self.caption_columns:
+            raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
+        if len(self.caption_columns) > 1 and self.max_captions > 1:
+            raise ValueError(
+                f"max_captions={self.max_captions} is for a column of lists, and caption_column="
+                f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
+            )
+        self.check_shapes()
+
+    def add_revision(self, parameter: str, revision_parameter: str) -> None:
+        """The model becomes "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
+        model, revision = getattr(self, parameter), getattr(self, revision_parameter)
+        if revision is None:
+            return
+        if model is None or model == "tiny-sd" or os.path.exists(model):
+            raise ValueError(
+                f"{revision_parameter}={revision!r} is that of a hub id, and {parameter}={model!r} is "
+                f"{'none' if model is None else 'a folder'}: leave it None."
+            )
+        self.derive(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
+
+    def model_parameter(self, part: str) -> str:
+        """The name of the parameter that names the model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        return "encoder_model" if getattr(self, f"{part}_model") is None else f"{part}_model"
+
+    def model_of(self, part: str) -> str:
+        """The model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        return getattr(self, self.model_parameter(part))
+
+    def check_shapes(self) -> None:
+        """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""
+        known = {}
+        for resolution, shapes in self.shapes.items():
+            for shape in shapes:
+                if 0 not in shape and known.setdefault(shape, resolution) == resolution:
+                    continue
+                what = "has a side of 0" if 0 in shape else f"is one of {known[shape]} too"
+                raise ValueError(
+                    f"aspect_ratios={list(self.aspect_ratios)} and size_multiple={self.size_multiple} come to "
+                    f"{shape[0]} x {shape[1]} pixels at resolution {resolution}, which {what}: leave that ratio out, "
+                    "or use a smaller size_multiple."
+                )
+
+    @property
+    def caption_columns(self) -> list[str]:
+        """The columns that `caption_column` names."""
+        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column)
+
+    @property
+    def num_captions(self) -> int:
+        """Captions that are stored of a row; a row that has fewer repeats its own."""
+        return max(len(self.caption_columns), self.max_captions)
+
+    @property
+    def captions_encoded(self) -> int:
+        """How many captions of a row the encoders encode."""
+        return self.num_captions
+
+    @property
+    def most_encoders(self) -> int:
+        return least_and_most(self.num_encoders)[1]
+
+    @property
+    def shapes(self) -> dict[int, list[tuple[int, int]]]:
+        """{resolution: (width, height) of its pictures}, by rising ratio.
+
+        The sides are the multiples of `size_multiple` nearest to the resolution times, and divided by, the root of the
+        ratio; the square is the resolution's own.
+        """
+
+        def shape(resolution: int, ratio: float) -> tuple[int, int]:
+            if ratio == 1:
+                return resolution, resolution
+            sides = resolution * ratio**0.5, resolution / ratio**0.5
+            return tuple(int(side / self.size_multiple + 0.5) * self.size_multiple for side in sides)
+
+        return {
+            size: list(dict.fromkeys(shape(size, ratio) for ratio in self.aspect_ratios)) for size in self.resolutions
+        }
+
+    @property
+    def raw_uri(self) -> str:
+        """Where the drawn sample data is kept when no `input_uri` is given."""
+        return storage.join(self.storage, "raw")
+
+    @property
+    def data_uri(self) -> str:
+        """Where the raw rows are: `input_uri`, or the drawn sample data."""
+        return self.input_uri or self.raw_uri
+
+
+@checked
+class OnlineConfig(PreprocessingConfig):
+    """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch.
+
+    With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
+    """
+
+    width_column: OptionalText = rows(None, "its width in pixels; with both, sizes are known before it is read")
+    height_column: OptionalText = rows(None, "its height")
+    read_ahead_bytes: Count = free(2**31, "of large row groups that are kept, so that each is read once")
+    random_crop: Crop = stored(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
+    horizontal_flip: Switch = stored(False, "mirror every second picture; not where captions say left and right")
+    # `train.kept` refuses another value when a run is resumed.
+    keep_latents: Switch = free(False, "keep what the first epoch encodes, for the others; not with random crops")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = [self.width_column, self.height_column]
+        if None in sizes and any(sizes):
+            raise ValueError(f"width_column={sizes[0]!r} and height_column={sizes[1]!r}: name both columns or neither.")
+        if None in sizes and set(self.aspect_ratios) != {1.0}:
+            raise ValueError(
+                f"aspect_ratios={list(self.aspect_ratios)}, while encoding online, need width_column and height_column."
+            )
+
+    @property
+    def captions_encoded(self) -> int:
+        """Each epoch draws one of a row's captions; only latents that are kept have all of them."""
+        return self.num_captions if self.keep_latents else 1

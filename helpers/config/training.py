@@ -1,0 +1,224 @@
+"""The parameters of a training run. No Ray, no torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from .. import storage
+from .parameters import (
+    LATENTS_URI,
+    Amount,
+    Count,
+    CountOrZero,
+    Location,
+    Model,
+    OptionalCount,
+    OptionalText,
+    Parameters,
+    Positive,
+    Several,
+    Share,
+    Shares,
+    Switch,
+    Text,
+    Workers,
+    checked,
+    free,
+    learned,
+    least_and_most,
+    must_be,
+)
+
+
+def read_size(key: Any) -> Any:
+    """JSON has text keys: "64" -> 64."""
+    return int(key) if isinstance(key, str) and key.isdigit() else key
+
+
+Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
+Size = Annotated[Count, BeforeValidator(read_size)]
+SizeShares = Annotated[
+    Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
+]
+RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces", pattern=r"^\.*[^/\\ .][^/\\ ]*$")]
+Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a U-Net, or None")]
+CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
+Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard', 'wandb' and 'mlflow', or []")]
+Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
+Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
+Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
+Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
+Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
+Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
+
+
+@checked
+class TrainingConfig(Parameters):
+    """Latents -> a trained U-Net. `train_loop_config` is `to_dict()` of this."""
+
+    # the data and the run
+    latents_uri: Mixture = free("", LATENTS_URI)
+    run_name: RunName = learned("run", "results are kept in storage/runs/run_name; an existing run is resumed")
+    init_from: Weights = learned(None, "run, or folder with a U-Net in diffusers layout, to take weights from")
+    # the model and its objective
+    unet_config: Model = learned("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
+    resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
+    prediction_type: Literal["v_prediction", "epsilon", "flow"] = learned(
+        "v_prediction", 'what is predicted; or "epsilon" (the noise), "flow"'
+    )
+    zero_terminal_snr: Switch = learned(False, "with v_prediction, the last timestep is noise alone")
+    caption_shares: CaptionShares = learned(None, "how often each of a row's captions is used; None: all equally often")
+    caption_dropout: Share = learned(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
+    min_snr_gamma: Gamma = learned(5.0, "gamma of the min-SNR loss weights; None: all timesteps have weight 1")
+    timestep_sampling: Literal["uniform", "importance", "logit_normal"] = learned(
+        "uniform", 'or "uniform"; for flow "logit_normal", more of the middle'
+    )
+    timestep_shift: Positive = learned(1.0, "of flow at the largest resolution, towards noise; smaller ones get less")
+    ema_start: CountOrZero = learned(0, "step from which weights are averaged")
+    ema_decay: Share = learned(0.995, "of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
+    # the recipe
+    global_batch_size: Count = learned(64, "rows of one optimizer step, all workers together")
+    micro_batch_size: OptionalCount = free(None, "rows of one forward pass; None: a whole unit")
+    units_per_step: OptionalCount = learned(None, "pieces a batch is dealt out in; None: as many as the most workers")
+    max_steps: Count = learned(1000, "optimizer steps")
+    learning_rate: Positive = learned(3e-3, "peak learning rate of AdamW")
+    warmup_steps: CountOrZero = learned(60, "steps over which the learning rate rises to its peak")
+    lr_schedule: Literal["cosine", "constant"] = learned("cosine", 'after warm-up: to 0 at max_steps; or "constant"')
+    adam_beta2: Share = learned(0.99, "AdamW's second decay rate; 0.999 for runs of 100,000 steps")
+    weight_decay: Amount = learned(0.01, "of AdamW")
+    seed: CountOrZero = learned(0, "of weights, data order, noise and timesteps")
+    # the machines
+    num_training_workers: Workers = free(1, "training processes, one GPU each with use_gpu; (least, most): elastic")
+    use_gpu: Switch = free(False, "train and draw on GPUs")
+    training_accelerator_type: OptionalText = free(None, 'for example "A100": the kind of GPU that trainers run on')
+    strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = free("ddp", 'or sharded: "fsdp", "fsdp-full", "hsdp"')
+    compile_unet: Switch = free(False, "torch.compile of the U-Net's blocks")
+    precision: Literal["fp32", "bf16"] = learned("fp32", 'or "bf16", for matrix products; with fsdp for norms too')
+    cudnn_benchmark: Switch = free(False, "cuDNN times its convolutions at each new shape and keeps the fastest")
+    attention: Literal["auto", "cudnn", "flash", "efficient"] = free(
+        "auto", 'or "cudnn", "flash", "efficient": the kernel of attention on a GPU'
+    )
+    deterministic: Switch = free(False, "the same bits in every run on GPUs of one kind; slow, and untested on GPUs")
+    activation_checkpointing: Switch = free(False, "recompute activations in the backward pass to save memory")
+    # safety
+    checkpoint_every: Count = free(250, "steps between checkpoints")
+    checkpoints_kept: Count = free(2, "the newest ones; the best one (best_by) is kept as well")
+    validate_every: CountOrZero = free(500, "steps; a multiple of checkpoint_every; 0: never")
+    max_skipped_steps: CountOrZero = free(0, "steps in a row that may be skipped because the loss is not finite")
+    hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
+    trackers: Trackers = free((), '"tensorboard"; "wandb" or "mlflow" where they are installed')
+    # the evaluation at checkpoints
+    validation_uri: Location = free("", 'encoded data to validate on too (best_by "validation_set_loss"); empty: none')
+    prompts: Prompts = free(None, "texts, or a file of them; None: captions that training does not see")
+    guidance_scale: Guidance = free(2.0, "of classifier-free guidance; 1: none")
+    sampling_steps: Steps = free(20, "steps in which a picture is drawn")
+    sampler: Literal["ddim", "dpm++", "euler", "unipc"] = free("ddim", 'or, in fewer steps, "dpm++", "euler", "unipc"')
+    clip_model: Clip = free("tiny-clip", "CLIP for scores: the one in helpers, a folder or hub id; None: none")
+    best_by: Score = free("validation_loss", 'which checkpoint is kept as best: "clip_score", "cmmd", "agreement"')
+    profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
+
+    def __post_init__(self) -> None:
+        if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
+            raise ValueError(
+                f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
+            )
+        given = self.units_per_step
+        self.derive(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
+        if self.global_batch_size % self.units_per_step:
+            default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} does not divide into units_per_step={self.units_per_step} "
+                f"equal units{default}: change one of the two."
+            )
+        if self.micro_batch_size and self.unit_rows % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows "
+                "(global_batch_size / units_per_step): change one of the three."
+            )
+        if self.validate_every % self.checkpoint_every:
+            raise ValueError(
+                f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
+                "validation runs on checkpoints, beside the training (0: never)."
+            )
+        self.check_objective()
+        defaults = {"compile_unet": False, "cudnn_benchmark": False, "attention": "auto"}
+        chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
+        if self.deterministic and chosen:
+            raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")
+        if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
+            raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
+        if self.best_by.startswith("validation_set") and not self.validation_uri:
+            raise ValueError(f"best_by={self.best_by!r} needs a validation_uri: give one, or keep the best by another.")
+
+    def check_objective(self) -> None:
+        """Raises ValueError for parameters of the objective that do not go together."""
+        flow, kind = self.prediction_type == "flow", f"prediction_type={self.prediction_type!r}"
+        if flow and self.min_snr_gamma is not None:
+            raise ValueError(f"min_snr_gamma={self.min_snr_gamma} weights epsilon and v, not {kind}: set it to None.")
+        if flow and self.timestep_sampling == "importance":
+            raise ValueError(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
+        if not flow and (self.timestep_sampling == "logit_normal" or self.timestep_shift != 1):
+            raise ValueError(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
+        if self.zero_terminal_snr and self.prediction_type != "v_prediction":
+            raise ValueError(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+        if flow and self.sampler not in ("dpm++", "unipc"):
+            raise ValueError(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
+
+    def resolve_latents(self) -> str | dict[str, float]:
+        """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""
+        if isinstance(self.latents_uri, str):
+            return storage.resolve(self.latents_uri or storage.join(self.storage, "latents"))
+        shares = {storage.resolve(uri): share for uri, share in self.latents_uri.items()}
+        if len(shares) < len(self.latents_uri):
+            raise ValueError(f"latents_uri={self.latents_uri!r} names the same folder twice: give each once.")
+        total = sum(shares.values())
+        uri, least = min(shares.items(), key=lambda item: item[1])
+        if least / total < 1e-3:
+            raise ValueError(f"latents_uri: the proportion {least!r} of {uri} is less than a thousandth: leave it out.")
+        # Not divided again when a resolved mapping comes back from `config.json`: rounding would change it.
+        return shares if abs(total - 1) < 1e-9 else {uri: share / total for uri, share in shares.items()}
+
+    @property
+    def proportions(self) -> dict[str, float]:
+        """{URI of a latents folder: its share of every batch}, also where there is only one."""
+        return self.latents_uri if isinstance(self.latents_uri, dict) else {self.latents_uri: 1.0}
+
+    @property
+    def fewest_workers(self) -> int:
+        return least_and_most(self.num_training_workers)[0]
+
+    @property
+    def most_workers(self) -> int:
+        return least_and_most(self.num_training_workers)[1]
+
+    @property
+    def worker_counts(self) -> range:
+        """All numbers of workers that the run may have."""
+        return range(self.fewest_workers, self.most_workers + 1)
+
+    @property
+    def resolutions(self) -> list[int]:
+        """Every size that is trained at, rising."""
+        return sorted(self.resolution) if isinstance(self.resolution, dict) else [self.resolution]
+
+    @property
+    def resolution_shares(self) -> dict[int, float]:
+        """{size: its share of the steps}; they add up to 1."""
+        shares = self.resolution if isinstance(self.resolution, dict) else {self.resolution: 1.0}
+        return {size: share / sum(shares.values()) for size, share in shares.items()}
+
+    @property
+    def largest_resolution(self) -> int:
+        """What is validated and sampled at."""
+        return self.resolutions[-1]
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows of a unit, the smallest part of a global batch that one worker gets."""
+        return self.global_batch_size // self.units_per_step
+
+    @property
+    def run_uri(self) -> str:
+        return storage.join(self.storage, "runs", self.run_name)

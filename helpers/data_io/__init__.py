@@ -1,1 +1,0 @@
-"""Readers of raw data: Parquet, WebDataset tars, image folders; filters on their columns."""

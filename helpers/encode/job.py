@@ -1,0 +1,322 @@
+"""The commit protocol of a preprocessing job.
+
+The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists;
+without it, files that a killed job left are ignored. When all segments are committed, their entries become
+`manifest.json`, which is written last. Rerunning a job does the missing segments; rerunning a finished job does
+nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from .. import storage
+from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, read_manifest, read_segments, write_manifest
+from ..raw import inputs
+from ..runtime import lease, ray_errors
+
+ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
+TIMELINE = 60  # points per segment
+SEGMENTS, JOB = "segments", "job.json"  # the folder of an unfinished job's entries, and the job's description in it
+FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writes, and deletes if not committed
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive input files that are committed together. `limit`: the most rows to take from them, None for all."""
+
+    index: int
+    paths: list[str]
+    rows: int
+    limit: int | None = None
+
+
+def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEGMENT) -> list[Segment]:
+    """Divide files into segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
+
+    A pure function of the files' row counts. Raises ValueError if there are no rows.
+    """
+    segments, sources, rows = [], [], 0
+    for path, taken, is_cut in inputs.rows_to_read(paths, config):
+        if taken == 0:
+            continue
+        sources.append(path)
+        rows += taken
+        if rows >= rows_per_segment or is_cut:
+            # Set a limit only where it ends inside a file, because it prevents filter pushdown into the read.
+            segments.append(Segment(len(segments), sources, rows, rows if is_cut else None))
+            sources, rows = [], 0
+    if sources:
+        segments.append(Segment(len(segments), sources, rows))
+    if not segments:
+        raise ValueError(f"The input holds no rows ({len(paths)} files, the first is {paths[0]}): give other data.")
+    return segments
+
+
+def begun_with(latents_uri: str) -> dict | None:
+    """`Job.parameters` of the job that is finished or unfinished at `latents_uri`; None without one."""
+    if storage.exists(storage.join(latents_uri, MANIFEST)):
+        return read_manifest(latents_uri).job
+    job_uri = storage.join(latents_uri, SEGMENTS, JOB)
+    return storage.read_json(job_uri).get("parameters", {}) if storage.exists(job_uri) else None
+
+
+Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
+
+    Args:
+        latents_uri: where the latents go.
+        parameters: those that affect the output, to check that a rerun is the same job.
+        description: the encoder's part of the manifest (`prepare.describe`).
+        plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once per
+            job; a rerun reads its result from `segments/job.json`.
+        id_type: Arrow type of the stored ids.
+        max_failures: how often a segment is restarted after losing a node, an actor or a worker; -1: always.
+
+    Raises ValueError if `latents_uri` holds something else.
+    """
+
+    latents_uri: str
+    parameters: dict
+    description: dict
+    plan: Callable[[], list[Segment]]
+    id_type: pa.DataType
+    max_failures: int = 3
+
+    def __post_init__(self):
+        parameters = {"schema_version": SCHEMA_VERSION, **self.parameters, "encoder": self.description["encoder"]}
+        self.parameters = json.loads(json.dumps(parameters))  # tuples become lists, as in the stored parameters
+        self.segments = self.known_segments() or self.plan()
+
+    def uri(self, *parts: str) -> str:
+        return storage.join(self.latents_uri, *parts)
+
+    @property
+    def finished(self) -> bool:
+        return storage.exists(self.uri(MANIFEST))
+
+    def known_segments(self) -> list[Segment]:
+        """The segments planned by an earlier run; [] without one.
+
+        Raises ValueError if the folder holds other files, or was made with other parameters, naming the first.
+        """
+        if (earlier := begun_with(self.latents_uri)) is not None:
+            self.check_same(earlier)
+        if self.finished:
+            entries = read_segments(self.latents_uri)
+            return [Segment(entry["index"], entry["sources"], entry["read"], entry["limit"]) for entry in entries]
+        if storage.exists(self.uri(SEGMENTS, JOB)):
+            job = storage.read_json(self.uri(SEGMENTS, JOB))
+            return [Segment(**segment) for segment in job["segments"]]
+        if files := self.written_files():
+            raise ValueError(
+                f"latents_uri={self.latents_uri!r} holds files that do not belong to an unfinished job ({files[0]}): "
+                "give another latents_uri, or delete them."
+            )
+        return []
+
+    def check_same(self, earlier: dict) -> None:
+        """Raises ValueError naming the first parameter that differs from those of an earlier run."""
+        for name in earlier | self.parameters:
+            before, value = earlier.get(name), self.parameters.get(name)
+            if before != value:
+                what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
+                raise ValueError(
+                    f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): give "
+                    "another latents_uri, or delete that folder."
+                )
+
+    def save(self) -> None:
+        """Write what a rerun needs to know of the job."""
+        segments = [dataclasses.asdict(segment) for segment in self.segments]
+        storage.write_json(self.uri(SEGMENTS, JOB), {"parameters": self.parameters, "segments": segments})
+
+    def written_files(self) -> list[str]:
+        """All files in `data/` and `rejects/`."""
+        return storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
+
+    def committed(self) -> dict[int, dict]:
+        """Entries of an unfinished job's committed segments by index, in order."""
+        uris = [uri for uri in storage.list_files(self.uri(SEGMENTS), ".json") if storage.name(uri) != JOB]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
+            entries = pool.map(storage.read_json, uris)
+        return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
+
+    def pending(self) -> list[Segment]:
+        """The segments that are still to do."""
+        done = self.committed()
+        return [segment for segment in self.segments if segment.index not in done]
+
+    @property
+    def rows_per_file(self) -> int:
+        """Rows that the write stage takes at a time: more shapes need more rows to fill row groups of each shape.
+
+        With a fiftieth held out and equally many pictures of each shape, a row group has at least 48 rows on average.
+        """
+        return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
+
+    def write_arguments(self, segment: Segment) -> dict:
+        """Arguments of `stages.write_latents`."""
+        return {
+            "latents_uri": self.latents_uri,
+            "segment": segment,
+            "columns": self.description["columns"],
+            "id_type": self.id_type,
+            "validation_share": self.parameters.get("validation_share", 0.0),
+        }
+
+    def run(self, pipeline: Pipeline, progress: Callable[[int, int], None] | None = None) -> Manifest:
+        """Run the missing segments, one at a time, and return the manifest.
+
+        Iterating over the dataset that `pipeline(segment)` returns runs the pipeline.
+        `progress(rows, of_rows)` is called as files are written. An interrupted segment's files are deleted. Raises
+        RuntimeError if another driver is running this job (`runtime.lease`).
+        """
+        if self.finished:
+            manifest = read_manifest(self.latents_uri)
+            print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.latents_uri}")
+            return manifest
+        with lease.hold(self.latents_uri, f"latents_uri={self.latents_uri!r}") as self.lease:
+            self.segments = self.known_segments() or self.segments  # another driver may have worked on it since
+            self.save()
+            self.delete_uncommitted()
+            total = sum(segment.rows for segment in self.segments)
+            pending = self.pending()
+            done = total - sum(segment.rows for segment in pending)
+            for segment in pending:
+                self.run_segment(pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total))
+                done += segment.rows
+            return self.finish()
+
+    def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
+        """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
+
+        Ray itself retries the pipeline's tasks and replaces its actors, but not its internal actors that read Parquet
+        footers, nor blocks that it cannot recompute.
+        """
+        for failures in itertools.count(1):
+            try:
+                entry = self.collect(pipeline(segment), segment, progress)
+                self.lease.check()
+                storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
+                return
+            except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
+                try:
+                    while self.delete_uncommitted():
+                        time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
+                except OSError:
+                    error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
+                if 0 <= self.max_failures < failures or not ray_errors.was_lost(error):
+                    raise
+                limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
+                which = f"failure {failures}{limit}"
+                print(f"Segment {segment.index} is restarted ({which}): {ray_errors.summarize_error(str(error))}")
+
+    def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
+        """Run one segment's pipeline and return the segment's entry, the sum of its write tasks' reports."""
+        started, tables, rows = time.time(), [], 0
+        # Closed explicitly, because an interrupt must stop the tasks before their files are deleted.
+        with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
+            for batch in batches:
+                tables.append(batch)
+                rows += sum(batch["rows"].to_pylist())
+                progress(rows)
+        entry = segment_entry(segment, tables) | {"seconds": time.time() - started}
+        self.check_counts(entry)
+        return entry
+
+    def check_counts(self, entry: dict) -> None:
+        """Raises RuntimeError if rows are missing that no filter can have dropped."""
+        if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
+            raise RuntimeError(
+                f"Segment {entry['index']}: {entry['read']} rows read, {entry['written']} written and "
+                f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
+            )
+
+    def delete_uncommitted(self) -> int:
+        """Delete this job's files that belong to no committed segment; returns how many."""
+        self.lease.check()
+        kept = set()
+        for entry in self.committed().values():
+            kept.update(file["name"] for file in entry["files"])
+            kept.update(entry["rejects"])
+        names = {uri: storage.name(uri) for uri in self.written_files()}
+        left = [uri for uri, name in names.items() if name not in kept and FILE_NAME.fullmatch(name)]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
+            list(pool.map(storage.delete, left))
+        return len(left)
+
+    def finish(self) -> Manifest:
+        """Write the manifest, which marks the job as finished, and delete the entries that it replaces."""
+        self.delete_uncommitted()
+        entries = list(self.committed().values())
+        manifest = Manifest.of(
+            entries,
+            **self.description,
+            resolutions=list(self.parameters["resolutions"]),
+            id_type=str(self.id_type),
+            job=self.parameters,
+        )
+        write_manifest(self.latents_uri, manifest, entries)
+        storage.delete(self.uri(SEGMENTS))
+        return manifest
+
+
+def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
+    """A segment's entry: the sum of its write tasks' reports, which `stages.write_latents` returns as tables.
+
+    `filtered` counts the rows that were neither written nor rejected: read = written + sum(rejected) + filtered.
+    `transform_seconds`, `encode_seconds` and `write_seconds` are sums over each stage's workers; `encoding_seconds` is
+    the time from the first encoder call to the last; `seconds`, from start to end, is set by the caller.
+    """
+    sums = {"files": [], "rejects": [], "calls": [], "written": 0, "bytes": 0, "seconds": 0.0}
+    sums |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
+    counts = {"rejected": collections.Counter(), "buckets": collections.Counter()}
+    for report in (json.loads(text) for table in tables for text in table["report"].to_pylist()):
+        for name in sums.keys() & report.keys():
+            sums[name] += report[name]
+        for name, count in counts.items():
+            count.update(report[name])
+    calls = sums.pop("calls")
+    return {
+        "index": segment.index,
+        "sources": segment.paths,
+        "limit": segment.limit,
+        "read": segment.rows,
+        "filtered": segment.rows - sums["written"] - counts["rejected"].total(),
+        "rejected": dict(counts["rejected"]),
+        "buckets": dict(counts["buckets"]),
+        **sums,
+        "encoders": len({call["encoder"] for call in calls}),
+        "encoding_seconds": max(c["ended"] for c in calls) - min(c["started"] for c in calls) if calls else 0.0,
+        "timeline": timeline(calls) if calls else [],
+    }
+
+
+def timeline(calls: list[dict]) -> list[list[float]]:
+    """[[seconds since the first call, share of the encoders that compute, rows/s]] over the calls of a segment.
+
+    At most `TIMELINE` points, each the mean over a second or more; a call's rows are spread evenly over its time.
+    """
+    starts, ends, rows = (np.array([call[name] for call in calls]) for name in ("started", "ended", "rows"))
+    num_encoders, took = len({call["encoder"] for call in calls}), np.maximum(ends - starts, 1e-6)
+    edges = np.linspace(starts.min(), ends.max(), 1 + min(TIMELINE, int(ends.max() - starts.min())))
+    done = np.clip((edges - starts[:, None]) / took[:, None], 0, 1)  # (calls, edges): each call's part before each edge
+    busy, rates = (np.diff(amount @ done) / np.diff(edges) for amount in (took, rows))
+    return np.stack([edges[:-1] - edges[0], busy / num_encoders, rates], axis=1).round(4).tolist()

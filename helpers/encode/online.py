@@ -1,0 +1,125 @@
+"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
+
+Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
+are those of `latents`, `stages`, `encoder` and `train`. This module plans over an index of the raw files
+(`raw.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run is reproducible and resumes
+exactly.
+
+Rows that the index leaves out or holds out are in no batch. Rows that only decoding shows to be unusable are masked and
+listed in the run's rejects: broken pictures, pictures whose size contradicts their columns and, without such columns,
+pictures that are too small.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from PIL import Image, ImageOps
+
+from .. import storage
+from ..config.preprocessing import OnlineConfig
+from ..latents import schema
+from ..latents.manifest import RowRange, read_manifest
+from ..latents.plan import CHUNK_BYTES, Plan, Source, draw_caption
+from ..latents.read import KEEP, UNIT, build_dataset
+from ..raw import images, index, inputs
+from . import stages
+
+INDEX = "index"  # beside the manifest
+SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on
+CAPTION_NUMBER = "caption_number"  # column of the rows of a run that keeps latents: the caption that is trained on
+FILLS = "fills up a block"  # why a row is not decoded
+
+
+def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig) -> ray.data.Dataset:
+    """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
+
+    Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column of the size at which the row is
+    trained on) and `unit` (the unit's number in the run).
+
+    If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
+    cached in Ray's object store, so that an epoch reads each only once per bucket of its rows.
+    """
+    largest = max(read_manifest(source.files.uri).job["raw_group_bytes"] for source in plan.sources)
+    if largest <= CHUNK_BYTES // 4:
+        return build_dataset(plan, first_step, end_step, functools.partial(read_raw, config=config))
+    # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.
+    kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
+    read = functools.partial(read_raw, config=config, read_group=kept)
+    return build_dataset(plan, first_step, end_step, read, chunks_per_task=1)
+
+
+def read_raw(
+    ranges: list[RowRange], source: Source, *, config: OnlineConfig, read_group: index.ReadGroup | None = None
+) -> pa.Table:
+    """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_rows`."""
+    rows = index.read_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
+    rows = inputs.to_raw_rows(rows, config)
+    return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
+
+
+def transform(
+    rows: pa.Table,
+    *,
+    config: OnlineConfig,
+    units_per_epoch: int,
+    seed: int = 0,
+    caption_shares: Sequence[float] = (1.0,),
+) -> pa.Table:
+    """`stages.transform` with augmentation that differs between epochs but is fixed for a given row and epoch.
+
+    Rows that only pad a block are not decoded; `keep` is False for them. Of several captions a row, one is drawn for
+    the epoch, and the others are not encoded, unless latents are kept: then `caption_number` names it.
+
+    Args:
+        rows: raw rows with `shape` and `unit`.
+        config: `random_crop` is the smallest side of the crop, as a share of the largest possible (1: the centre crop);
+            `horizontal_flip` mirrors half of the pictures.
+        units_per_epoch, caption_shares: as in the plan.
+        seed: the run's.
+    """
+    units = rows[UNIT].to_numpy()
+    used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
+    ids = rows[inputs.ID].to_pylist()
+    crops = [
+        functools.partial(augment_crop, row_id=row_id, epoch=epoch, config=config, seed=seed)
+        for row_id, epoch in zip(ids, epochs, strict=True)
+    ]
+    captions = np.array(
+        [draw_caption(caption_shares, seed, int(epoch), str(row_id)) for row_id, epoch in zip(ids, epochs, strict=True)]
+    )
+    sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
+    errors = pc.if_else(used, rows[inputs.ERROR], FILLS)
+    raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
+    raw = raw if config.captions_encoded > 1 else schema.choose_captions(raw, captions)
+    only = map(sizes.__getitem__, rows[SHAPE].to_pylist())
+    done = stages.transform(raw, config=config, crops=crops, only=only)
+    if config.captions_encoded > 1:
+        done = done.append_column(CAPTION_NUMBER, pa.array(captions))
+    return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, used)
+
+
+def augment_crop(
+    picture: Image.Image, ratio: float, *, row_id: int | str, epoch: int, config: OnlineConfig, seed: int
+) -> Image.Image:
+    """The crop of a picture for one epoch, which depends only on (seed, epoch, id), the picture's size and `ratio`.
+
+    `ratio`: the crop's width over its height. `config`: see `transform`.
+    """
+    random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
+    if config.random_crop == 1:
+        cut = images.center_crop(picture, ratio)
+    else:
+        share = random.uniform(config.random_crop, 1)
+        largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
+        width, height = (max(1, round(side * share)) for side in largest)
+        left = int(random.integers(0, picture.width - width + 1))
+        top = int(random.integers(0, picture.height - height + 1))
+        cut = picture.crop((left, top, left + width, top + height))
+    return ImageOps.mirror(cut) if config.horizontal_flip and random.random() < 0.5 else cut

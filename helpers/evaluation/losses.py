@@ -1,0 +1,88 @@
+"""The loss on held-out rows: with the same noise every time, so that steps and runs can be compared. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..config.training import TrainingConfig
+from ..distributed import rank, sum_over_ranks, world_size
+from ..latents import schema
+from ..latents.manifest import Manifest
+from ..model import diffusion
+from ..model.unet import autocast, computes_in_bf16
+from ..train.step import Unit
+
+BATCH_SIZE = 64
+Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
+# A table; or what gives this rank's batches of the rows with latents in a column, as `held_out.ValidationSet`.
+Rows = pa.Table | Callable[[schema.ColumnSpec], Batches]
+
+
+def validation_loss(*arguments, **options) -> tuple[float, float]:
+    """`(loss, unweighted loss)`: the means of `losses_by_noise` over its timesteps."""
+    return tuple(losses_by_noise(*arguments, **options)[:, 1:].mean(axis=0).tolist())
+
+
+@torch.no_grad()
+def losses_by_noise(
+    unet: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
+) -> np.ndarray:
+    """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
+
+    The timesteps are the middles of T equal parts of the noise schedule. Rows count that have latents of the largest
+    resolution, in all of its shapes.
+
+    The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. In a process
+    group each rank computes its part of the rows, and all return the same. The precision is that of training, so that
+    it does not matter who computes.
+    """
+    weight = next(unet.parameters())
+    device, in_bf16 = weight.device, weight.dtype == torch.bfloat16
+    autocast_precision = "fp32" if in_bf16 or computes_in_bf16(config.strategy, config.precision) else config.precision
+    schedule = diffusion.training_schedule(config, manifest, device)
+    timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
+    totals = np.zeros((timesteps_per_row, 3))
+    for spec in manifest.latents_at(config.largest_resolution):
+        batches = table_batches(rows, spec) if isinstance(rows, pa.Table) else rows(spec)
+        for encoded, positions_B, counts_B in batches:
+            unit = Unit.from_arrow(encoded.combine_chunks(), manifest, spec, 0)
+            moments, text, _, mask = unit.to(device)
+            counts = torch.from_numpy(counts_B).to(device)
+            for number, timestep in enumerate(timesteps):
+                draws = diffusion.draw(0, number, positions_B, moments.shape[2:], device=device)
+                draws.timesteps_B[:] = int(timestep)
+                posterior, scales = draws.posterior_BCHW, (manifest.scaling_factor, manifest.shift_factor)
+                latents = diffusion.sample_latents(moments, posterior, *scales)
+                with autocast(autocast_precision, device):
+                    losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws, mask_BL=mask)
+                unweighted = (losses * counts).sum().item()
+                # All rows have the same timestep here, and so the same weight.
+                weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
+                totals[number] += unweighted * weight, unweighted, counts_B.sum()
+    totals = sum_over_ranks(torch.tensor(totals, device=device)).cpu().numpy()
+    return np.column_stack([timesteps, totals[:, :2] / totals[:, 2:].clip(min=1)])
+
+
+def table_batches(rows: pa.Table, latents: schema.ColumnSpec) -> Batches:
+    """The batches of this rank, of the rows of a table that have these latents."""
+    if latents.name in rows.column_names:
+        encoded = rows.filter(rows[latents.name].is_valid())
+        for positions_B, counts_B in rank_batches(encoded.num_rows):
+            yield encoded.take(positions_B), positions_B, counts_B
+
+
+def rank_batches(num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`(row numbers (B,), whether they count (B,) bool)` of the batches that this rank computes.
+
+    All ranks compute the same number of rows, because sharded weights are gathered by all together: at the end, the
+    last row is repeated and does not count.
+    """
+    rows_per_rank = -(-num_rows // world_size())
+    end = (rank() + 1) * rows_per_rank
+    for start in range(rank() * rows_per_rank, end, BATCH_SIZE):
+        numbers = np.arange(start, min(start + BATCH_SIZE, end))
+        yield numbers.clip(max=num_rows - 1), numbers < num_rows

@@ -1,0 +1,289 @@
+"""What a latents folder says about itself: `manifest.json` and `files.json`.
+
+`files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
+rows of each of its "row_groups", and how many of these, in their order, hold rows of each of its "buckets": a row
+group's rows have latents in the same columns (`schema.bucket_name`), and are all trained on or all held out.
+
+`manifest.json` holds everything else, a few kilobytes whatever the number of files. It is written last, so a folder
+that has one is complete.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from .. import storage
+from . import schema
+
+SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
+MANIFEST, FILES = "manifest.json", "files.json"
+WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a latents folder holds. read = written + sum(rejected) + filtered.
+
+    Args:
+        encoder: model, revision, precision (as asked for: a CPU computes in fp32 whatever it is). If the text encoder
+            is of another model, also text_encoder_model and text_encoder_revision; vae_class and text_encoder_class,
+            where they are not those of Stable Diffusion.
+        resolutions: the sizes that were encoded.
+        columns: the tensor columns.
+        scaling_factor, shift_factor: of the VAE; latents are stored without them.
+        id_type: Arrow type of the ids.
+        empty_caption_embedding: base64 of fp16, in the shape of the embeddings; if they are ragged, without padding.
+        job: the parameters that decide what is written.
+        read, written, filtered: rows.
+        rejected: reason -> rows, the most frequent first.
+        buckets: bucket -> rows.
+        files_crc32: of the names and row groups of the files.
+        work: sums over the segments, of seconds by stage and of bytes (`job.segment_entry`).
+    """
+
+    encoder: dict
+    resolutions: list[int]
+    columns: list[schema.ColumnSpec]
+    scaling_factor: float
+    id_type: str
+    empty_caption_embedding: str
+    job: dict
+    read: int
+    written: int
+    filtered: int
+    rejected: dict[str, int]
+    buckets: dict[str, int]
+    work: dict[str, float]
+    files_crc32: int
+    schema_version: int = SCHEMA_VERSION
+    shift_factor: float = 0.0
+
+    @classmethod
+    def of(cls, segments: list[dict], **description) -> Manifest:
+        """The manifest of a job's segments. `description`: the fields that are not sums over them."""
+        rows = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
+        rows |= {count: add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
+        work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
+        crc = 0
+        for file in (file for segment in segments for file in segment["files"]):
+            crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
+        return cls(**description, **rows, work=work, files_crc32=crc)
+
+    def column(self, name: str) -> schema.ColumnSpec:
+        return next(spec for spec in self.columns if spec.name == name)
+
+    def latents(self, resolution: int) -> schema.ColumnSpec:
+        """The column of squares."""
+        return self.column(schema.latents_column(resolution))
+
+    def latents_at(self, resolution: int) -> list[schema.ColumnSpec]:
+        """The columns of all shapes of a resolution."""
+        return [spec for spec in self.columns if spec.resolution == resolution]
+
+    def rows_at(self, resolution: int) -> int | None:
+        """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
+        if self.online and not self.online.get("width_column"):
+            return None
+        names = {spec.name for spec in self.latents_at(resolution)}
+        return sum(rows for bucket, rows in self.buckets.items() if not names.isdisjoint(schema.bucket_columns(bucket)))
+
+    @property
+    def embeddings(self) -> schema.ColumnSpec:
+        return self.column(schema.EMBEDDINGS)
+
+    @property
+    def num_captions(self) -> int:
+        """Captions of a row."""
+        return len(schema.numbers(schema.EMBEDDINGS, self.shapes))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor column -> shape of one row."""
+        return {spec.name: spec.shape for spec in self.columns}
+
+    @property
+    def empty_caption(self) -> np.ndarray:
+        """(tokens, width) fp16: what replaces a dropped caption; zeros where it has no tokens."""
+        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=schema.DTYPE)
+        padded = np.zeros(self.embeddings.shape, schema.DTYPE)
+        padded.reshape(-1)[: len(values)] = values
+        return padded
+
+    @property
+    def empty_mask(self) -> np.ndarray | None:
+        """(tokens,) bool: True for the tokens of the empty caption; None where captions are padded."""
+        if not self.embeddings.ragged:
+            return None
+        most, width = self.embeddings.shape
+        num_bytes = len(base64.b64decode(self.empty_caption_embedding))
+        return np.arange(most) < num_bytes // (width * schema.DTYPE().itemsize)
+
+    @property
+    def vae_model(self) -> str:
+        return self.encoder["model"]
+
+    @property
+    def text_encoder_model(self) -> str:
+        """The model that the text encoder and the tokenizer are from."""
+        return self.encoder.get("text_encoder_model", self.vae_model)
+
+    @property
+    def vae_class(self) -> str:
+        """The name of the VAE's class in diffusers."""
+        return self.encoder.get("vae_class", "AutoencoderKL")
+
+    @property
+    def text_encoder_class(self) -> str:
+        """The name of the text encoder's class in transformers."""
+        return self.encoder.get("text_encoder_class", "CLIPTextModel")
+
+    @property
+    def text_cleaning(self) -> str:
+        """What was done to captions before they were tokenized, as the parameter of this name says."""
+        return self.job.get("text_cleaning", "none")
+
+    @property
+    def stored_row_bytes(self) -> float:
+        """Bytes of a stored row on average, as measured in the files: those of all sizes, all captions and the id.
+
+        Captions without padding take as much as they have tokens. Raises ValueError if no rows are stored.
+        """
+        if not self.written or not self.work.get("bytes"):
+            raise ValueError("These latents have no stored rows to measure: encode some with Preprocessing.ipynb.")
+        return self.work["bytes"] / self.written
+
+    @property
+    def online(self) -> dict | None:
+        """The preprocessing parameters of data that is encoded while a run trains on it; None for stored latents."""
+        return self.job.get("online")
+
+    @property
+    def made_with(self) -> dict:
+        """`job` without what may differ for the same data: its location and how many workers encoded it."""
+        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
+        stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
+        return max(stored, self.job.get("raw_row_bytes", 0))
+
+    @classmethod
+    def from_dict(cls, values: dict) -> Manifest:
+        """Raises ValueError for a schema version that this code does not read."""
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
+                " encode the data again with Preprocessing.ipynb, into another latents_uri."
+            )
+        return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+
+
+def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sum of some counts by name, the largest first."""
+    total = sum(map(collections.Counter, counts), collections.Counter())
+    return dict(total.most_common())
+
+
+def encode_embedding(array: np.ndarray) -> str:
+    """(tokens, width) -> the text that `Manifest.empty_caption_embedding` holds."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype=schema.DTYPE).tobytes()).decode()
+
+
+class RowRange(NamedTuple):
+    """Consecutive rows of one row group of a file; `caption`: the number, from 1, of the caption that they use."""
+
+    file_name: str
+    row_group: int
+    first_row: int
+    num_rows: int
+    caption: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Files:
+    """The row groups of a data set, numbered through all of its files.
+
+    Args:
+        uri: the data set's folder, as `latents_uri`.
+        names: Parquet files, relative to its `data/` folder.
+        group_rows: (row groups,) int32: rows in each.
+        first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
+        bucket_names, group_buckets: the buckets, and (row groups,) which of them each row group holds.
+    """
+
+    uri: str
+    names: pa.StringArray  # as an Arrow array, which a node's processes share in Ray's object store
+    group_rows: np.ndarray
+    first_group: np.ndarray
+    bucket_names: list[str]
+    group_buckets: np.ndarray
+
+    @classmethod
+    def of(cls, uri: str, files: list[dict]) -> Files:
+        """`files`: those of the segments in `files.json`."""
+        bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
+        numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
+        bucket_runs = [(numbers[bucket], count) for file in files for bucket, count in file["buckets"].items()]
+        bucket_runs = np.array(bucket_runs, dtype=np.int64).reshape(-1, 2)
+        return cls(
+            uri,
+            pa.array([file["name"] for file in files], pa.string()),
+            np.fromiter((rows for file in files for rows in file["row_groups"]), dtype=np.int32),
+            np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
+            bucket_names,
+            np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
+        )
+
+    def groups_of(self, bucket: str) -> np.ndarray:
+        """The row groups of a bucket."""
+        number = self.bucket_names.index(bucket) if bucket in self.bucket_names else -1
+        return np.flatnonzero(self.group_buckets == number).astype(np.int32)
+
+    def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
+        """Rows of row group number `group`."""
+        file = np.searchsorted(self.first_group, group, side="right") - 1
+        name, number = self.names[file].as_py(), int(group - self.first_group[file])
+        return RowRange(name, number, int(first_row), int(num_rows))
+
+
+def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:
+    """Write both files, `manifest.json` last."""
+    storage.write_text(storage.join(latents_uri, FILES), json.dumps(segments))
+    storage.write_json(storage.join(latents_uri, MANIFEST), dataclasses.asdict(manifest))
+
+
+def read_manifest(latents_uri: str) -> Manifest:
+    """The manifest of a finished job. Raises FileNotFoundError that says how to make one."""
+    try:
+        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST)))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
+            f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
+            "Preprocessing.ipynb."
+        ) from None
+
+
+def read_manifests(latents_uris: Iterable[str]) -> dict[str, Manifest]:
+    """{URI: manifest} of several folders. Raises FileNotFoundError naming one that has none."""
+    return {uri: read_manifest(uri) for uri in latents_uris}
+
+
+def read_segments(latents_uri: str) -> list[dict]:
+    """The segments of a finished job, in order."""
+    return storage.read_json(storage.join(latents_uri, FILES))
+
+
+def read_files(latents_uri: str) -> Files:
+    """The files of a finished job, in the order of its segments."""
+    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])

@@ -1,0 +1,529 @@
+"""The epoch plan: which rows make which step, on any number of workers, starting at any step. No Ray.
+
+The plan is a pure function of the data sets' row groups, their proportions, the seed and the epoch. For one shape:
+
+    row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        in the order of the Parquet files
+                        shuffled in every epoch, concatenated
+    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        in a mixture: drawn from each data set by proportion
+    chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
+    units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
+    steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
+    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units sent together (here block_steps=2)
+    workers      | w0      | w1      | w0      | w1      |        block b goes to worker b % num_workers (here 2)
+    micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
+
+The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
+first unit. If `units_per_step` is not a multiple of the number of workers, some get one unit more than others in a
+step; the others compute masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole
+step are left out of that epoch; so are the remaining rows of the larger data sets once the first data set of a mixture
+runs out.
+
+A step trains on pictures of one shape. A row group holds rows of one bucket (`manifest.Manifest`), which may reach
+several sizes and is then divided between them. Each shape has its own sequence of row groups. A step's shape depends
+only on its number: each resolution gets its share of the steps and each shape a number in proportion to its rows,
+evenly spread over the epoch. An epoch ends when a resolution runs out. It uses a row at one size only, and leaves over
+less than a batch of each shape, except in resolutions with more rows than their share needs. A chunk holds the rows of
+its steps, of all shapes.
+
+Where rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..config.training import TrainingConfig
+from . import schema
+from .manifest import Files, Manifest, RowRange, read_files, read_manifests
+
+CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
+CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
+# Units of consecutive steps are sent together up to this size: Ray Data's loop takes at most two blocks of a task every
+# tenth of a second. Online, larger blocks would only wait longer for a transform and an encoder.
+BLOCK_BYTES, ONLINE_BLOCK_BYTES, MOST_BLOCK_STEPS = CHUNK_BYTES, 4 * 2**20, 8
+MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PERIOD
+
+
+class BucketRows(NamedTuple):
+    """The rows of a bucket that are trained on at one shape.
+
+    Each epoch shuffles the bucket's row groups, by `key` and the epoch, and concatenates them; these are rows `start`
+    to `stop` of the result. Another shape may use other rows of the same row groups.
+    """
+
+    groups: np.ndarray
+    start: int
+    stop: int
+    key: tuple[int, ...]
+
+    def order(self, group_rows: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """`(row groups, rows used of each, first row used of the first)` in an epoch."""
+        groups = np.random.default_rng([seed, epoch, *self.key]).permutation(self.groups)
+        ends = np.cumsum(group_rows[groups])
+        first, last = np.searchsorted(ends, self.start, side="right"), np.searchsorted(ends, self.stop)
+        groups, ends = groups[first : last + 1], ends[first : last + 1]
+        rows = np.diff(np.minimum(ends, self.stop), prepend=self.start)
+        skipped = self.start - (ends[0] - group_rows[groups[0]]) if len(groups) else 0
+        return groups, rows, int(skipped)
+
+
+class EpochOrder(NamedTuple):
+    """A source's row groups as one epoch shuffles them.
+
+    Args:
+        groups: (G,) their numbers.
+        ends: (G,) how many rows of the source the epoch has used at the end of each.
+        first_rows: {row group: its first row that counts}, where that is not row 0.
+    """
+
+    groups: np.ndarray
+    ends: np.ndarray
+    first_rows: dict[int, int]
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """[(row group, first row, rows)] of rows `start` to `stop` of the epoch."""
+        if start == stop:
+            return []
+        first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
+        ranges = []
+        for place in range(first, last + 1):
+            group, group_start = int(self.groups[place]), self.ends[place - 1] if place else 0
+            range_start, range_stop = max(start, group_start), min(stop, self.ends[place])
+            first_row = self.first_rows.get(group, 0) + range_start - group_start
+            ranges.append((group, int(first_row), int(range_stop - range_start)))
+        return ranges
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """The rows of one data set that are trained on at one shape.
+
+    Args:
+        files: of the data set.
+        latents: the latents column of that shape.
+        buckets: the rows.
+        proportion: its weight in a step of this shape, relative to the other sources.
+    """
+
+    files: Files
+    latents: schema.ColumnSpec
+    buckets: tuple[BucketRows, ...]
+    proportion: float = 1.0
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return sum(bucket.stop - bucket.start for bucket in self.buckets)
+
+    def order(self, seed: int, epoch: int, number: int) -> EpochOrder:
+        """The order of an epoch. `number`: this source's number in the plan."""
+        orders = [bucket.order(self.files.group_rows, seed, epoch) for bucket in self.buckets]
+        groups = np.concatenate([groups for groups, _, _ in orders])
+        rows = np.concatenate([rows for _, rows, _ in orders])
+        if len(orders) > 1:
+            mixed = np.random.default_rng([seed, epoch, number, 0, 1]).permutation(len(groups))
+            groups, rows = groups[mixed], rows[mixed]
+        first_rows = {int(groups[0]): skipped for groups, _, skipped in orders if skipped}
+        return EpochOrder(groups, np.cumsum(rows), first_rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """The rows that are trained on at one shape, mixed from sources in proportion. A step's rows are all of one shape.
+
+    `share`: of the steps, that the shape's resolution gets.
+    """
+
+    sources: list[Source]
+    share: float = 1.0
+
+    @property
+    def latents(self) -> schema.ColumnSpec:
+        return self.sources[0].latents
+
+    @property
+    def num_rows(self) -> int:
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def weight(self) -> float:
+        return sum(source.proportion for source in self.sources)
+
+    @functools.cached_property
+    def mixing_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD,) the source of each consecutive row."""
+        return mixing_schedule(tuple(source.proportion for source in self.sources))
+
+    @functools.cached_property
+    def _cumulative_schedule(self) -> np.ndarray:
+        """(MIXING_PERIOD + 1, sources) row i counts each source's rows among the first i rows of the schedule."""
+        counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
+        counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
+        return np.cumsum(counts, axis=0)
+
+    def rows_by_source(self, num_rows: int) -> np.ndarray:
+        """(sources,) how many of an epoch's first `num_rows` rows come from each source."""
+        periods, rest = divmod(num_rows, MIXING_PERIOD)
+        return periods * self._cumulative_schedule[-1] + self._cumulative_schedule[rest]
+
+    def most_steps(self, batch_rows: int) -> int:
+        """Whole steps before the first source runs out."""
+        most_rows = []
+        for source, counts in zip(self.sources, self._cumulative_schedule.T, strict=True):
+            if counts[-1]:  # else the source's proportion is next to nothing
+                periods, rest = divmod(source.num_rows, int(counts[-1]))
+                most_rows.append(periods * MIXING_PERIOD + int(np.searchsorted(counts, rest, side="right")) - 1)
+        return min(most_rows) // batch_rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
+
+    Args:
+        shapes: the rows, by shape; those of one resolution have the same share.
+        unit_rows: rows per unit.
+        units_per_step: units per global batch.
+        chunk_units: units per chunk; more units shuffle better but take more memory.
+        seed: of the shuffle.
+        block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
+            `block_steps * units_per_step`.
+        worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
+        caption_shares: how often each of a row's captions is used.
+    """
+
+    shapes: list[Shape]
+    unit_rows: int
+    units_per_step: int
+    chunk_units: int
+    seed: int
+    block_steps: int = 1
+    worker_counts: range = range(1, 2)
+    caption_shares: tuple[float, ...] = (1.0,)
+
+    @property
+    def batch_rows(self) -> int:
+        return self.unit_rows * self.units_per_step
+
+    @property
+    def block_rows(self) -> int:
+        """Rows per block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
+        return self.unit_rows * self.block_steps
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source for shape in self.shapes for source in shape.sources]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources."""
+        return sum(shape.num_rows for shape in self.shapes)
+
+    # ---- the steps of each shape
+
+    @functools.cached_property
+    def _resolutions(self) -> dict[int, np.ndarray]:
+        """{resolution: the numbers of its shapes}"""
+        sizes = [shape.latents.resolution for shape in self.shapes]
+        return {size: np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)}
+
+    @functools.cached_property
+    def shape_steps(self) -> np.ndarray:
+        """(shapes,) steps per epoch of each; an epoch ends when the first resolution runs out of whole batches."""
+        most_steps = np.array([shape.most_steps(self.batch_rows) for shape in self.shapes])
+        for numbers in self._resolutions.values():
+            shapes = [self.shapes[number] for number in numbers]
+            if len(shapes) > 1:  # the first data set to run out ends all shapes: a mixture keeps its proportions
+                sources = [source for shape in shapes for source in shape.sources]
+                room = min(source.num_rows / source.proportion for source in sources) / self.batch_rows
+                weights = np.array([shape.weight for shape in shapes])
+                most_steps[numbers] = np.minimum(most_steps[numbers], np.ceil(room * weights - 1e-6))
+        shares = [self.shapes[numbers[0]].share for numbers in self._resolutions.values()]
+        available = [most_steps[numbers].sum() for numbers in self._resolutions.values()]
+        total = min(int(steps / share + 1e-9) for steps, share in zip(available, shares, strict=True))
+        steps = np.zeros_like(most_steps)
+        for numbers, count in zip(self._resolutions.values(), apportion(total, shares), strict=True):
+            steps[numbers] = apportion(count, most_steps[numbers])
+        return steps
+
+    @functools.cached_property
+    def shape_schedule(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(shape, number of earlier steps of that shape)` for each step of an epoch, both (steps,).
+
+        Resolutions are spread evenly over the epoch, and shapes over the steps of their resolution.
+        """
+        steps = self.shape_steps
+        resolution_of_step = spread([steps[numbers].sum() for numbers in self._resolutions.values()])
+        schedule = np.empty(len(resolution_of_step), np.int16)
+        for place, numbers in enumerate(self._resolutions.values()):
+            schedule[resolution_of_step == place] = numbers[spread(steps[numbers])]
+        earlier = np.empty(len(schedule), np.int64)
+        for number, count in enumerate(steps):
+            earlier[schedule == number] = np.arange(count)
+        return schedule, earlier
+
+    def latents_at(self, step: int) -> schema.ColumnSpec:
+        """The column that step `step` trains on."""
+        return self.shapes[self.shape_schedule[0][step % self.steps_per_epoch]].latents
+
+    # ---- the size of an epoch
+
+    @functools.cached_property
+    def steps_per_epoch(self) -> int:
+        """Whole steps of all shapes."""
+        return int(self.shape_steps.sum())
+
+    @property
+    def units_per_epoch(self) -> int:
+        return self.steps_per_epoch * self.units_per_step
+
+    @property
+    def chunks_per_epoch(self) -> int:
+        return -(-self.units_per_epoch // self.chunk_units)
+
+    # ---- from steps to chunks, units and blocks
+
+    def chunk_of(self, unit: int) -> int:
+        """The chunk that a unit belongs to."""
+        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
+        return epoch * self.chunks_per_epoch + unit_in_epoch // self.chunk_units
+
+    def chunk_range(self, first_step: int, end_step: int) -> range:
+        """The chunks that hold the units of steps `first_step` to `end_step` (exclusive)."""
+        if first_step >= end_step:
+            return range(0)
+        first_unit, end_unit = first_step * self.units_per_step, end_step * self.units_per_step
+        return range(self.chunk_of(first_unit), self.chunk_of(end_unit - 1) + 1)
+
+    def unit_range(self, chunk: int) -> range:
+        """The units of a chunk."""
+        epoch, index = divmod(chunk, self.chunks_per_epoch)
+        start = epoch * self.units_per_epoch + index * self.chunk_units
+        return range(start, min(start + self.chunk_units, (epoch + 1) * self.units_per_epoch))
+
+    def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
+        """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
+
+        All blocks have the same number of rows and hold the same units wherever a run starts; -1 stands for a unit that
+        is not needed, and for none at the end of an epoch.
+        """
+        units = np.array(self.unit_range(chunk))
+        if self.block_steps > 1:
+            group = self.block_steps * self.units_per_step  # units of the blocks with the same steps
+            units = np.pad(units, (0, -len(units) % group), constant_values=-1)
+            units = units.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2)
+        blocks = units.reshape(-1, self.block_steps)
+        needed = (blocks >= first_step * self.units_per_step) & (blocks < end_step * self.units_per_step)
+        return np.where(needed, blocks, -1)[needed.any(axis=1)]
+
+    # ---- from chunks to rows
+
+    def epoch_orders(self, epoch: int) -> list[list[EpochOrder]]:
+        """The orders of an epoch, for each shape those of its sources."""
+        numbers = iter(range(len(self.sources)))
+        return [[source.order(self.seed, epoch, next(numbers)) for source in shape.sources] for shape in self.shapes]
+
+    def chunk_rows(
+        self, chunk: int, orders: list[list[EpochOrder]] | None = None
+    ) -> tuple[list[tuple[Source, list[RowRange]]], np.ndarray]:
+        """The rows of a chunk: `([(source, its row ranges)], permutation)`.
+
+        Row i of the chunk is row `permutation[i]` of all these row ranges concatenated. `orders`: what `epoch_orders`
+        returns for the chunk's epoch; None: it is computed here, once per process.
+        """
+        epoch, index = divmod(chunk, self.chunks_per_epoch)
+        units, random = self.unit_range(chunk), np.random.default_rng([self.seed, epoch, index])
+        units_in_epoch = np.arange(units.start, units.stop) - epoch * self.units_per_epoch
+        steps, places = np.divmod(units_in_epoch, self.units_per_step)
+        shape_of_unit, earlier_steps = (values[steps] for values in self.shape_schedule)
+        ranges, permutation, offset = [], np.empty(len(units) * self.unit_rows, dtype=np.int64), 0
+        for number, shape in enumerate(self.shapes):
+            units_here = np.flatnonzero(shape_of_unit == number)
+            if not len(units_here):
+                continue
+            rows = np.flatnonzero(np.repeat(shape_of_unit == number, self.unit_rows))
+            first = units_here[0]
+            start = int(earlier_steps[first] * self.units_per_step + places[first]) * self.unit_rows
+            stop = start + len(rows)  # in rows of the shape
+            source_of_row = np.take(shape.mixing_schedule, np.arange(start, stop), mode="wrap")
+            starts, stops = shape.rows_by_source(start), shape.rows_by_source(stop)
+            of_shape = (orders or _epoch_orders(self, epoch))[number]
+            for place, (source, order) in enumerate(zip(shape.sources, of_shape, strict=True)):
+                found = order.ranges(int(starts[place]), int(stops[place]))
+                ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
+                count = int(stops[place] - starts[place])
+                permutation[rows[source_of_row == place]] = offset + random.permutation(count)
+                offset += count
+        return ranges, permutation
+
+    def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
+        """Rows of a row group, with the caption that the epoch draws for it."""
+        place = f"{rows.file_name}/{rows.row_group}"
+        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
+
+
+def draw_caption(shares: Sequence[float], seed: int, epoch: int, of: str) -> int:
+    """The number, from 1, of the caption that an epoch uses of what `of` names; caption n by `shares[n - 1]`."""
+    if len(shares) == 1:
+        return 1
+    uniform = np.random.default_rng([seed, epoch, zlib.crc32(of.encode()), 2]).uniform(0, sum(shares))
+    return 1 + int(np.searchsorted(np.cumsum(shares[:-1]), uniform, side="right"))
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
+    return plan.epoch_orders(epoch)
+
+
+@functools.lru_cache(maxsize=64)
+def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
+    """(MIXING_PERIOD,) the source of each row: always the one that is furthest behind its share."""
+    if len(proportions) == 1:
+        return np.zeros(MIXING_PERIOD, dtype=np.int64)
+    left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
+    left[np.argmax(left)] += MIXING_PERIOD - left.sum()
+    shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
+    schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
+    for position in range(MIXING_PERIOD):
+        behind = [late + share for late, share in zip(behind, shares, strict=True)]
+        chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
+        schedule[position] = chosen
+        behind[chosen] -= 1
+        left[chosen] -= 1
+    return schedule
+
+
+def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
+    """`total` split into whole numbers in proportion to `weights`, each less than 1 off."""
+    exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
+    parts = np.floor(exact + 1e-9).astype(np.int64)
+    parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
+    return parts
+
+
+def spread(counts: Sequence[int]) -> np.ndarray:
+    """Each number n `counts[n]` times, evenly spread: occurrence j of c is at (j + 1/2) / c of the way."""
+    times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    return np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
+
+
+# ---- the plan of a run
+
+
+def load_plan(config: TrainingConfig) -> Plan:
+    """`plan_run` over what the data sets say of themselves. Raises FileNotFoundError naming one without a manifest."""
+    return plan_run(read_manifests(config.proportions), config, {uri: read_files(uri) for uri in config.proportions})
+
+
+def plan_run(manifests: dict[str, Manifest], config: TrainingConfig, files: dict[str, Files] | None = None) -> Plan:
+    """The plan of a training run over the latents of its manifests (URI -> manifest).
+
+    `files`: URI -> files of the data set (`manifest.read_files`). Without them, the plan says which worker gets which
+    units at which shape, but not which rows are in them. Raises ValueError if the latents do not fill one step.
+    """
+    shapes = {}
+    for number, (uri, manifest) in enumerate(manifests.items()):
+        for source in sources_by_shape(manifest, uri, number, config, files and files[uri]):
+            shapes.setdefault(source.latents.name, []).append(source)
+    shapes = [Shape(sources, config.resolution_shares[sources[0].latents.resolution]) for sources in shapes.values()]
+    num_rows = sum(shape.num_rows for shape in shapes)
+    first = next(iter(manifests.values()))
+    chunk_units, block_steps = sizes(first, config, num_rows)
+    workers, captions = config.worker_counts, config.caption_shares or (1.0,) * first.num_captions
+    plan = Plan(
+        shapes, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps, workers, captions
+    )
+    missing = set(config.resolutions) - {shape.latents.resolution for shape in shapes}
+    if missing or plan.steps_per_epoch < 1:
+        rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}
+        rows |= {f"{size}x{size}": 0 for size in sorted(missing)}
+        counts = ", ".join(f"{count} of {size}" for size, count in rows.items())
+        raise ValueError(
+            f"global_batch_size={config.global_batch_size} is more than the rows of {config.latents_uri} ({counts}) "
+            "can fill: make it smaller, or encode more data."
+        )
+    return plan
+
+
+def sizes(manifest: Manifest, config: TrainingConfig, num_rows: int) -> tuple[int, int]:
+    """`(units per chunk, steps per block)`, by the bytes of a row."""
+    row_bytes, block_bytes = manifest.row_bytes, ONLINE_BLOCK_BYTES if manifest.online else BLOCK_BYTES
+    chunk_rows = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows))
+    chunk_units = max(1, chunk_rows // config.unit_rows)
+    chunk_steps = max(1, chunk_units // config.units_per_step)
+    block_steps = max(1, block_bytes // (row_bytes * config.unit_rows))
+    block_steps = min(block_steps, chunk_steps, MOST_BLOCK_STEPS)
+    if block_steps > 1:  # chunks of whole blocks
+        chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
+    return chunk_units, block_steps
+
+
+def sources_by_shape(
+    manifest: Manifest, uri: str, number: int, config: TrainingConfig, files: Files | None = None
+) -> list[Source]:
+    """The training rows of a data set as one source per shape; `number`: the data set's number.
+
+    Without `files`, each bucket counts as one row group.
+    """
+    buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
+    if files is None:
+        one_file = {"name": "", "row_groups": list(buckets.values()), "buckets": dict.fromkeys(buckets, 1)}
+        files = Files.of(uri, [one_file])
+    groups = {bucket: files.groups_of(bucket) for bucket in buckets}
+    keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
+    columns = {spec.name: spec for size in config.resolutions for spec in manifest.latents_at(size)}
+    sources, resolution_rows = [], collections.Counter()
+    for name, row_spans in divide_buckets(buckets, columns.values(), config.resolution_shares).items():
+        rows = (BucketRows(groups[bucket], *span, keys[bucket]) for bucket, span in row_spans.items())
+        sources.append(Source(files, columns[name], tuple(rows)))
+        resolution_rows[columns[name].resolution] += sources[-1].num_rows
+
+    def proportion(source: Source) -> float:
+        """A shape gets steps of its resolution in proportion to its rows."""
+        size = source.latents.resolution
+        of_resolution = source.num_rows / resolution_rows[size] * config.resolution_shares[size]
+        return config.proportions[uri] * of_resolution
+
+    return [dataclasses.replace(source, proportion=proportion(source)) for source in sources]
+
+
+def divide_buckets(
+    buckets: dict[str, int], columns: Iterable[schema.ColumnSpec], shares: dict[int, float]
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """{column: {bucket: (start, stop)}}: which of a bucket's rows, in an epoch's order, are trained on in which column.
+
+    Rows that reach several sizes go to the largest first, as many as its share of the steps needs. The smallest gets
+    the rest, because smaller pictures cannot be used elsewhere.
+
+    Args:
+        buckets: bucket -> rows.
+        columns: those that are trained on.
+        shares: {resolution: its share of the steps}.
+    """
+    by_size = {}  # resolution -> {bucket that reaches it: column}
+    for size in sorted(shares, reverse=True):
+        names = {spec.name for spec in columns if spec.resolution == size}
+        reaching = ((bucket, name) for bucket in buckets for name in schema.bucket_columns(bucket) if name in names)
+        by_size[size] = dict(reaching)
+    # No size gets more rows than its share of the largest total that all sizes can reach.
+    totals, reaching, share = [], set(), 0.0
+    for size, column_of in by_size.items():
+        reaching |= set(column_of)
+        share += shares[size]
+        totals.append(sum(buckets[bucket] for bucket in reaching) / share)
+    used, divided = dict.fromkeys(buckets, 0), {spec.name: {} for spec in columns}
+    for size, column_of in by_size.items():
+        available = sum(buckets[bucket] - used[bucket] for bucket in column_of)
+        part = 1.0 if size == min(shares) else min(1.0, min(totals) * shares[size] / max(available, 1))
+        for bucket, column in column_of.items():
+            stop = used[bucket] + round((buckets[bucket] - used[bucket]) * part)
+            if stop > used[bucket]:
+                divided[column][bucket] = (used[bucket], stop)
+            used[bucket] = stop
+    return {column: spans for column, spans in divided.items() if spans}

@@ -1,0 +1,206 @@
+"""A blind side-by-side of two models: which picture is better, and which fits its prompt better?
+
+    pairs = side_by_side.draw_pairs(["stabilityai/stable-diffusion-2-base", pipeline_uri], prompts, resolution=512)
+    judging = side_by_side.SideBySide(pairs, "storage/choices.csv", names=("SD2", "ours"))
+    judging                                              # in a cell of its own: a reader judges pair by pair
+    side_by_side.report(judging.choices, judging.names)  # preferences with 95 % intervals
+
+Choices are stored as CSV, one row per pair: `pair` (its prompt's index), `prompt`, `pictures` (checksum of both),
+`quality` and `alignment`. The last two hold the preferred model's name, "no preference", or nothing if a reader left it
+open. A file that was filled in elsewhere needs only these two columns.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ipywidgets as widgets
+import numpy as np
+import pandas as pd
+import torch
+
+from .. import storage
+from ..evaluation import generation
+from ..sample.pipeline import generate, to_png
+
+QUESTIONS = {"quality": "Which picture is better?", "alignment": "Which fits the prompt better?"}
+NO_PREFERENCE = "no preference"
+COLUMNS = ["pair", "prompt", "pictures", *QUESTIONS]
+SIDE = 320  # least pixels of a picture's longer side on the screen
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models' pictures of a prompt, (H, W, 3) uint8. `number`: the prompt's index. `left_model`: 0 or 1."""
+
+    number: int
+    prompt: str
+    by_model: tuple[np.ndarray, np.ndarray]
+    left_model: int
+
+    @property
+    def checksum(self) -> str:
+        return format(zlib.crc32(b"".join(np.ascontiguousarray(one).tobytes() for one in self.by_model)), "08x")
+
+
+def draw_pairs(
+    pipelines: Sequence[str], prompts: Sequence[str], *, resolution: int, seed: int = 0, **options
+) -> list[Pair]:
+    """Pairs of pictures by two pipelines, which are folders or URIs in diffusers layout, or hub ids; see `pair_up`.
+
+    On this process's GPU if it has one. Both draw squares of `resolution` from the same seeds, each with its own
+    scheduler. `options`: steps and guidance_scale, as for `pipeline.generate`.
+    """
+    drawn, device = [], "cuda" if torch.cuda.is_available() else "cpu"
+    for name in pipelines:
+        pipeline = generation.load_pipeline(name).to(device)
+        drawn.append(generate(pipeline, list(prompts), resolution=resolution, seed=seed, **options))
+    return pair_up(*drawn, prompts, seed)
+
+
+def pair_up(
+    pictures_a: Sequence[np.ndarray], pictures_b: Sequence[np.ndarray], prompts: Sequence[str], seed: int = 0
+) -> list[Pair]:
+    """Pairs in random order; each model's pictures are on the left in a random half of them.
+
+    Pictures are (H, W, 3) uint8, one per prompt. Raises ValueError for lists of different lengths, or empty ones.
+    """
+    if not len(pictures_a) == len(pictures_b) == len(prompts) > 0:
+        counts = f"{len(pictures_a)} and {len(pictures_b)} pictures for {len(prompts)} prompts"
+        raise ValueError(f"{counts}: give one of each model for each prompt, and at least one prompt.")
+    random = np.random.default_rng(seed)
+    left_models = random.permutation(np.arange(len(prompts)) % 2).tolist()
+    pictures = list(zip(pictures_a, pictures_b, strict=True))
+    order = random.permutation(len(prompts)).tolist()
+    return [Pair(number, prompts[number], pictures[number], left_models[number]) for number in order]
+
+
+class SideBySide(widgets.VBox):
+    """Shows pairs one by one and saves a reader's choices about each to a CSV file.
+
+    Created again with the same file, it continues at the first pair without choices.
+
+    Args:
+        pairs: what `draw_pairs` or `pair_up` returned.
+        uri: the file of the choices.
+        names: of the two models, in the order in which the pairs got their pictures. They are not shown.
+
+    Raises ValueError if the file holds choices about other pictures or models, and as `read_choices` does.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], uri: str, names: Sequence[str]):
+        super().__init__()
+        self.pairs, self.uri, self.names = {str(pair.number): pair for pair in pairs}, uri, check_names(names)
+        self.choices = read_choices(uri, names) if storage.exists(uri) else pd.DataFrame(columns=COLUMNS)
+        judged = set(self.choices[["pair", "prompt", "pictures"]].itertuples(index=False, name=None))
+        if judged - {(number, pair.prompt, pair.checksum) for number, pair in self.pairs.items()}:
+            raise ValueError(f"{uri} holds choices about other pictures: give another file for these, or delete it.")
+        self.show()
+
+    def show(self) -> None:
+        """Show the first pair without choices; after the last one, a note that all are judged."""
+        judged = set(self.choices["pair"])
+        self.pair = next((pair for number, pair in self.pairs.items() if number not in judged), None)
+        if self.pair is None:
+            self.children = [widgets.Label(f"All {len(self.pairs)} pairs are judged.")]
+            return
+        title = widgets.Label(f"Pair {len(judged) + 1} of {len(self.pairs)}")
+        left, right = self.pair.left_model, 1 - self.pair.left_model
+        pictures = [widgets.Image(value=enlarged_png(self.pair.by_model[model])) for model in (left, right)]
+        self.questions = []
+        for text in QUESTIONS.values():
+            options, style = ["left", NO_PREFERENCE, "right"], {"description_width": "15em"}
+            self.questions.append(widgets.ToggleButtons(options=options, value=None, description=text, style=style))
+            self.questions[-1].observe(self.enable_next, "value")
+        self.next = widgets.Button(description="Next", disabled=True)
+        self.next.on_click(self.save)
+        self.children = [title, widgets.Label(self.pair.prompt), widgets.HBox(pictures), *self.questions, self.next]
+
+    def enable_next(self, _) -> None:
+        """Called when a reader has clicked on an answer."""
+        self.next.disabled = any(buttons.value is None for buttons in self.questions)
+
+    def save(self, _) -> None:
+        left_model = self.pair.left_model
+        names = {"left": self.names[left_model], "right": self.names[1 - left_model], NO_PREFERENCE: NO_PREFERENCE}
+        answers = [names[buttons.value] for buttons in self.questions]
+        self.choices.loc[len(self.choices)] = [str(self.pair.number), self.pair.prompt, self.pair.checksum, *answers]
+        storage.write_text(self.uri, self.choices.to_csv(index=False))
+        self.show()
+
+
+def enlarged_png(picture: np.ndarray) -> bytes:
+    """Pictures smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
+    factor = -(-SIDE // max(picture.shape))
+    return to_png(picture.repeat(factor, axis=0).repeat(factor, axis=1))
+
+
+def check_names(names: Sequence[str]) -> tuple[str, str]:
+    if len(names) != 2 or len({*names, NO_PREFERENCE, ""}) < 4:
+        raise ValueError(f"names={names!r} must be two different names, neither empty nor {NO_PREFERENCE!r}.")
+    return tuple(names)
+
+
+def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
+    """The choices in a CSV file, as text in the columns `COLUMNS`.
+
+    Raises FileNotFoundError if it does not exist, and ValueError if it is not such a table: the message names the file
+    and, for a value that is not one of `names`, "no preference" or empty, the row.
+    """
+    try:
+        choices = pd.read_csv(io.StringIO(storage.read_text(uri)), dtype=str, keep_default_na=False)
+    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise ValueError(f"{uri} is not a CSV table in UTF-8 ({' '.join(str(error).split())}).") from None
+    allowed = [*check_names(names), NO_PREFERENCE, ""]
+    for question in QUESTIONS:
+        if question not in choices:
+            raise ValueError(f"{uri} has no column {question!r}: it needs {' and '.join(QUESTIONS)}.")
+        for row, value in enumerate(choices[question], start=1):
+            if value not in allowed:
+                raise ValueError(f"{uri}, row {row}: {question}={value!r} is none of {', '.join(map(repr, allowed))}.")
+    return choices.reindex(columns=COLUMNS, fill_value="")
+
+
+def judge(pairs: Sequence[Pair], names: Sequence[str], **scores: Callable[[np.ndarray, str], float]) -> pd.DataFrame:
+    """A program's choices, for data that one can judge: the picture with the higher `score(picture, prompt)`.
+
+    `scores`: one for each question, "quality" and "alignment". Equal scores, and NaN, mean no preference.
+    """
+
+    def prefer(pair, score):
+        a, b = (score(picture, pair.prompt) for picture in pair.by_model)
+        return names[0] if a > b else names[1] if b > a else NO_PREFERENCE
+
+    return pd.DataFrame({question: [prefer(pair, scores[question]) for pair in pairs] for question in QUESTIONS})
+
+
+def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95) -> pd.DataFrame:
+    """How often each model was preferred, by question.
+
+    Columns: for each of `names` and "no preference" the number of choices; `preferred`, the share of the second model
+    among those that prefer one; `low` and `high`, its Wilson interval. An interval that excludes 0.5 shows a
+    preference; if several readers judge the same prompt, their choices are not independent and the interval is too
+    narrow.
+    """
+    rows, (first, second) = {}, check_names(names)
+    for question in QUESTIONS:
+        counts = {answer: int((choices[question] == answer).sum()) for answer in (first, NO_PREFERENCE, second)}
+        decided = counts[first] + counts[second]
+        low, high = wilson_interval(counts[second], decided, confidence)
+        preferred = counts[second] / decided if decided else math.nan
+        rows[question] = {**counts, "preferred": preferred, "low": low, "high": high}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share (Wilson, 1927); (0, 1) without trials."""
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle = (successes + z**2 / 2) / (trials + z**2)
+    variance = successes * (trials - successes) / max(1, trials) + z**2 / 4
+    half = z * math.sqrt(variance) / (trials + z**2)
+    return max(0.0, middle - half), min(1.0, middle + half)

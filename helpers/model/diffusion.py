@@ -1,0 +1,318 @@
+"""The objective: noise, epsilon- and v-prediction, rectified flow, weights, caption dropout, EMA, learning rate.
+
+The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on
+any number of workers and after every resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ..config.training import TrainingConfig
+from ..distributed import local
+from ..latents.manifest import Manifest
+from .denoisers import NUM_TIMESTEPS, denoise
+
+# One stream of random numbers for each use; part of the hash.
+NOISE, TIMESTEP, DROPOUT = 0, 1, 2
+
+
+def noise_schedule(prediction_type: str = "v_prediction", zero_terminal_snr: bool = False) -> DDPMScheduler:
+    """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022).
+
+    `zero_terminal_snr`: betas are rescaled so that the last step is noise alone (Lin et al., 2024, algorithm 1).
+    """
+    return DDPMScheduler(
+        num_train_timesteps=NUM_TIMESTEPS,
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type=prediction_type,
+        clip_sample=False,
+        steps_offset=1,
+        rescale_betas_zero_snr=zero_terminal_snr,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowSchedule:
+    """Rectified flow (Liu et al., 2023): straight lines from latents to noise, whose direction is predicted.
+
+    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t, from 0, is at s = (t + 1) / 1,000 of
+    the way, shifted towards noise for more positions: shift s / (1 + (shift - 1) s) (Esser et al., 2024, equation 23).
+
+    Args:
+        shift: for latents of `num_positions`; others have it times the root of their number over that one.
+        num_positions: height times width of latents.
+    """
+
+    shift: float = 1.0
+    num_positions: int = 1
+
+    @property
+    def alphas_cumprod(self) -> torch.Tensor:
+        """(T,) the share of the latents in the variance, as a `DDPMScheduler` has it, of latents of `num_positions`."""
+        times_T = self.times(torch.arange(NUM_TIMESTEPS), torch.empty(1, 1, self.num_positions, 1, device="meta"))
+        return (1 - times_T) ** 2 / ((1 - times_T) ** 2 + times_T**2)
+
+    def times(self, timesteps_B: torch.Tensor, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        """(B,) in (0, 1]: how far from latents to noise each row is."""
+        height, width = latents_BCHW.shape[-2:]
+        shift = self.shift * (height * width / self.num_positions) ** 0.5
+        times_B = (timesteps_B + 1).float() / NUM_TIMESTEPS
+        return shift * times_B / (1 + (shift - 1) * times_B)
+
+    def add_noise(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+        times_B111 = self.times(timesteps_B, latents_BCHW)[:, None, None, None]
+        return (1 - times_B111) * latents_BCHW + times_B111 * noise_BCHW
+
+    def get_velocity(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+        return noise_BCHW - latents_BCHW
+
+
+Schedule = DDPMScheduler | FlowSchedule
+
+
+def training_schedule(config: TrainingConfig, manifest: Manifest, device: torch.device | str = "cpu") -> Schedule:
+    """The schedule that a config asks for, for latents as the manifest describes them."""
+    if config.prediction_type == "flow":
+        _, _, height, width = manifest.latents(config.largest_resolution).shape
+        return FlowSchedule(config.timestep_shift, height * width)
+    schedule = noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    return schedule
+
+
+def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> np.ndarray:
+    """(B,) uint64 hashes of (seed, step, position, stream), by chained SplitMix64 (Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        state = np.zeros(len(positions), dtype=np.uint64)
+        for part in (seed, step, stream, np.asarray(positions)):
+            state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31))
+    return state
+
+
+@dataclasses.dataclass
+class Draws:
+    """The random numbers of B rows; `draw` makes them.
+
+    posterior_BCHW and noise_BCHW are standard normals, timesteps_B is uniform, and where dropped_B is True the caption
+    is replaced by the empty one.
+    """
+
+    posterior_BCHW: torch.Tensor
+    noise_BCHW: torch.Tensor
+    timesteps_B: torch.Tensor
+    dropped_B: torch.Tensor
+
+
+def draw(
+    seed: int,
+    step: int,
+    positions: np.ndarray,
+    shape: tuple[int, ...],
+    *,
+    caption_dropout: float = 0.0,
+    density_T: np.ndarray | None = None,
+    device: torch.device | str = "cpu",
+) -> Draws:
+    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents.
+
+    `density_T`: how often each timestep is drawn (`timestep_density`); None: all equally often.
+    """
+    generator = torch.Generator(device)
+    normals = torch.empty(len(positions), 2, *shape, device=device)
+    for row, row_seed in enumerate(hash_positions(seed, step, positions, NOISE)):
+        normals[row].normal_(generator=generator.manual_seed(int(row_seed >> np.uint64(1))))
+    timesteps = hash_positions(seed, step, positions, TIMESTEP)
+    if density_T is None:
+        timesteps %= np.uint64(NUM_TIMESTEPS)
+    else:
+        timesteps = np.searchsorted(np.cumsum(density_T)[:-1], timesteps / 2.0**64 * density_T.sum(), side="right")
+    uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64
+    return Draws(
+        normals[:, 0],
+        normals[:, 1],
+        torch.from_numpy(timesteps.astype(np.int64)).to(device, non_blocking=True),
+        torch.from_numpy(uniform < caption_dropout).to(device, non_blocking=True),
+    )
+
+
+def sample_latents(
+    moments_B2CHW: torch.Tensor, noise_BCHW: torch.Tensor, scaling_factor: float, shift_factor: float = 0.0
+) -> torch.Tensor:
+    """Sample the VAE's posterior, shift and scale: stored moments (B, 2, C, H, W) -> (B, C, H, W) fp32 latents.
+
+    If only means were stored, (B, 1, C, H, W), the mean is the latent.
+    """
+    if moments_B2CHW.shape[1] == 1:
+        return (moments_B2CHW[:, 0].float() - shift_factor) * scaling_factor
+    mean, std = moments_B2CHW.float().unbind(1)
+    return (mean + std * noise_BCHW - shift_factor) * scaling_factor
+
+
+def drop_captions(
+    text_BLD: torch.Tensor,
+    mask_BL: torch.Tensor | None,
+    empty_LD: torch.Tensor,
+    empty_L: torch.Tensor | None,
+    dropped_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`(captions, masks)`, by the empty ones where `dropped_B`: classifier-free guidance (Ho and Salimans, 2022).
+
+    The masks are True for tokens; None where captions are padded.
+    """
+    text_BLD = torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
+    return text_BLD, None if mask_BL is None else torch.where(dropped_B[:, None], empty_L, mask_BL)
+
+
+def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
+    """(B,) min-SNR-gamma weights (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
+
+    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction: the error of the clean
+    latents then counts the same for both.
+    """
+    if gamma is None:
+        return torch.ones_like(timesteps_B, dtype=torch.float32)
+    alphas = schedule.alphas_cumprod.to(timesteps_B.device)[timesteps_B]
+    snr = alphas / (1 - alphas)
+    clipped = snr.clamp(max=gamma)
+    return clipped / (snr + 1) if schedule.config.prediction_type == "v_prediction" else clipped / snr
+
+
+def timestep_density(schedule: Schedule, gamma: float | None, sampling: str) -> np.ndarray | None:
+    """(T,) how often training draws each timestep, 1 on average; None for "uniform" `sampling`: all equally often.
+
+    "logit_normal": the logit of the way from latents to noise is normal, so its middle is drawn most (Esser et al.,
+    2024, section 3.1). "importance": in proportion to the root of the loss weights; training divides the losses by it.
+    Gradients then have the same expectation and less variance, since less is computed at timesteps that hardly count
+    (importance sampling as in Nichol and Dhariwal, 2021, section 3.3).
+    """
+    if sampling == "uniform":
+        return None
+    if sampling == "logit_normal":
+        ends = torch.arange(NUM_TIMESTEPS + 1, dtype=torch.float64) / NUM_TIMESTEPS
+        return NUM_TIMESTEPS * torch.special.ndtr(torch.logit(ends)).diff().numpy()
+    roots_T = loss_weights(schedule, torch.arange(schedule.config.num_train_timesteps), gamma).sqrt().double().numpy()
+    return roots_T / roots_T.mean()
+
+
+def row_losses(
+    unet: torch.nn.Module,
+    schedule: Schedule,
+    latents_BCHW: torch.Tensor,
+    text_BLD: torch.Tensor,
+    draws: Draws,
+    gamma: float | None = None,
+    mask_BL: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`.
+
+    `mask_BL`: True for the tokens of captions that are stored without padding; None where captions are padded.
+    """
+    noisy, timesteps_B = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B), draws.timesteps_B
+    is_flow = isinstance(schedule, FlowSchedule)
+    if is_flow or schedule.config.prediction_type == "v_prediction":
+        target = schedule.get_velocity(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
+    else:
+        target = draws.noise_BCHW
+    if is_flow:  # as diffusers' schedulers count them
+        timesteps_B = NUM_TIMESTEPS * schedule.times(timesteps_B, latents_BCHW)
+    predicted = denoise(unet, noisy, timesteps_B, text_BLD, mask_BL)
+    squared = F.mse_loss(predicted.float(), target, reduction="none").mean(dim=(1, 2, 3))
+    return squared * loss_weights(schedule, draws.timesteps_B, gamma)
+
+
+class EMA:
+    """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
+
+    It starts as a copy of the parameters after step `start`; before that it takes neither time nor memory, and a
+    checkpoint holds the parameters in its place. (MosaicML started theirs near the end of training.)
+
+    Args:
+        model: whose parameters are averaged.
+        decay: share of the average that a step keeps.
+        start: steps before the average starts.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float, start: int = 0):
+        self.decay, self.start = decay, start
+        self.averaged = dict(model.named_parameters())
+        self.shadow = None
+
+    def update(self, step: int, skipped: bool = False) -> None:
+        """Call after the optimizer's step number `step`; the first is 1.
+
+        `skipped`: the optimizer did not change the parameters, and the average is to stay too.
+        """
+        if step <= self.start:
+            return
+        if self.shadow is None:
+            self.begin(self.copy())
+        elif not skipped:
+            since_start = step - self.start
+            decay = min(self.decay, (1 + since_start) / (10 + since_start))  # soon forgets where the run began
+            get_ema_multi_avg_fn(decay)(*self.pairs, None)  # on a GPU a few kernels for all tensors
+
+    @torch.no_grad()
+    def begin(self, shadow: dict[str, torch.Tensor]) -> None:
+        """Go on from these averages. The tensors are listed once: the GPU would wait for it in every step."""
+        self.shadow = shadow
+        self.pairs = [local(average) for average in shadow.values()], [local(self.averaged[name]) for name in shadow]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """name -> the model's parameter in fp32; no copy if it is fp32 already."""
+        return {name: parameter.detach().float() for name, parameter in self.averaged.items()}
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """name -> copy of the model's parameter in fp32."""
+        return {name: parameter.clone() for name, parameter in self.parameters().items()}
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While the block runs, the model's fp32 parameters and their averages change places, one tensor at a time."""
+        try:
+            self.swap()
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        parameters = self.parameters()
+        for name, average in (self.shadow or {}).items():
+            parameter = parameters[name]
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """name -> fp32 tensor, not copied: the average, or before it starts the parameters."""
+        return self.parameters() if self.shadow is None else self.shadow
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
+        """Continue after `step` steps from what `state_dict` returned."""
+        self.shadow = None
+        if step > self.start:
+            self.begin({name: state[name].clone() for name in self.averaged})
+
+
+def lr_multiplier(step: int, config: TrainingConfig) -> float:
+    """The learning rate of step `step` (from 0) as a factor: linear warm-up, then constant, or cosine to 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return 1.0
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    return 0.5 * (1 + np.cos(np.pi * min(1.0, progress)))

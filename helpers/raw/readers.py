@@ -1,0 +1,371 @@
+"""Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
+
+Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `stream` (all rows, some
+at a time), `describe` (columns of all rows, without the pictures) and `pick` (some rows, which an index locates).
+Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, paths may not leave the input's
+folder.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import csv
+import functools
+import io
+import itertools
+import json
+import posixpath
+import tarfile
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import storage
+from ..latents import schema
+from ..latents.schema import ROWS_PER_ROW_GROUP
+from .images import BadImage
+
+GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
+KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
+PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+TEXTS = ("txt", "json")
+MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
+BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
+GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
+
+
+class Reader:
+    """What formats without types have in common; rows are dicts.
+
+    `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
+    """
+
+    what, suffixes = "", ()
+
+    def __init__(self, types: dict[str, pa.DataType] | None = None):
+        self.types = types or {}
+
+    def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
+        """The columns of some rows; unused ones are typed as text."""
+        names = dict.fromkeys(name for row in rows for name in row if name != START)
+        return pa.schema([(name, self.types.get(name, pa.string())) for name in names])
+
+    def table(self, rows: list[dict], columns: list[str]) -> pa.Table:
+        return pa.table({name: convert([row.get(name) for row in rows], self.types[name]) for name in columns})
+
+
+class Parquet(Reader):
+    """Parquet files, with their own row groups and types."""
+
+    what, suffixes = "Parquet file", (".parquet",)
+
+    def open(self, path: str) -> pq.ParquetFile:
+        """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
+        filesystem, inner = storage.open_filesystem(path)
+        try:
+            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid
+            raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
+
+    def schema(self, path: str) -> pa.Schema:
+        with self.open(path) as file:
+            return file.schema_arrow
+
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each row group, from the footer."""
+        with self.open(path) as file:
+            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of each row group, with `ROW` (in the row group) and `GROUP`."""
+        with self.open(path) as file:
+            for group in range(file.metadata.num_row_groups):
+                table = file.read_row_group(group, columns=columns)
+                rows = np.arange(len(table), dtype=np.int32)
+                table = table.append_column(ROW, pa.array(rows))
+                yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, which are rows of an index from one row group each.
+
+        That row group's columns are read whole, because Parquet cannot be read by row.
+        """
+        with self.open(path) as file:
+            for piece in pieces:
+                yield rows_of(file.read_row_group(piece[GROUP][0].as_py(), columns=columns), piece)
+
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
+        """All rows, or those of some row groups, a few at a time: a row group may be larger than memory."""
+        with self.open(path) as file:
+            for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
+                yield pa.Table.from_batches([batch])
+
+
+class WebDataset(Reader):
+    """Tars as img2dataset writes them: consecutive members with the same name are a sample, with its `.jpg` (`.png`,
+    `.webp`, ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
+
+    Given its offset in the tar, a sample can be read alone. Finding the offsets takes a pass over all headers: fast on
+    a disk, but an object store sends the whole tar.
+    """
+
+    what, suffixes = "WebDataset tar", (".tar",)
+
+    def schema(self, path: str) -> pa.Schema:
+        """The columns of the first samples."""
+        with open_tar(path) as tar:
+            return self.schema_of(itertools.islice(samples(tar), GROUP_ROWS))
+
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each group, from the members' headers."""
+        with open_tar(path) as tar:
+            return schema.row_groups(sum(1 for _ in samples(tar, wanted=())))
+
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
+        with open_tar(path) as tar:
+            rows = list(samples(tar, wanted=TEXTS))
+            bounds = np.array([*(row[START] for row in rows), tar.offset])
+        table = self.table(rows, columns)
+        yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, rows of an index; only these are read, neighbours by one request."""
+        filesystem, inner = storage.open_filesystem(path)
+
+        def read(start: int, stop: int) -> list[dict]:
+            with tarfile.open(fileobj=io.BytesIO(file.read_at(stop - start, start)), mode="r:") as tar:
+                return list(samples(tar))
+
+        workers = 1 if storage.is_local(path) else 16  # as `read_pictures`
+        with filesystem.open_input_file(inner) as file, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for piece in pieces:
+                starts, stops = piece[START].to_numpy(), piece[STOP].to_numpy()
+                apart = starts[1:] != stops[:-1]
+                spans = starts[np.append(True, apart)].tolist(), stops[np.append(apart, True)].tolist()
+                yield self.table(list(itertools.chain.from_iterable(pool.map(read, *spans))), columns)
+
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
+        """The whole tar from its start, a table for each group; `groups`, which would need offsets, is ignored."""
+        with open_tar(path) as tar:
+            rows = samples(tar)
+            while group := list(itertools.islice(rows, GROUP_ROWS)):
+                yield self.table(group, columns)
+
+
+class ImageFolder(Reader):
+    """Pictures in folders, each with a `metadata.csv` or `metadata.jsonl` of `file_name` (relative to it) and caption.
+
+    This is Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
+
+    Only the table is read here; the pictures are fetched with `read_pictures`.
+    """
+
+    what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
+
+    def schema(self, path: str) -> pa.Schema:
+        return self.schema_of(load_metadata(path))
+
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each group."""
+        return schema.row_groups(len(load_metadata(path)))
+
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
+        """The whole table, or some groups of it, a group at a time."""
+        rows = load_metadata(path)
+        for start in range(0, len(rows), GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
+            yield self.table(rows[start : start + GROUP_ROWS], columns)
+
+    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of all rows, with `ROW`."""
+        rows = load_metadata(path)
+        yield self.table(rows, columns).append_column(ROW, pa.array(range(len(rows)), pa.int32()))
+
+    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """A table for each of `pieces`, rows of an index; other pictures are not fetched."""
+        rows = load_metadata(path)
+        for piece in pieces:
+            yield self.table([rows[row] for row in piece[ROW].to_pylist()], columns)
+
+
+READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
+
+
+def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
+    """Columns of a row group of a Parquet file."""
+    with Parquet().open(path) as file:
+        return file.read_row_group(group, columns=list(columns))
+
+
+def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
+    """The rows of a row group that a piece of an index lists, in ascending order.
+
+    Does not use `take`, which would join a column's chunks, whose offsets have only 32 bits.
+    """
+    rows = piece[ROW].to_numpy()
+    first, is_listed = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
+    is_listed[rows - first] = True
+    return table.slice(first, len(is_listed)).filter(pa.array(is_listed))
+
+
+@contextlib.contextmanager
+def open_tar(path):
+    """A `TarFile` on any storage. Raises ValueError naming one that cannot be read to its end."""
+    filesystem, inner = storage.open_filesystem(path)
+    # Seeking from header to header is cheap on a disk; on an object store, each seek would be a request.
+    local = storage.is_local(path)
+    opened = filesystem.open_input_file(inner) if local else filesystem.open_input_stream(inner, buffer_size=2**22)
+    try:
+        with opened as file, tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
+            yield tar
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
+
+
+def samples(tar, wanted=(*PICTURES, *TEXTS)):
+    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys.
+
+    `wanted`: the extensions that are read; () for the headers alone.
+    """
+    sample, extensions = {}, set()
+    for member in tar:
+        folder, slash, name = member.name.rpartition("/")
+        stem, dot, extension = name.partition(".")
+        if not member.isfile() or not stem or not dot:
+            continue
+        key, extension = folder + slash + stem, extension.lower()
+        if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
+            if sample:
+                yield sample
+            sample, extensions = {KEY: key, START: member.offset}, set()
+        extensions.add(extension)
+        if extension in wanted:
+            data = member_bytes(tar, member)
+            if extension == "json":
+                sample = {**sample, **parse_json(data), **sample}  # its other members go before the JSON's keys
+            else:
+                sample["jpg" if extension in PICTURES else extension] = data
+    if sample:
+        yield sample
+
+
+def member_bytes(tar, member):
+    """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
+    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
+
+
+@functools.lru_cache(maxsize=1)
+def _load_metadata(path, version):
+    filesystem, inner = storage.open_filesystem(path)
+    with filesystem.open_input_stream(inner) as stream:
+        data = stream.read()
+    if path.endswith(".jsonl"):
+        return [parse_json(line) for line in data.split(b"\n") if line.strip()]
+    text = io.StringIO(data.decode("utf-8-sig", errors="replace"), newline="")
+    try:
+        rows = list(csv.DictReader(text, restval="", strict=True))
+        if any(None in row for row in rows):
+            raise csv.Error("its rows have more fields than its first line has names")
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a readable table: correct it. ({error})") from None
+    return rows
+
+
+def load_metadata(path):
+    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
+    return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
+
+
+def parse_json(text):
+    """A JSON object as a dict; {} for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def convert(values, kind):
+    """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null."""
+    if pa.types.is_list(kind):
+        return pa.array([[as_text(one) for one in as_list(value)] for value in values], kind)
+    if pa.types.is_floating(kind):
+        return pa.array([as_number(value) for value in values], kind)
+    if pa.types.is_string(kind):
+        return pa.array([as_text(value) for value in values], kind)
+    return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def as_number(value):
+    """A float, or None."""
+    try:
+        return float(value) if isinstance(value, (bool, int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def as_text(value):
+    """Text, or None; bytes must be UTF-8. Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?"."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    if value is None or isinstance(value, str):
+        return value and value.encode(errors="replace").decode()
+    return json.dumps(value)
+
+
+def is_url(text: str | None) -> bool:
+    return str(text).lower().startswith(("http://", "https://"))
+
+
+def read_pictures(names: list[str | None], folders: list[str], base: str) -> list[bytes | BadImage]:
+    """The pictures at some paths as bytes, or a `BadImage` that says why there are none.
+
+    Args:
+        names: a path per row, None for a row without one; relative ones start from the row's folder.
+        folders: a path or URI per row.
+        base: the folder that paths may not leave.
+    """
+    # Object stores are slow to answer, so requests run in parallel. On a disk, one after the other is as fast.
+    with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
+        return list(pool.map(functools.partial(read_picture, base=base), names, folders))
+
+
+def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
+    """The picture at one path as bytes, or a `BadImage`."""
+    if not name:
+        return BadImage("no image path")
+    if is_url(name):
+        return BadImage("a URL, not downloaded")
+    filesystem, root = storage.open_filesystem(base)
+    scheme, is_uri, inner = name.rpartition("://")
+    if is_uri and scheme != base.rpartition("://")[0]:
+        return BadImage("image path outside of the input")
+    if not is_uri:
+        inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
+    inner = posixpath.normpath(inner)
+    if not inner.startswith(root.rstrip("/") + "/"):
+        return BadImage("image path outside of the input")
+    try:
+        with filesystem.open_input_stream(inner) as stream:
+            data = stream.read(MAX_BYTES + 1)
+        return data if len(data) <= MAX_BYTES else BadImage("too many bytes")
+    except FileNotFoundError:
+        return BadImage("image file not found")
+    except (pa.ArrowInvalid, ValueError, UnicodeError):
+        return BadImage("invalid image path")
+    except OSError:
+        if not storage.is_local(base):
+            raise  # the store did not answer: the job stops, and a rerun reads it again
+        return BadImage("image file not readable")  # a folder, a name that is too long, no permission

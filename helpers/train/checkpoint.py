@@ -1,0 +1,172 @@
+"""Saving, loading and finding checkpoints with `torch.distributed.checkpoint`: each rank writes its part. No Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from .. import distributed, storage
+from ..model import denoisers
+
+PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
+BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """Unique for each save: a step that is done again never writes into the folder of an earlier attempt."""
+    return f"checkpoint-{step:09d}-{attempt:03d}"
+
+
+def list_checkpoints(run_uri: str) -> list[str]:
+    """URIs of a run's checkpoint folders, complete or not, newest step first."""
+    uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
+    return sorted(uris, key=storage.name, reverse=True)
+
+
+def find_corruption(checkpoint_uri: str) -> str | None:
+    """What is wrong with a checkpoint folder, in a few words; None if it is complete."""
+    try:
+        progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))
+        expected = progress["files"]
+    except FileNotFoundError:
+        return f"it has no {PROGRESS}"
+    except (ValueError, KeyError):
+        return f"its {PROGRESS} is cut short"
+    sizes = storage.sizes(checkpoint_uri)
+    for name, size in expected.items():
+        if name not in sizes:
+            return f"its file {name} is missing"
+        if sizes[name] != size:
+            return f"its file {name} has {sizes[name]:,} bytes of {size:,}"
+    return None
+
+
+def last_complete(run_uri: str) -> str | None:
+    """URI of the newest complete checkpoint; None if there is none.
+
+    Ray Train's own list of checkpoints says what was reported, not what the storage still holds.
+    """
+    return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
+
+
+def step_of(checkpoint_uri: str) -> int:
+    """Steps done at a checkpoint."""
+    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+
+
+def keep_as_best(run_uri: str, folder: str, name: str) -> None:
+    """Copy a checkpoint to `best/` of its run, then delete the one that was there."""
+    best_uri = storage.join(run_uri, BEST)
+    storage.copy_folder(folder, storage.join(best_uri, name))
+    for uri in list_checkpoints(best_uri):
+        if storage.name(uri) != name:
+            storage.delete(uri)
+
+
+def open_stager() -> DefaultStager:
+    """Copies state to CPU memory. Used for one `async_save` after another, it copies into the same memory again.
+
+    With a GPU the memory is page-locked: the GPU copies to it at the speed of the bus, and it takes long to allocate.
+    """
+    pinned = torch.cuda.is_available()
+    options = StagingOptions(
+        use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+    )
+    return DefaultStager(options)
+
+
+def async_save(folder: str, *, model, optimizer, ema, step: int, stager: DefaultStager, group=None) -> Callable:
+    """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
+
+    Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
+    `progress.json` with the names and sizes of all ranks' files, by which `find_corruption` tells a complete copy from
+    an incomplete one. Call `finish` on every rank, from any thread, before the next `async_save`. `group`: from
+    `cpu_group`, because training uses the default group at the same time. `stager`: from `open_stager`, kept by the
+    caller. (Without one, PyTorch would stage in the writer, twice where state is sharded.)
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    with expected_single_process():
+        writing = dcp.async_save(
+            {"model": weights, "optimizer": moments, "ema": ema.state_dict()},
+            # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+            storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+            async_stager=stager,
+            process_group=group,
+            # Of one process: gloo's threads would oversubscribe OpenMP, and later steps would take twice as long.
+            no_dist=distributed.world_size() == 1,
+        )
+
+    def finish():
+        with expected_single_process():
+            writing.result()
+        sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+        ranks = distributed.gather_objects(sizes, group)
+        if ranks:
+            files = {name: size for files in ranks for name, size in files.items()}
+            pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
+
+    return finish
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """A process group for `async_save`, on all ranks; None without a process group."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def load(folder: str, *, model, optimizer, ema) -> int:
+    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
+    with expected_single_process():
+        dcp.load(state, checkpoint_id=folder, no_dist=distributed.world_size() == 1)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    step = step_of(folder)
+    ema.load_state_dict(state["ema"], step)
+    return step
+
+
+@contextlib.contextmanager
+def expected_single_process():
+    """Silence PyTorch's warning that there is no process group, which `no_dist` has said already."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+@torch.no_grad()
+def load_weights(folder: str, unet: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
+    """Load the weights of a checkpoint, "ema" or "model", into a U-Net of one process or sharded over the ranks."""
+    state = {which: {name: parameter.detach() for name, parameter in unet.named_parameters()}}
+    with expected_single_process():
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    unet.load_state_dict(state[which])
+    return unet
+
+
+def load_initial_weights(folder: str, unet: torch.nn.Module) -> None:
+    """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
+
+    The new run averages its own weights alone: an average that went on would hold those of the other run for long.
+    """
+    if os.path.exists(os.path.join(folder, PROGRESS)):
+        load_weights(folder, unet, "model")
+    else:
+        kind = denoisers.adapter_of(unet).kind
+        weights = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))

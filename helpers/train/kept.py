@@ -1,0 +1,203 @@
+"""Online runs that keep their latents (`keep_latents=True`): the first epoch encodes, later epochs read.
+
+Such a run takes its steps from two sources, each for a `trainer.fit()`; they share the step count, the log and the
+checkpoints:
+
+    first epoch     raw rows -> transform -> encode -> keep -> trainers
+    at its end      rows left over by its plan -> transform -> encode -> write; then manifest.json
+    later epochs    runs/{run_name}/latents -> trainers
+
+`keep_block` commits each block of the plan before passing it on: first its file, then its entry, which is a segment
+entry of `encode.job` named after the block's first unit. So all rows that a checkpoint covers are committed before
+it is saved. Blocks depend neither on the step that a run starts at nor on the number of workers: a resumed run encodes
+the blocks after its checkpoint again and writes those that are missing. A file holds one block, a few megabytes;
+preprocessing writes 1,024 rows or more.
+
+Order: the first epoch has the order of an online run. Later epochs have that of a run over stored latents, here
+`runs/{run_name}/latents`: row groups, each from one block, are shuffled by seed and epoch, then the rows of each chunk.
+Rows masked in the first epoch are not kept, so later epochs may have fewer steps; a row is trained on only at the sizes
+at which the first epoch encoded it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from .. import storage
+from ..config.preprocessing import OnlineConfig
+from ..config.training import TrainingConfig
+from ..encode import stages
+from ..encode.job import JOB, SEGMENTS, Job, Segment, segment_entry
+from ..encode.online import CAPTION_NUMBER
+from ..latents import held_out, schema
+from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from ..latents.plan import BucketRows, Plan, Shape, load_plan
+from ..latents.read import KEEP, UNIT
+from . import resume
+from .sources import StepSource
+
+FOLDER = "latents"  # in a run's folder
+WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing stage
+
+
+def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[StepSource]:
+    """Yield the source of each `trainer.fit()` that a run still needs; run one before taking the next.
+
+    Without `keep_latents`, there is one source. `stream`: as `StepSource` takes it; it also encodes the first epoch's
+    leftover rows. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if committed
+    blocks are missing.
+    """
+    check_begun(raw, config)
+    if not raw.keep_latents:
+        yield StepSource(config, stream)
+        return
+    held_out.of_run(config)  # copies them into the run: all kept latents are trained on
+    plan = load_plan(config)
+    job, begin = open_job(config, plan), plan.steps_per_epoch
+    end = min(begin, config.max_steps)
+    if resume.last_step(config) < end:
+        if not job.finished:  # else only checkpoints are lost
+            stream_of_epoch = functools.partial(encode, stream=stream, keep=job.write_arguments(None))
+        else:
+            stream_of_epoch = stream
+        yield StepSource(config, stream_of_epoch, end_step=end)
+    if resume.last_step(config) < begin:  # the run is shorter, or its workers ended it
+        return
+    manifest = finish(job, plan, config, stream)
+    if config.max_steps > begin:
+        config = dataclasses.replace(config, latents_uri=job.latents_uri)
+        steps = load_plan(config).steps_per_epoch
+        kept = f"{manifest.written:,} rows are kept in runs/{config.run_name}/{FOLDER}"
+        print(f"{kept}: {steps:,} steps per epoch from now on.")
+        yield StepSource(config, first_step=begin)
+
+
+def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
+    """Raises ValueError if the run has kept latents but should not, or has trained without keeping them."""
+    files = (MANIFEST, f"{SEGMENTS}/{JOB}")
+    keeps = any(storage.exists(storage.join(config.run_uri, FOLDER, file)) for file in files)
+    if keeps != raw.keep_latents and (keeps or resume.last_step(config)):
+        gone = "" if keeps else f", or its {FOLDER}/ was deleted"
+        raise ValueError(
+            f"run_name={config.run_name!r} was started with keep_latents={keeps}, not {raw.keep_latents}{gone}: set it "
+            "back to resume the run, or give another run_name."
+        )
+
+
+def open_job(config: TrainingConfig, plan: Plan) -> Job:
+    """The job of a run's latents, which is started if needed: its segments are the epoch's leftover rows (`left_over`).
+
+    The blocks of the first epoch are committed beside them.
+    """
+    (manifest,) = read_manifests(config.proportions).values()
+    names = ("encoder", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
+    rests = left_over(plan)
+    segments = [Segment(index, [], rest.num_rows) for index, rest in rests.items()]
+    job = Job(
+        storage.join(config.run_uri, FOLDER),
+        manifest.made_with,
+        {name: getattr(manifest, name) for name in names},
+        plan=lambda: segments,
+        id_type=pa.type_for_alias(manifest.id_type),
+        max_failures=config.max_failures,
+    )
+    if not job.finished:
+        job.save()
+    return job
+
+
+# ---- the first epoch
+
+
+def encode(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
+    """The rows of `stream`; each block is committed before it goes on. `keep`: arguments of `keep_block`."""
+    arguments = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **keep}
+    rows = stream(plan, first_step, end_step)
+    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=arguments, **WRITER)
+
+
+def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
+    """Commit a block's unmasked rows, unless they are committed already; returns the block.
+
+    All captions of a row are kept, and only the one that the epoch has drawn goes on.
+
+    Args:
+        rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
+        steps: steps per block.
+        units_per_step: as in the plan.
+        arguments: what `job.Job.write_arguments` returns.
+    """
+    units = rows[UNIT].to_numpy()
+    units = units[units >= 0]
+    several = CAPTION_NUMBER in rows.column_names
+    chosen = schema.choose_captions(rows, rows[CAPTION_NUMBER].to_numpy()) if several else rows
+    if not len(units):
+        return chosen
+    first = int(units.min())
+    segment = Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
+    uri = storage.join(arguments["latents_uri"], SEGMENTS, f"{segment.index:06d}.json")
+    # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
+    if first == segment.index and not storage.exists(uri):
+        report = write(rows, **{**arguments, "segment": segment})
+        storage.write_json(uri, segment_entry(segment, [report]))
+    return chosen
+
+
+def write(rows: pa.Table, **arguments) -> pa.Table:
+    """`stages.write_latents` of the unmasked rows."""
+    keep = rows[KEEP].to_numpy() & (rows[UNIT].to_numpy() >= 0)
+    return stages.write_latents(rows.filter(pa.array(keep)), **arguments)
+
+
+# ---- its end
+
+
+def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
+    """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
+
+    Raises RuntimeError if blocks of the first epoch are not committed.
+    """
+    if job.finished:
+        return read_manifest(job.latents_uri)
+    units = np.arange(plan.units_per_epoch)
+    firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # first unit of each block
+    if missing := len(set(firsts.tolist()) - job.committed().keys()):
+        raise RuntimeError(
+            f"{job.latents_uri} has lost {missing} of the {len(firsts)} blocks that the first epoch of run_name="
+            f"{config.run_name!r} kept: give another run_name."
+        )
+    plans = left_over(plan)
+
+    def pipeline(segment: Segment) -> ray.data.Dataset:
+        rest = plans[segment.index]
+        rows = stream(rest, 0, rest.steps_per_epoch)
+        return rows.map_batches(write, batch_size=rest.block_rows, fn_kwargs=job.write_arguments(segment), **WRITER)
+
+    return job.run(pipeline)
+
+
+def left_over(plan: Plan) -> dict[int, Plan]:
+    """{segment number: one-epoch plan} for the rows of each source that the first epoch of `plan` leaves over.
+
+    Their blocks are as large as those of `plan`: each row is a step, and padding fills up the last block.
+    """
+    plans, block_rows = [], plan.block_rows
+    chunk_rows = max(1, plan.chunk_units * plan.unit_rows // block_rows) * block_rows
+    for shape, steps, orders in zip(plan.shapes, plan.shape_steps, plan.epoch_orders(0), strict=True):
+        num_used = shape.rows_by_source(int(steps) * plan.batch_rows)
+        for source, used, order in zip(shape.sources, num_used, orders, strict=True):
+            ranges = order.ranges(int(used), source.num_rows)
+            buckets = [
+                BucketRows(np.array([group]), first_row, first_row + num_rows, (group,))
+                for group, first_row, num_rows in ranges
+            ]
+            if buckets:
+                rest = Shape([dataclasses.replace(source, buckets=tuple(buckets))])
+                plans.append(Plan([rest], 1, 1, chunk_rows, plan.seed, block_steps=block_rows))
+    return {plan.units_per_epoch + number: rest for number, rest in enumerate(plans)}

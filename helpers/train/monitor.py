@@ -1,0 +1,115 @@
+"""Progress of a run in the notebook and on a batch run's terminal; what ends a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pandas as pd
+import ray.train
+
+from .. import storage
+from ..config.training import TrainingConfig
+from ..runtime import lease, ray_errors
+from ..runtime.progress import Progress, interruptible, poll_in_background
+from . import faults, results, tracking
+from .metrics import MetricsReader, throughput
+
+MAX_LOST = 3  # checkpoints in a row, after which a run ends
+
+
+@contextlib.contextmanager
+def raise_end(run_uri: str) -> Iterator[None]:
+    """Wrap `trainer.fit()` in it: raises RuntimeError if a worker called `faults.end_run`, with its error."""
+    ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
+    storage.delete(ended)
+    storage.delete(excluded)
+    yield
+    if storage.exists(ended):
+        raise RuntimeError(storage.read_json(ended)["error"])
+
+
+class RecordFailures(ray.train.UserCallback):
+    """Ray Train's callback that records why workers were lost; `monitor_run` shows it.
+
+    It ends the run when `MAX_LOST` checkpoints in a row were lost, whichever workers saved them: what is trained after
+    the last complete one is lost with them.
+    """
+
+    def __init__(self, run_uri: str):
+        self.run_uri = run_uri
+        self.lost = 0  # checkpoints since the last complete one
+
+    def after_report(self, run_context, metrics, checkpoint):
+        self.lost = self.lost + 1 if isinstance(checkpoint, faults.LostCheckpoint) else 0
+        if self.lost == MAX_LOST:  # raised in Ray Train's controller, which then starts no workers again
+            raise RuntimeError(
+                f"{MAX_LOST} checkpoints in a row were lost; {checkpoint.why}: start the same command again when the "
+                "storage takes files; the run resumes from its last complete checkpoint."
+            )
+
+    def after_exception(self, run_context, worker_exceptions):
+        errors = [
+            f"worker {rank}: {ray_errors.summarize_error(str(error))}"
+            for rank, error in sorted(worker_exceptions.items())
+        ]
+        faults.write_failure(self.run_uri, "; ".join(errors))
+
+
+@contextlib.contextmanager
+def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
+    """Show a run's progress and what it lost, workers and checkpoints, while the block (`trainer.fit()`) runs.
+
+    Images/s are `metrics.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
+    metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
+    lease is held until the block ends. While the storage gives no answer, which is said once, nothing new is shown.
+    Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
+    """
+    progress = Progress(f"run {config.run_name}", "steps")
+    evaluations, metrics = tracking.EvaluationReader(config.run_uri), MetricsReader(config.run_uri)
+    metrics.read()  # steps of an earlier driver
+    recent = pd.DataFrame()
+    num_shown = len(faults.read_failures(config.run_uri))
+    told = False  # that the storage gives no answer
+
+    def show():
+        nonlocal num_shown, recent
+        failures = faults.read_failures(config.run_uri)
+        for failure in failures[num_shown:]:
+            progress.message(f"lost: {failure}")
+        num_shown = len(failures)
+        for result in evaluations.read():
+            for sentence in results.sentences(result):
+                progress.message(sentence)
+            if values := tracking.evaluation_values(config.run_uri, result):
+                track(result["step"], values)
+        new = metrics.read()
+        for record in new:
+            values = results.numbers(record)
+            track(values.pop("step"), values)
+        if new:  # a step that is repeated after a failure counts once, as the newest
+            recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)
+            images_per_second, _ = throughput(recent)
+            text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
+            progress(new[-1]["step"], config.max_steps, text)
+
+    def poll():
+        nonlocal told
+        try:
+            show()
+            told = False
+        except OSError as error:  # the workers may go on, so the driver does
+            if not told:
+                progress.message(f"The run's folder cannot be read, which is tried again every {every:g} s: {error}")
+            told = True
+
+    with contextlib.ExitStack() as stack:
+        track = stack.enter_context(tracking.start(config))
+        stack.callback(poll)  # the last steps
+        with (
+            lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
+            raise_end(config.run_uri),
+            interruptible(),
+            poll_in_background(poll, every),
+        ):
+            yield

@@ -1,0 +1,377 @@
+"""Checks a training run before anything starts, and writes its `config.json`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from .. import storage
+from ..config.training import TrainingConfig
+from ..encode import models
+from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from ..latents.plan import Plan, plan_run
+from ..model import denoisers
+from ..model.unet import load_unet_config
+from ..runtime import lease
+from . import checkpoint, metrics, resume
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
+
+
+def run_folder(config: TrainingConfig) -> dict[str, Any]:
+    """`ray.train.RunConfig`'s arguments for a run's location, on any store that `storage` opens."""
+    filesystem, path = storage.open_filesystem(storage.join(config.storage, "runs"))
+    return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
+
+
+def resume_units(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A notebook's parameters; if they leave `units_per_step` open and resume a run, with that run's.
+
+    So a run is resumed on any number of workers. A new run has as many units as the most workers (`TrainingConfig`).
+    """
+    if parameters["units_per_step"] is not None:
+        return parameters
+    earlier = read_earlier(TrainingConfig(storage=parameters["storage"], run_name=parameters["run_name"]))
+    if earlier is None:
+        return parameters
+    return {**parameters, "units_per_step": earlier["parameters"]["units_per_step"]}
+
+
+def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
+    """`config.json` of the run of this name, if it has taken a step."""
+    uri = storage.join(config.run_uri, "config.json")
+    begun = storage.exists(uri) and metrics.metrics_files(config.run_uri)
+    return storage.read_json(uri) if begun else None
+
+
+def open_run(config: TrainingConfig) -> Manifest:
+    """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
+
+    Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
+    a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
+    changing anything, raises what `check_run` and `models.pin_model` raise, and RuntimeError if another driver holds
+    the run.
+    """
+    manifests = read_manifests(config.proportions)
+    shapes = describe_shapes(check_run(config, manifests))
+    pin_clip(config)
+    for uri, manifest in manifests.items():
+        share = manifest.job["validation_share"]
+        if config.validation_share not in (0, share):
+            print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
+    for left_out in (shape for shape in shapes if not shape["steps"]):
+        print(
+            f"Pictures of {left_out['shape']} are left out: their {left_out['rows']} rows do not fill a batch of "
+            f"{config.global_batch_size}."
+        )
+    lease.hold(config.run_uri, f"run_name={config.run_name!r}")
+    for sentence in reconcile_checkpoints(config.run_uri):
+        print(sentence)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    storage.write_json(
+        storage.join(config.run_uri, "config.json"),
+        {
+            "parameters": config.to_dict(),
+            "data": describe_data(manifests, config),
+            "shapes": shapes,
+            "versions": {"python": platform.python_version(), **versions},
+            "git_revision": git_revision(),
+        },
+    )
+    limit_health_checks(config.hang_timeout)
+    return next(iter(manifests.values()))
+
+
+def pin_clip(config: TrainingConfig) -> None:
+    """Name the commit in `config.clip_model` (`models.pin_model`), so that all scores of a run are by the same CLIP."""
+    if config.validate_every and config.clip_model:
+        earlier = (read_earlier(config) or {}).get("parameters", {})
+        config.derive(clip_model=models.pin_model(config.clip_model, earlier.get("clip_model"), "clip_model"))
+
+
+def reconcile_checkpoints(run_uri: str) -> list[str]:
+    """Make what a run left behind usable for the next attempt; returns sentences about checkpoints that cannot be used.
+
+    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders; without a
+    list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
+    the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
+    while nothing trains under this name.
+    """
+    sentences, usable, resume_from = [], [], checkpoint.last_complete(run_uri)
+    folders = {storage.name(uri): uri for uri in checkpoint.list_checkpoints(run_uri)}
+    snapshot_uri = storage.join(run_uri, SNAPSHOT)
+    try:
+        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
+    except FileNotFoundError:
+        listed = []
+    except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
+        listed = []
+        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
+    for name in listed:
+        problem = checkpoint.find_corruption(folders[name]) if name in folders else "its folder is missing"
+        if problem is None:
+            usable.append(name)
+        else:
+            sentences.append(f"{name} cannot be used: {problem}.")
+    if sentences:
+        storage.delete(snapshot_uri)
+    for name, uri in folders.items():
+        if name not in usable and uri != resume_from:
+            problem = (
+                None if name in listed else checkpoint.find_corruption(uri)
+            )  # its upload was interrupted, or it was damaged
+            if problem:
+                sentences.append(f"{name} cannot be used: {problem}.")
+            storage.delete(uri)
+    if sentences:
+        resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
+        sentences.append(resumes)
+    return sentences
+
+
+def limit_health_checks(seconds: float) -> None:
+    """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
+
+    A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
+    environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+    """
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
+
+
+def describe_shapes(plan: Plan) -> list[dict]:
+    """For each shape {"shape": its pictures' size, "rows", "steps" per epoch, "left_over": rows not used}."""
+    return [
+        {
+            "shape": "x".join(map(str, shape.latents.size)),
+            "rows": shape.num_rows,
+            "steps": int(steps),
+            "left_over": shape.num_rows - int(steps) * plan.batch_rows,
+        }
+        for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
+    ]
+
+
+def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
+    """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
+
+    An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
+    """
+    check_mixture(manifests)
+    for uri, manifest in manifests.items():
+        check_latents(manifest, config, uri)
+        if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
+            raise ValueError(
+                f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
+                f"holds {manifest.num_captions} captions a row: give one for each, or None."
+            )
+    check_validation_set(config, next(iter(manifests.values())))
+    plan = plan_run(manifests, config)
+    check_init_from(config)
+    if earlier := read_earlier(config):
+        check_resume(config, earlier["parameters"])
+        check_same_data(config, earlier["data"], describe_data(manifests, config))
+    return plan
+
+
+def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
+    """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
+    for name, value in json.loads(json.dumps(config.deciding("rows", "stored", "learned"))).items():
+        if (before := earlier.get(name, value)) != value:
+            raise ValueError(
+                f"run_name={config.run_name!r} was started with {name}={before!r}, not {value!r}: set it back to "
+                "resume the run, or give another run_name."
+            )
+
+
+def check_mixture(manifests: dict[str, Manifest]) -> None:
+    """Raises ValueError if data sets of different encoders or layouts are mixed."""
+    (first_uri, first), *others = manifests.items()
+    for uri, manifest in others:
+        if manifest.num_captions != first.num_captions:
+            raise ValueError(
+                f"latents_uri mixes {uri}, with {manifest.num_captions} captions a row, and {first_uri}, with "
+                f"{first.num_captions}: encode both with as many captions."
+            )
+        names = ("encoder", "text_cleaning", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
+        for name in (*names, "id_type"):
+            mine, theirs = getattr(manifest, name), getattr(first, name)
+            if mine != theirs:
+                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
+                raise ValueError(
+                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                    "encode both with the same settings."
+                )
+
+
+def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
+    """Raises ValueError if the denoiser cannot train on these latents, or no pipeline of diffusers draws with both."""
+    unet = load_unet_config(config.unet_config)
+    adapter = denoisers.ADAPTERS[unet["_class_name"]]
+    check_pipeline(adapter, manifest, config, latents_uri)
+    for resolution in config.resolutions:
+        if resolution not in manifest.resolutions:
+            raise ValueError(
+                f"resolution={resolution} is not in {latents_uri}, which holds "
+                f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
+            )
+        if manifest.rows_at(resolution) == 0:
+            raise ValueError(
+                f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
+                "or encode the data again with upscale=True."
+            )
+    if unet[adapter.text_width] != manifest.embeddings.shape[-1]:
+        raise ValueError(
+            f"unet_config={config.unet_config!r} takes captions {unet[adapter.text_width]} wide, and "
+            f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
+            f"{manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
+        )
+    channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
+    if unet["in_channels"] != channels:
+        raise ValueError(
+            f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
+            f"holds {channels} (encoder_model={manifest.vae_model!r}): choose ones that belong together."
+        )
+    divisor = adapter.divisor(unet)
+    for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
+        height, width = latents.shape[2:]
+        if height % divisor or width % divisor:
+            raise ValueError(
+                f"resolution={latents.resolution} makes latents of {width} x {height}, and unet_config="
+                f"{config.unet_config!r} takes sides that are multiples of {divisor}: encode the data with resolutions "
+                f"and a size_multiple that are multiples of {latents.size[0] // width * divisor}."
+            )
+
+
+def check_pipeline(adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str) -> None:
+    """Raises ValueError unless diffusers' pipeline of the denoiser draws with what encoded the data, and as trained."""
+    fits = {
+        f"vae_model={manifest.vae_model!r}, {manifest.vae_class}, not {either(adapter.vaes)}": (
+            manifest.vae_class in adapter.vaes
+        ),
+        f"vae_model={manifest.vae_model!r}, whose shift_factor={manifest.shift_factor} it does not apply": (
+            adapter.shifts or not manifest.shift_factor
+        ),
+        f"text_encoder_model={manifest.text_encoder_model!r}, {manifest.text_encoder_class}, not "
+        f"{either(adapter.text_encoders)}": manifest.text_encoder_class in adapter.text_encoders,
+        "maximum_tokens=None: it masks padding, and these captions are padded": (
+            manifest.embeddings.ragged or not adapter.masks_padding
+        ),
+        "maximum_tokens: it takes padded captions": adapter.masks_padding or not manifest.embeddings.ragged,
+        f"text_cleaning={manifest.text_cleaning!r}, where it cleans prompts as {adapter.text_cleaning!r}": (
+            adapter.text_cleaning in (None, manifest.text_cleaning)
+        ),
+    }
+    which = f"unet_config={config.unet_config!r} draws by {adapter.pipeline}"
+    for reason in (reason for reason, fit in fits.items() if not fit):
+        raise ValueError(
+            f"{which}, and {uri} was encoded with {reason}: encode the data again, or choose another unet_config."
+        )
+    if config.sampler not in adapter.samplers:
+        raise ValueError(f"{which}, which has no sampler={config.sampler!r}: choose {either(adapter.samplers)}.")
+
+
+def either(names: Sequence[str]) -> str:
+    return " or ".join(names)
+
+
+def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
+    """Raises ValueError unless `validation_uri` is empty or holds stored latents that match those of the run."""
+    uri, resolution = config.validation_uri, config.largest_resolution
+    if not uri:
+        return
+    if uri in config.proportions:
+        raise ValueError(f"validation_uri={uri!r} is what the run trains on: give another data set, or leave it empty.")
+    if not storage.exists(storage.join(uri, MANIFEST)) or read_manifest(uri).online:
+        raise ValueError(f"validation_uri={uri!r} holds no stored latents: make them with Preprocessing.ipynb.")
+    manifest = read_manifest(uri)
+    if not manifest.rows_at(resolution):
+        raise ValueError(
+            f"validation_uri={uri!r} holds no latents of resolution={resolution}, which the run is validated at: "
+            "encode the validation set with that resolution."
+        )
+
+    def settings(of: Manifest) -> dict[str, Any]:
+        shapes = {spec.name: spec.shape for spec in [*of.latents_at(resolution), of.embeddings]}
+        names = ("encoder", "text_cleaning", "scaling_factor", "shift_factor")
+        return {**{name: getattr(of, name) for name in names}, **shapes}
+
+    ours = settings(trained_on)
+    for name, value in settings(manifest).items():
+        if ours.get(name) != value:
+            raise ValueError(
+                f"validation_uri={uri!r} has {name}={value}, and the run's data has {ours.get(name)}: encode both with "
+                "the same settings."
+            )
+
+
+def check_init_from(config: TrainingConfig) -> None:
+    """Raises ValueError unless `init_from` is None, or names a run or a folder with a denoiser of the same shape."""
+    if config.init_from is None:
+        return
+    if resume.first_checkpoint(config):
+        run = storage.read_json(storage.join(config.storage, "runs", config.init_from, "config.json"))
+        theirs = load_unet_config(run["parameters"]["unet_config"])
+    elif storage.exists(storage.join(config.init_from, "config.json")):
+        theirs = storage.read_json(storage.join(config.init_from, "config.json"))
+    else:
+        raise ValueError(
+            f"init_from={config.init_from!r} is neither a run with a checkpoint under "
+            f"{storage.join(config.storage, 'runs')} nor a folder with a U-Net in diffusers layout: give one of these, "
+            "or None."
+        )
+    for name, value in load_unet_config(config.unet_config).items():
+        if name != "sample_size" and theirs.get(name, value) != value:
+            raise ValueError(
+                f"init_from={config.init_from!r} is a denoiser with {name}={theirs[name]}, and "
+                f"unet_config={config.unet_config!r} has {value}: start from one of the same shape."
+            )
+
+
+def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:
+    """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
+    return [
+        {
+            "encoder": manifest.encoder,
+            "scaling_factor": manifest.scaling_factor,
+            # Runs of earlier versions, which knew no shift, go on.
+            **({"shift_factor": manifest.shift_factor} if manifest.shift_factor else {}),
+            "written": manifest.written,
+            "files_crc32": manifest.files_crc32,
+            "proportion": proportion,
+            "made_with": manifest.made_with,
+        }
+        for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
+    ]
+
+
+def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
+    """Raises ValueError if a run's data has changed since it was started; both as `describe_data` returns them."""
+    now = json.loads(json.dumps(now))  # `before` comes from a JSON file: tuples have become lists
+    for uri, *both in zip(config.proportions, before, now, strict=False):
+        one, other = ({"encoder": data["encoder"], **data["made_with"]} for data in both)
+        for name in one.keys() & other.keys() - {"input_crc32"}:
+            if one[name] != other[name]:
+                raise ValueError(
+                    f"run_name={config.run_name!r} was started on data of {uri} made with {name}={one[name]!r}, not "
+                    f"{other[name]!r}: set it back to resume the run, or give another run_name."
+                )
+    if before != now:
+        raise ValueError(
+            f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
+            "give another run_name."
+        )
+
+
+def git_revision() -> str | None:
+    """The commit of the current folder; None outside of a repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,130 @@
+"""Where the steps of a run come from: stored latents, or raw rows that are encoded on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray.train
+import ray.train.collective
+import ray.train.torch
+
+from .. import distributed, storage
+from ..config.training import TrainingConfig
+from ..latents import schema
+from ..latents.manifest import read_manifests
+from ..latents.plan import Plan, load_plan, plan_run
+from ..latents.read import join_blocks, latents_dataset, worker_units
+from .resume import RESUME, choose_resume_point
+from .step import Unit
+
+Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end step -> its blocks
+
+
+class StepSource:
+    """Where the steps of a run come from: stored latents, or raw rows that are encoded on the way.
+
+    The driver gives `datasets` to Ray Train, the workers call `start`, `resume_point` and `steps`, in this order.
+
+    Args:
+        config: of the run.
+        stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset.
+        first_step, end_step: the run's steps that come from here (None: to the last); the plan counts from them.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, stream: Stream = latents_dataset, first_step: int = 0, end_step: int | None = None
+    ):
+        self.config, self.stream, self.first_step = config, stream, first_step
+        self.end_step = config.max_steps if end_step is None else end_step
+
+    @property
+    def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
+        """For `TorchTrainer(datasets=...)`."""
+        return {"train": self.dataset}
+
+    def dataset(self) -> ray.data.Dataset:
+        """The data from the step at which the run resumes.
+
+        Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is
+        chosen; the workers read the choice (`resume_point`). Raises RuntimeError if the run would resume before
+        `first_step`.
+        """
+        step = choose_resume_point(self.config)["step"]
+        if step < self.first_step:
+            raise RuntimeError(
+                f"The checkpoints of run_name={self.config.run_name!r} after step {self.first_step} are damaged: it "
+                f"resumes at step {step}, whose pictures are encoded on the way: run it again."
+            )
+        plan = load_plan(self.config)
+        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config.proportions).values())
+        return join_blocks(self.stream(plan, step - self.first_step, self.end_step - self.first_step), plan, row_bytes)
+
+    def start(self) -> None:
+        """Called before the model is built: Ray Data's processes start meanwhile."""
+        ray.train.get_dataset_shard("train")
+
+    def resume_point(self) -> dict:
+        """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""
+        return storage.read_json(storage.join(self.config.run_uri, RESUME))
+
+    def steps(self, step: int, rejects: Rejects) -> Iterator[tuple[list[Unit], float]]:
+        """Yield `(this worker's units, seconds it waited for data)` of each of the run's steps from `step` on.
+
+        A worker that gets no unit yields a masked one, which tells the step's shape. While a step is trained on, a
+        thread makes the tensors of the next one. Raises RuntimeError if the dataset does not start at `step` or is out
+        of order.
+        """
+        config, manifests = self.config, read_manifests(self.config.proportions)
+        plan, manifest = plan_run(manifests, config), next(iter(manifests.values()))
+        shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
+        blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
+        steps = range(step - self.first_step, self.end_step - self.first_step)
+        tables = worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
+
+        def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
+            received, latents = next(tables), plan.latents_at(step)
+            units = []
+            for number, rows in received.items():
+                first_position = number % config.units_per_step * config.unit_rows
+                units.append(Unit.from_arrow(rows, manifest, latents, first_position))
+            masked_rows = config.micro_batch_size or config.unit_rows
+            return units or [Unit.masked(manifest, latents, masked_rows)], list(received.values())
+
+        coming = thread.submit(prepare, steps.start)
+        for step in steps:
+            started = time.perf_counter()
+            units, received = coming.result()
+            if step + 1 < steps.stop:
+                coming = thread.submit(prepare, step + 1)
+            for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
+                rejects.add(rows)
+            yield units, time.perf_counter() - started
+
+
+class Rejects:
+    """Rows that this worker received but that could not be encoded on the way (online), for the run's `rejects/`.
+
+    `write` is called before the checkpoint that covers the steps; a step that is done again writes the same file name.
+    """
+
+    def __init__(self, config: TrainingConfig):
+        self.run_uri, self.tables = config.run_uri, []
+
+    def add(self, rows: pa.Table) -> None:
+        if schema.REASON in rows.column_names:
+            rejected = rows.filter(pc.not_equal(rows[schema.REASON], ""))
+            if rejected.num_rows:
+                self.tables.append(rejected.select([schema.ID, schema.REASON, schema.SOURCE]))
+
+    def write(self, step: int) -> None:
+        if self.tables:
+            filesystem, path = storage.open_filesystem(storage.join(self.run_uri, "rejects"))
+            filesystem.create_dir(path)
+            name = f"{path}/{step:09d}-{distributed.rank():05d}.parquet"
+            pq.write_table(pa.concat_tables(self.tables), name, filesystem=filesystem)
+            self.tables = []

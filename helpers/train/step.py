@@ -1,0 +1,301 @@
+"""One training step in plain PyTorch, on one process or many: the U-Net, its optimizer and EMA, and a batch of latents.
+
+No Ray: Ray Train's workers, a plain loop and the tests all call this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.backends import cuda
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..config.training import TrainingConfig
+from ..distributed import sum_over_ranks, world_size
+from ..latents import schema
+from ..latents.manifest import Manifest
+from ..model import diffusion
+from ..model.unet import autocast, build_model, computes_in_bf16, synchronise_gradients
+
+MAX_NORM = 1.0  # gradients are clipped to it
+
+
+@dataclasses.dataclass
+class Unit:
+    """U rows of a global batch.
+
+    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
+    for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
+    row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
+    multiplied by these; None: it is not. mask_UL: True for tokens; None: text is padded with tokens.
+    """
+
+    moments: torch.Tensor
+    text: torch.Tensor
+    keep_U: torch.Tensor
+    positions_U: np.ndarray
+    ids: list
+    latents_spec: schema.ColumnSpec
+    scales_U: torch.Tensor | None = None
+    mask_UL: torch.Tensor | None = None
+
+    @classmethod
+    def from_arrow(
+        cls, table: pa.Table, manifest: Manifest, latents: int | schema.ColumnSpec, first_position: int
+    ) -> Unit:
+        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
+
+        `latents`: the column; a resolution stands for its squares.
+        """
+        spec = manifest.latents(latents) if isinstance(latents, int) else latents
+        name = spec.name if spec.name in table.column_names else schema.LATENTS
+        moments, valid = spec.decode(table[name])
+        text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
+        keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
+        positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
+        if scales is not None:
+            unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
+        if manifest.embeddings.ragged:
+            num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
+            unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
+        return unit
+
+    @classmethod
+    def masked(cls, manifest: Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
+        """Masked rows without ids: what a worker computes while others have more rows of the step."""
+        spec = manifest.latents(latents) if isinstance(latents, int) else latents
+        specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
+        table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
+        return dataclasses.replace(cls.from_arrow(table, manifest, spec, 0), ids=[])
+
+    def split(self, rows: int) -> Iterator[Unit]:
+        """Micro-batches of `rows` rows; the last may be smaller."""
+        for start in range(0, len(self.keep_U), rows):
+            chosen = slice(start, start + rows)
+            yield Unit(
+                self.moments[chosen],
+                self.text[chosen],
+                self.keep_U[chosen],
+                self.positions_U[chosen],
+                self.ids[chosen],
+                self.latents_spec,
+                None if self.scales_U is None else self.scales_U[chosen],
+                None if self.mask_UL is None else self.mask_UL[chosen],
+            )
+
+    def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""
+        values = self.moments, self.text, self.keep_U
+        moments, text, keep = (value.to(device, non_blocking=True) for value in values)
+        if self.scales_U is not None:
+            text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
+        mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
+        return moments, text, keep, mask
+
+
+def to_tensor(values: np.ndarray) -> torch.Tensor:
+    """Copy an array (Arrow's buffers are read-only); pinned if there is a GPU, for asynchronous copies to it."""
+    copy = torch.from_numpy(values.copy())
+    return copy.pin_memory() if torch.cuda.is_available() else copy
+
+
+def choose_kernels(config: TrainingConfig) -> None:
+    """Set what `cudnn_benchmark`, `attention` and `deterministic` say, for the whole process.
+
+    `deterministic` takes only operations that give the same bits each time, or raises: cuBLAS with workspaces of a
+    fixed size (if nothing was multiplied on the GPU before), convolutions that are not chosen by their time, attention
+    by plain matrix products, which keep all scores in memory. What is the same, bit by bit:
+
+    | | CPUs, tested, eager | CUDA GPUs, untested |
+    |---|---|---|
+    | rows, timesteps, dropped captions, first weights, on any number of workers | yes | yes: CPUs make them |
+    | a row's noise at a step, on any number of workers | yes | yes, on GPUs of one kind; a CPU's differs |
+    | a run that is done again on as many workers | yes | with `deterministic`, same GPUs and versions |
+    | a run that is resumed on as many workers | yes, but for "ddp" on more than two | likewise |
+    | a run on other workers, or with other micro-batches | no: losses within 1e-5 | no |
+    """
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    # What the chosen one does not take is left to plain matrix products.
+    kernel = "plain" if config.deterministic else config.attention
+    cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
+    cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
+    # Caches of compiled graphs would not ask which kernel was chosen.
+    torch.compiler.config.cache_key_tag = config.attention
+
+
+class TrainStep:
+    """The state of training on one worker: U-Net, optimizer, EMA; `step` trains on one global batch.
+
+    Args:
+        config: `TrainingConfig`.
+        manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
+        device: this worker's device.
+        profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        manifest: Manifest,
+        device: torch.device | str = "cpu",
+        profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        choose_kernels(config)
+        self.config, self.device, self.profile_span = config, torch.device(device), profile_span
+        self.manifest, self.scaling_factor, self.shift_factor = manifest, manifest.scaling_factor, manifest.shift_factor
+        self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
+        self.empty_L = manifest.empty_mask
+        if self.empty_L is not None:
+            self.empty_L = torch.from_numpy(self.empty_L).to(self.device)
+        self.schedule = diffusion.training_schedule(config, manifest, self.device)
+        self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
+        if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
+            weights_T = np.divide(1, self.density_T, out=np.zeros_like(self.density_T), where=self.density_T > 0)
+            self.sampling_weights_T = torch.from_numpy(weights_T).float().to(self.device)
+        self.unet, self.model = build_model(
+            config.unet_config,
+            seed=config.seed,
+            strategy=config.strategy,
+            precision=config.precision,
+            compile_unet=config.compile_unet,
+            channels_last=config.channels_last,
+            activation_checkpointing=config.activation_checkpointing,
+            device=self.device,
+        )
+        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start)
+        # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
+        self.autocast_precision = "fp32" if computes_in_bf16(config.strategy, config.precision) else config.precision
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.skipped_steps = 0  # in a row
+
+    def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
+        """(U,) losses of a unit's rows at a step; 0 for masked rows."""
+        moments, text, keep, mask = unit.to(self.device)
+        draws = diffusion.draw(
+            self.config.seed,
+            step,
+            unit.positions_U,
+            moments.shape[2:],
+            caption_dropout=self.config.caption_dropout,
+            density_T=self.density_T,
+            device=self.device,
+        )
+        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor, self.shift_factor)
+        # Masked rows hold arbitrary bits. They are replaced, not multiplied by zero, because NaN * 0 is NaN.
+        replaced = draws.dropped_B | ~keep
+        text, mask = diffusion.drop_captions(text.float(), mask, self.empty_LD, self.empty_L, replaced)
+        latents = torch.where(keep[:, None, None, None], latents, 0)
+        with autocast(self.autocast_precision, self.device):
+            losses = diffusion.row_losses(
+                self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma, mask_BL=mask
+            )
+        if self.config.timestep_sampling == "importance":
+            losses = losses * self.sampling_weights_T[draws.timesteps_B]
+        return losses * keep
+
+    def step(self, step: int, units: list[Unit]) -> dict[str, float]:
+        """Train on this worker's units of global batch number `step` (from 0), at least one, which may be masked.
+
+        Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
+        `num_kept` unmasked rows of the whole global batch, before this update. A loss or gradient that is not finite
+        changes nothing: the step is skipped, and `skipped_steps` counts the skipped steps in a row up to this one.
+        Raises FloatingPointError, on all ranks, if it exceeds `max_skipped_steps`.
+        """
+        config = self.config
+        # Not `torch.tensor`, which would wait for the GPU.
+        num_kept = float(sum(np.count_nonzero(unit.keep_U) for unit in units))
+        num_kept = sum_over_ranks(torch.full((), num_kept, device=self.device))
+        rows = config.micro_batch_size or config.unit_rows
+        micro_batches = [micro_batch for unit in units for micro_batch in unit.split(rows)]
+        # Every rank takes part in the same collectives, with as many micro-batches as the ranks with the most units.
+        num_micro_batches = -(-config.units_per_step // world_size()) * (config.unit_rows // rows)
+        if len(micro_batches) < num_micro_batches:
+            masked = Unit.masked(self.manifest, units[0].latents_spec, rows)
+            micro_batches += [masked] * (num_micro_batches - len(micro_batches))
+        loss = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with synchronise_gradients(self.model, last, config.strategy):
+                with self.profile_span("forward"):
+                    micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
+                with self.profile_span("backward"):
+                    # Gradients are averaged over the ranks, where the loss is a sum over them.
+                    (micro_loss * world_size()).backward()
+            loss += micro_loss.detach()
+        with self.profile_span("optimizer"):
+            learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
+            loss, norm = self.update(loss, learning_rate)
+            # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
+            loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
+            skipped = not np.isfinite(loss + norm)
+            self.ema.update(step + 1, skipped)
+        self.skipped_steps = self.skipped_steps + 1 if skipped else 0
+        if self.skipped_steps > config.max_skipped_steps:
+            name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)
+            raise FloatingPointError(
+                f"The {name} at step {step} is {value}: check the latents, lower learning_rate in a new run, or let "
+                f"more steps in a row be skipped than max_skipped_steps={config.max_skipped_steps}."
+            )
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "skipped_steps": self.skipped_steps,
+            "num_kept": int(num_kept),
+        }
+
+    @torch.no_grad()
+    def update(self, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip and AdamW, queued on the device; if the loss or the gradient is not finite, nothing changes.
+
+        `loss`: this rank's part of it. Returns the whole loss and the gradient's norm before clipping.
+        """
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        loss = sum_over_ranks(loss.double())
+        # As PyTorch's `GradScaler` does: the fused AdamW divides gradients by the one, and changes nothing if the other
+        # is 1, without the host knowing.
+        self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1).float()
+        self.optimizer.found_inf = 1 - (loss + norm).isfinite().float()
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """The U-Net with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
+
+        They take the place of the trained weights meanwhile, in the same memory. Compiled blocks run as they were
+        written: they would be compiled again for another number of rows. Each module is then in the mode that it was
+        in, or the compiled blocks would no longer fit.
+        """
+        modes = {module: module.training for module in self.unet.modules()}
+        with self.ema.swapped(), torch.compiler.set_stance("force_eager"):
+            try:
+                yield self.unet.eval()
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+                    if isinstance(module, FSDPModule):
+                        module.reshard()  # weights that stay gathered until a backward pass would be the averaged ones

@@ -1,0 +1,149 @@
+"""A run's metrics, pictures and parameters in TensorBoard, Weights & Biases or MLflow.
+
+The driver tracks what the run writes to its folder, along with the progress (`monitor.monitor_run`): workers are not
+involved, and a tracker that fails does not affect the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import storage
+from ..config.training import TrainingConfig
+from . import results
+
+# `track(step, values)`: values by name are numbers, or pictures (RGB arrays H x W x 3 of uint8, or Pillow's).
+Track = Callable[[int, dict[str, Any]], object]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def tensorboard(config: TrainingConfig) -> Iterator[Track]:
+    """Event files in the run's `tensorboard/`, by tensorboardX, which Ray Train installs.
+
+    If that is on an object store, they are copied there at the end.
+    """
+    from tensorboardX import SummaryWriter
+
+    uri = storage.join(config.run_uri, "tensorboard")
+    with contextlib.ExitStack() as stack:
+        folder = uri if storage.is_local(uri) else stack.enter_context(tempfile.TemporaryDirectory())
+        if folder != uri:
+            stack.callback(storage.copy_folder, folder, uri)
+        writer = stack.enter_context(SummaryWriter(folder, flush_secs=10))
+        writer.add_text("parameters", f"```\n{json.dumps(config.to_dict(), indent=1)}\n```")
+
+        def track(step, values):
+            for name, value in values.items():
+                if is_number(value):
+                    writer.add_scalar(name, value, step)
+                else:
+                    writer.add_image(name, np.asarray(value), step, dataformats="HWC")
+
+        yield track
+
+
+@contextlib.contextmanager
+def wandb(config: TrainingConfig) -> Iterator[Track]:
+    """A run of the project "pretraining"; a resumed run continues there. WANDB_MODE=offline needs no network."""
+    import wandb
+
+    named = dict(project="pretraining", name=config.run_name, id=config.run_name, resume="allow")
+    with wandb.init(**named, config=config.to_dict()) as run:
+        run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a validation's do
+
+        def track(step, values):
+            shown = {name: value if is_number(value) else wandb.Image(value) for name, value in values.items()}
+            run.log({"step": step, **shown})
+
+        yield track
+
+
+@contextlib.contextmanager
+def mlflow(config: TrainingConfig) -> Iterator[Track]:
+    """A run of the experiment "pretraining", at MLFLOW_TRACKING_URI; a resumed run continues there."""
+    import mlflow
+
+    mlflow.set_experiment("pretraining")
+    earlier = mlflow.search_runs(filter_string=f"attributes.run_name = '{config.run_name}'", output_format="list")
+    known = {"run_id": earlier[0].info.run_id} if earlier else {"run_name": config.run_name}
+    with mlflow.start_run(**known):
+        if not earlier:
+            mlflow.log_params(config.to_dict())
+
+        def track(step, values):
+            mlflow.log_metrics({name: value for name, value in values.items() if is_number(value)}, step=step)
+            for name, value in values.items():
+                if not is_number(value):
+                    mlflow.log_image(np.asarray(value), key=name, step=step)
+
+        yield track
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+
+
+@contextlib.contextmanager
+def start(config: TrainingConfig) -> Iterator[Track]:
+    """Start `config.trackers`; yields a function that calls all of them.
+
+    One that is not installed, cannot be reached or fails is reported once and dropped; training continues.
+    """
+    started: dict[str, Track] = {}
+    opened = {name: TRACKERS[name](config) for name in config.trackers}
+
+    def attempt(name, action, *arguments):
+        try:
+            return action(*arguments)
+        except Exception as error:  # tracking must not end the run
+            started.pop(name, None)
+            why = "is not installed" if isinstance(error, ImportError) else "failed"
+            print(f"tracker {name} {why}: {type(error).__name__}: {error}. The run goes on without it.")
+
+    def track(step: int, values: dict[str, Any]) -> None:
+        for name, tracker in list(started.items()):
+            attempt(name, tracker, step, values)
+
+    for name, context in opened.items():
+        tracker = attempt(name, context.__enter__)
+        if tracker:
+            started[name] = tracker
+    try:
+        yield track
+    finally:
+        for name in list(started):
+            attempt(name, opened[name].__exit__, None, None, None)
+
+
+class EvaluationReader:
+    """Reads the results of a run's evaluations that are finished from now on."""
+
+    def __init__(self, run_uri: str):
+        self.folder, self.seen = storage.join(run_uri, "validation"), set()
+        self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Results of evaluations finished since the last call."""
+        uris = storage.list_files(self.folder, ".json")
+        found = {uri: storage.read_json(uri) for uri in uris if uri not in self.seen}
+        finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
+        self.seen |= finished.keys()
+        return list(finished.values())
+
+
+def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What is tracked of an evaluation: its numbers, and its pictures as "evaluation"; {} if it was skipped."""
+    values = results.numbers(result)
+    grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
+    if storage.exists(grid):
+        values["evaluation"] = results.read_picture(grid)
+    return values

@@ -1,0 +1,298 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
+from helpers.train import setup
+
+# ---- bad input
+
+# {parameter: (bad values, what they must be)}
+ONE = {
+    "storage": ([None], "a text"),
+    "image_column": ([3], "a text"),
+    "encoder_revision": (["", 5], "a text, or None"),
+    "vae_model": (["", 5], "a model, or None"),
+    "upscale": ([1, "no"], "True or False"),
+    "encoder_batch_size": ([0, 1.5, True, "two"], "a whole number of at least 1"),
+    "limit": ([0, "all"], "a whole number of at least 1, or None"),
+    "max_failures": ([-2, 0.5], "a whole number of at least 0, or -1 for no limit"),
+    "dollars_per_hour": ([-1, True, float("inf")], "a number of at least 0"),
+    "validation_share": ([1, -0.1, "10 %", float("nan")], "a share: at least 0, less than 1"),
+    "max_aspect_ratio": ([0.5, "2"], "a number of at least 1 (longer side / shorter side), or None"),
+    "gpus_per_encoder": ([-0.5, "one", float("nan")], "0 (CPU), a share of a GPU, or more"),
+    "num_encoders": (
+        [-1, True, 0, (0, 2), (3, 2), [1, 2, 3], (1, 2.5), [], "2", 1.5],
+        "a whole number of at least 1, or a pair (least, most) of them",
+    ),
+    "resolutions": (
+        [[], 64, "64", [64, 4], [64.0], ["64"], [True], None],
+        "a list of sizes of at least 8 pixels, such as [64]",
+    ),
+    "aspect_ratios": (
+        [[], [0], [1, -2], 1.5, "1", [float("nan")]],
+        "a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]",
+    ),
+    "random_crop": (
+        [0, -0.5, 1.5, "0.8", True, float("nan")],
+        "a share of the shorter side: more than 0, at most 1 (the centre square)",
+    ),
+    "learning_rate": ([0, "fast", float("nan")], "more than 0"),
+    "min_snr_gamma": ([0, "5"], "more than 0, or None for no weighting"),
+    "hang_timeout": ([0], "more than 0"),
+    "guidance_scale": ([0.5], "a number of at least 1 (no guidance)"),
+    "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
+    "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
+    "clip_model": ([3], "a CLIP's folder or hub id, or None"),
+    "init_from": ([5, ""], "a run, the folder of a U-Net, or None"),
+    "run_name": (
+        ["", ".", "..", "a/b", "../a", "a b", "a\\b", None],
+        "a plain folder name without slashes or spaces",
+    ),
+    "latents_uri": (
+        [3, {}, {"/a": -1, "/b": 2}, {"/a": 0, "/b": 2}, {"/a": "half", "/b": 2}, {3: 1}],
+        "a folder, a URI, or a mapping of several to proportions above 0",
+    ),
+    "resolution": (
+        [0, "64", True, 64.0, {}, {64: 0}, {"big": 1}, {0: 1}, {64: "x"}, {64: float("nan")}],
+        "a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}",
+    ),
+}
+SEVERAL = [
+    (
+        {"encoder_revision": "v1"},
+        "encoder_revision='v1' is that of a hub id, and encoder_model='tiny-sd' is a folder: leave it None.",
+    ),
+    (
+        {"aspect_ratios": [1, 20], "resolutions": [32, 64]},
+        "aspect_ratios=[1.0, 20.0] and size_multiple=16 come to 144 x 0 pixels at resolution 32, which has a side of "
+        "0: leave that ratio out, or use a smaller size_multiple.",
+    ),
+    (
+        {"aspect_ratios": [1, 1.1], "resolutions": [64, 68]},
+        "aspect_ratios=[1.0, 1.1] and size_multiple=16 come to 64 x 64 pixels at resolution 68, which is one of 64 "
+        "too: leave that ratio out, or use a smaller size_multiple.",
+    ),
+    ({"width_column": "w"}, "width_column='w' and height_column=None: name both columns or neither."),
+    (
+        {"aspect_ratios": [1, 2]},
+        "aspect_ratios=[1.0, 2.0], while encoding online, need width_column and height_column.",
+    ),
+    (
+        {"best_by": "cmmd", "clip_model": None},
+        "best_by='cmmd' needs a CLIP: give clip_model, or keep the best by another.",
+    ),
+    (
+        {"best_by": "validation_set_loss"},
+        "best_by='validation_set_loss' needs a validation_uri: give one, or keep the best by another.",
+    ),
+    (
+        {"latents_uri": {"/a": 1, "/b": 1e-9}},
+        "latents_uri: the proportion 1e-09 of /b is less than a thousandth: leave it out.",
+    ),
+    (
+        {"latents_uri": {"/a": 1, "/a/": 1}},
+        "latents_uri={'/a': 1.0, '/a/': 1.0} names the same folder twice: give each once.",
+    ),
+    (
+        {"global_batch_size": 64, "units_per_step": 3},
+        "global_batch_size=64 does not divide into units_per_step=3 equal units: change one of the two.",
+    ),
+    (
+        {"global_batch_size": 64, "num_training_workers": 3},
+        "global_batch_size=64 does not divide into units_per_step=3 equal units (where none is given: the most "
+        "workers, or the number that the run began with): change one of the two.",
+    ),
+    (
+        {"global_batch_size": 64, "units_per_step": 2, "micro_batch_size": 24},
+        "micro_batch_size=24 does not divide a unit of 32 rows (global_batch_size / units_per_step): change one of "
+        "the three.",
+    ),
+    (
+        {"validate_every": 300, "checkpoint_every": 250},
+        "validate_every=300 must be a multiple of checkpoint_every=250: validation runs on checkpoints, beside the "
+        "training (0: never).",
+    ),
+    (
+        {"deterministic": True, "compile_unet": True, "attention": "flash"},
+        "deterministic=True excludes compile_unet=True, attention='flash', by which sums vary: leave either out.",
+    ),
+    ({"sampler": "heun"}, "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'."),
+]
+FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in (OnlineConfig, TrainingConfig)}
+
+
+def kind_of(values):
+    return TrainingConfig if values.keys() <= FIELDS[TrainingConfig].keys() else OnlineConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        *[
+            ({name: value}, f"{name}={value!r} must be {text}.")
+            for name, (values, text) in ONE.items()
+            for value in values
+        ],
+        *SEVERAL,
+    ],
+    ids=str,
+)
+def test_a_bad_parameter_is_refused_in_one_sentence(values, sentence):
+    with pytest.raises(ValueError) as error:
+        kind_of(values)(**values)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_parameter_is_checked(kind):
+    for name in FIELDS[kind]:
+        with pytest.raises(ValueError, match=rf"^{name}=<object .*> (must be .+|is unknown: choose one of .+)\.$"):
+            kind(**{name: object()})
+
+
+def test_unknown_parameters_are_refused():
+    with pytest.raises(ValueError, match="^learning_rat=1 is not a parameter of TrainingConfig: check its spelling.$"):
+        TrainingConfig(learning_rat=1)
+
+
+def test_an_unknown_section_is_refused():
+    check_sections([], ["faults", "workers"]), check_sections(["workers"], ["faults", "workers"])
+    with pytest.raises(ValueError, match="sections='fault' is unknown: choose one of 'faults', 'workers'"):
+        check_sections(["fault"], ["faults", "workers"])
+    with pytest.raises(ValueError, match="sections='faults' must be a list of 'faults', 'workers'"):
+        check_sections("faults", ["faults", "workers"])
+
+
+# ---- what a config is
+
+
+def stored(config):
+    return json.loads(json.dumps(config.to_dict()))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OnlineConfig(),
+        OnlineConfig(resolutions=[64, 32, 64], limit=10, gpus_per_encoder=0.5, num_encoders=(1, 2)),
+        PreprocessingConfig(encoder_model="org/model", encoder_revision="v1"),
+        TrainingConfig(),
+        TrainingConfig(min_snr_gamma=None, global_batch_size=96, num_training_workers=2, learning_rate=1),
+        TrainingConfig(latents_uri={"/a": 1, "/b": 6}, resolution={64: 3, 32: 1}, trackers=["wandb"], prompts=["a"]),
+    ],
+)
+def test_parameters_survive_json(config):
+    again = type(config).from_dict(stored(config))
+    assert again == config and stored(again) == stored(config)
+
+
+def test_parameters_are_taken_from_a_notebooks_variables():
+    namespace = {"run_name": "mine", "seed": 3, "storage": "/x", "resolutions": [8], "_": 1, "json": json}
+    assert TrainingConfig.from_parameters(namespace) == TrainingConfig(run_name="mine", seed=3, storage="/x")
+
+
+def test_parameters_cannot_be_assigned_again():
+    with pytest.raises(AttributeError):
+        TrainingConfig().seed = 1
+
+
+def test_relative_folders_are_the_notebooks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    training, preprocessing = TrainingConfig(), PreprocessingConfig(input_uri="my/data")
+    assert training.storage == str(tmp_path / "storage") and training.run_uri == f"{training.storage}/runs/run"
+    assert preprocessing.input_uri == str(tmp_path / "my/data")
+    assert preprocessing.raw_uri == f"{training.storage}/raw" and PreprocessingConfig().input_uri == ""
+    assert preprocessing.latents_uri == training.latents_uri == f"{training.storage}/latents"
+    monkeypatch.chdir("/")
+    assert TrainingConfig.from_dict(training.to_dict()) == training
+
+
+def test_latents_may_lie_elsewhere_than_the_rest():
+    assert TrainingConfig(storage="/x", latents_uri="s3://c/latents/").latents_uri == "s3://c/latents"
+    assert PreprocessingConfig(storage="s3://b/x").latents_uri == "s3://b/x/latents"
+    assert TrainingConfig(storage="s3://b/x").latents_uri == "s3://b/x/latents"
+
+
+@given(st.dictionaries(st.integers(1, 512), st.floats(0.01, 100), min_size=1))
+def test_resolutions_and_their_shares(shares):
+    config = TrainingConfig(resolution=shares)
+    assert config.resolutions == sorted(shares) and config.largest_resolution == max(shares)
+    assert sum(config.resolution_shares.values()) == pytest.approx(1)
+    total = sum(shares.values())
+    assert config.resolution_shares == pytest.approx({size: share / total for size, share in shares.items()})
+
+
+def test_ratios_that_come_to_one_shape_are_one_shape():
+    ratios = [0.5, 0.67, 0.75, 1, 1.33, 1.5, 2]
+    assert PreprocessingConfig(aspect_ratios=ratios, resolutions=[64, 32, 64]).shapes == {
+        32: [(16, 48), (32, 32), (48, 16)],
+        64: [(48, 96), (48, 80), (64, 64), (80, 48), (96, 48)],
+    }
+    fine = PreprocessingConfig(aspect_ratios=ratios, resolutions=[256], size_multiple=64).shapes[256]
+    assert fine == [(192, 384), (192, 320), (256, 256), (320, 192), (384, 192)]
+    assert PreprocessingConfig(resolutions=[8, 72]).shapes == {8: [(8, 8)], 72: [(72, 72)]}
+
+
+def test_encoders_are_so_many_or_between_the_least_and_the_most():
+    assert pool_size(3) == {"min_size": 3, "max_size": 3} and pool_size([2, 8]) == {"min_size": 2, "max_size": 8}
+    assert PreprocessingConfig(num_encoders=[2, 8]).most_encoders == 8 and PreprocessingConfig().most_encoders == 1
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize("name", FIELDS[TrainingConfig])
+def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
+    config = TrainingConfig()
+    earlier = {**stored(config), name: "another", "gone_since": 3}
+    if FIELDS[TrainingConfig][name].metadata["decides"] is None:
+        setup.check_resume(config, earlier)
+        return
+    with pytest.raises(ValueError) as error:
+        setup.check_resume(config, earlier)
+    assert str(error.value) == (
+        f"run_name='run' was started with {name}='another', not {getattr(config, name)!r}: set it back to resume the "
+        "run, or give another run_name."
+    )
+
+
+def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
+    deciding = TrainingConfig().deciding("rows", "stored", "learned").keys()
+    assert not deciding & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
+    assert deciding > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
+    assert deciding > {"units_per_step", "max_steps", "lr_schedule", "precision"}
+
+
+def test_a_run_of_another_version_can_be_resumed():
+    earlier = stored(TrainingConfig())
+    del earlier["adam_beta2"]
+    setup.check_resume(TrainingConfig(), earlier)
+
+
+@pytest.mark.parametrize(("workers", "units"), [(1, 1), (2, 2), ((1, 2), 2), (4, 4)])
+def test_units_are_by_default_as_many_as_the_most_workers(workers, units):
+    config = TrainingConfig(num_training_workers=workers)
+    assert config.units_per_step == config.to_dict()["units_per_step"] == units
+    assert config.unit_rows == config.global_batch_size // units
+
+
+def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
+    def config(workers, name="run", units=None):
+        values = {"storage": str(tmp_path), "run_name": name, "num_training_workers": workers, "units_per_step": units}
+        return TrainingConfig.from_parameters(setup.resume_units(values))
+
+    earlier = config(2)
+    storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})
+    assert config(4).units_per_step == 4  # the run has not taken a step
+    storage.write_text(f"{earlier.run_uri}/metrics.jsonl", "{}\n")
+    setup.check_resume(config(1), stored(earlier))
+    assert config(1).units_per_step == config(3).units_per_step == config((24, 32)).units_per_step == 2
+    assert config(1, name="other").units_per_step == 1
+    assert config(1, units=4).units_per_step == 4
+    with pytest.raises(ValueError, match="^run_name='run' was started with units_per_step=2, not 4: set it back"):
+        setup.check_resume(TrainingConfig(storage=tmp_path, num_training_workers=4), stored(earlier))

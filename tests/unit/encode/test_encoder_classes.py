@@ -1,0 +1,412 @@
+"""Other autoencoders and text encoders, and captions that are stored without padding. No Ray."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sentencepiece
+import torch
+from diffusers import PixArtSigmaPipeline, PRXPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare, prepare_online
+from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
+from helpers.encode.job import Job
+from helpers.evaluation.losses import validation_loss
+from helpers.latents import held_out, manifest, read, schema
+from helpers.latents.plan import load_plan
+from helpers.model import diffusion
+from helpers.model.unet import load_unet_config
+from helpers.sample import decoder
+from helpers.train import setup
+from helpers.train.kept import open_job
+from helpers.train.step import TrainStep, Unit
+from tests import pipelines
+from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
+from tests.unit.encode.test_several_captions import encode, write_raw
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEXTS = ["CLIPTextModel", "T5EncoderModel", "T5GemmaEncoder"]
+CAPTIONS = ["a red circle above the blue square", "", "a", "two large green triangles & a small one, left of it " * 2]
+LATENTS = {"AutoencoderKL": "moments", "AutoencoderDC": "mean"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A function that gives the folder of a tiny model of two classes."""
+    made = {}
+
+    def build(vae="AutoencoderKL", text="T5EncoderModel"):
+        if (vae, text) not in made:
+            made[vae, text] = tiny_model(tmp_path_factory.mktemp("model"), vae, text)
+        return made[vae, text]
+
+    return build
+
+
+def pixels_of(num_rows, side=32):
+    return np.random.default_rng(0).integers(0, 256, (num_rows, side, side, 3), dtype=np.uint8)
+
+
+# ---- the networks
+
+
+@pytest.mark.parametrize("name", ["AutoencoderKL", "AutoencoderDC"])
+def test_latents_are_those_of_the_class_itself(model, name):
+    """Shifted and scaled as diffusers' pipelines do before their denoisers see them."""
+    made, vae = encoder.Encoder(model(name)), encoder.load_vae(model(name))
+    found, finite = made.encode_images(pixels_of(3))
+    pixels = torch.from_numpy(pixels_of(3)).permute(0, 3, 1, 2) / 127.5 - 1
+    encoded = vae.encode(pixels)
+    expected = encoded.latent if name == "AutoencoderDC" else encoded.latent_dist.mean
+    side = 32 // DOWNSAMPLING[name]
+    assert found.shape == (3, 1 if name == "AutoencoderDC" else 2, CHANNELS[name], side, side) and finite.all()
+    assert encoder.downsampling(encoder.vae_config(model(name))) == DOWNSAMPLING[name]
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-3, atol=1e-3)
+    description = prepare.describe(config_of(model(name), latents=LATENTS[name]))
+    scales = description["scaling_factor"], description["shift_factor"]
+    drawn = diffusion.sample_latents(torch.from_numpy(found[:, :1]), torch.zeros(expected.shape), *scales)
+    shift = getattr(vae.config, "shift_factor", 0)
+    torch.testing.assert_close(drawn, (expected - shift) * vae.config.scaling_factor, rtol=1e-3, atol=1e-3)
+    assert (shift != 0) == (name == "AutoencoderKL")
+    assert decoder.reconstruct(model(name), found).shape == (3, 32, 32, 3)
+    assert decoder.decoding_bytes(vae.to_json_string(), tuple(expected.shape[1:])) > 32 * 32 * 3 * 4
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_masked_text_is_that_of_single_captions_without_padding(model, text):
+    folder = model(text=text)
+    made, config = encoder.load_text_encoder(folder), config_of(folder, maximum_tokens=20)
+    ids_BL, tokenizer = caption_ids(CAPTIONS, config), load_tokenizer(folder)
+    with torch.no_grad():
+        found = encoder.last_states(made, torch.from_numpy(ids_BL))
+    for caption, ids_L, states_LD in zip(CAPTIONS, ids_BL, found, strict=True):
+        ids = tokenizer(caption, truncation=True, max_length=20, return_tensors="pt").input_ids
+        assert ids_L[ids_L >= 0].tolist() == ids[0].tolist()
+        with torch.no_grad():
+            expected = made(ids).last_hidden_state[0]
+        torch.testing.assert_close(states_LD[: len(expected)], expected, rtol=1e-5, atol=1e-5)
+        assert (states_LD[len(expected) :] == 0).all()
+
+
+@pytest.mark.parametrize(("text", "cleaning"), [("T5EncoderModel", "lower"), ("T5GemmaEncoder", "ftfy")])
+def test_captions_are_prepared_as_the_stock_pipeline_prepares_prompts(model, text, cleaning):
+    prompts = ["  A RED Circle&amp;amp;", "sch\u00c3\u00b6n &quot;blue&quot; "]
+    parts = {"tokenizer": load_tokenizer(model(text=text)), "vae": encoder.load_vae(model())}
+    parts |= {"text_encoder": encoder.load_text_encoder(model(text=text)), "transformer": None, "scheduler": None}
+    if cleaning == "lower":
+        stock, mask, *_ = PixArtSigmaPipeline(**parts).encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=20, device="cpu"
+        )
+    else:
+        drawing = PRXPipeline(**parts)
+        drawing.tokenizer.model_max_length = 24
+        stock, mask, *_ = drawing.encode_prompt(
+            prompts, do_classifier_free_guidance=False, skip_text_cleaning=True, device=torch.device("cpu")
+        )
+    config = config_of(model(text=text), maximum_tokens=stock.shape[1], text_cleaning=cleaning)
+    ids_BL = caption_ids(prompts, config)
+    with torch.no_grad():
+        found = encoder.last_states(parts["text_encoder"], torch.from_numpy(ids_BL))
+    for ours, ids_L, theirs, mask_L in zip(found, ids_BL, stock, mask, strict=True):
+        torch.testing.assert_close(ours[ids_L >= 0], theirs[mask_L.bool()], rtol=1e-5, atol=1e-5)
+
+
+# ---- a column of rows of different lengths
+
+
+@st.composite
+def captions(draw):
+    """(values (B, L, D) of any fp16 bits, zeros beyond each row's tokens; their numbers; which rows there are)."""
+    rows, most, width = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    num_tokens = np.array(draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)))
+    bits = draw(st.lists(st.integers(0, 2**16 - 1), min_size=rows * most * width, max_size=rows * most * width))
+    values = np.array(bits, np.uint16).reshape(rows, most, width)
+    values[np.arange(most) >= num_tokens[:, None]] = 0
+    valid = np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
+    return values.view(np.float16), num_tokens, valid
+
+
+@settings(max_examples=60, deadline=None)
+@given(captions(), st.data())
+def test_rows_of_any_length_come_back_bit_by_bit(made, data):
+    """From files, slices, chunks, in another order and with one of two captions chosen."""
+    values, num_tokens, valid = made
+    spec = schema.ColumnSpec(schema.EMBEDDINGS, values.shape[1:], ragged=True)
+    column, stream = spec.encode(values, valid, num_tokens), io.BytesIO()
+    assert column.type == spec.arrow_type and column.null_count == (~valid).sum()
+    sizes = [0 if value is None else len(value) for value in column.to_pylist()]
+    assert sizes == (num_tokens * valid * values.shape[2] * 2).tolist()
+    pq.write_table(pa.table({"x": column}), stream, row_group_size=data.draw(st.integers(1, 4)))
+    cut = data.draw(st.integers(0, len(column)))
+    stored = pq.ParquetFile(stream).read()["x"]
+    order = np.array(data.draw(st.lists(st.integers(0, len(column) - 1), min_size=1, max_size=12)))
+    chunks = pa.chunked_array([column.slice(0, cut), column.slice(cut)])
+    both = pa.table({schema.EMBEDDINGS: column, f"{schema.EMBEDDINGS}_2": pa.nulls(len(column), column.type)})
+    chosen = schema.choose_captions(both, np.ones(len(column), int))[schema.EMBEDDINGS]
+    everything = np.arange(len(column))
+    taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order), (chosen, everything)]
+    for found, places in [*taken, (column.slice(cut), everything[cut:])]:
+        decoded, present = spec.decode(found)
+        assert np.array_equal(present, valid[places])
+        assert np.array_equal(decoded.view(np.uint16)[present], values[places].view(np.uint16)[present])
+        assert np.array_equal(spec.num_tokens(found), (num_tokens * valid)[places])
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp16", 0.27), ("fp8", 0.135)])
+def test_20_of_77_tokens_take_about_a_quarter_of_the_space(codec, most):
+    sizes, values = [], np.random.default_rng(0).normal(size=(64, 77, 128)).astype(np.float16)
+    values[:, 20:] = 0
+    for spec in (schema.ColumnSpec("x", (77, 128)), schema.ColumnSpec("x", (77, 128), codec, ragged=True)):
+        stream = io.BytesIO()
+        column = spec.encode(values, None, np.full(64, 20))
+        pq.write_table(
+            pa.table({"x": column}), stream, use_dictionary=False, compression="none", write_statistics=False
+        )
+        sizes.append(stream.tell())
+    assert sizes[1] < most * sizes[0]
+    assert spec.row_bytes == 77 * 128 * (2 if codec == "fp16" else 1) + (4 if codec == "fp8" else 0)
+
+
+# ---- whole jobs
+
+
+def config_of(folder, kind=PreprocessingConfig, **values):
+    return kind(**{"encoder_model": folder, "resolutions": [32], "validation_share": 0.1, **values})
+
+
+@pytest.fixture(scope="module")
+def unet_config(tmp_path_factory):
+    """A U-Net for the latents and captions of the tiny model with 16 channels."""
+    path = tmp_path_factory.mktemp("unet") / "unet.json"
+    sizes = {"in_channels": 16, "out_channels": 16, "cross_attention_dim": WIDTH, "sample_size": 8}
+    path.write_text(json.dumps({**load_unet_config("tiny"), **sizes}))
+    return str(path)
+
+
+def training(storage, **values):
+    sizes = {"resolution": 32, "global_batch_size": 8, "units_per_step": 2, "validation_share": 0.1, "max_steps": 3}
+    return TrainingConfig(**{"storage": storage, "validate_every": 0, **sizes, **values})
+
+
+@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
+@pytest.mark.parametrize(("vae", "text"), [("AutoencoderKL", "T5EncoderModel"), ("AutoencoderDC", "T5GemmaEncoder")])
+def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, vae, text, text_precision):
+    """Two captions a row, and each unit's rows have the tokens of the one that its epoch draws; bit by bit."""
+    options = {"latents": LATENTS[vae], "text_precision": text_precision, "maximum_tokens": 16}
+    raw = {**write_raw(tmp_path), "caption_column": ["short", "long"], "text_cleaning": "lower"}
+    config = config_of(model(vae, text), **raw, **options)
+    made, rows = encode(config)
+    assert made.text_cleaning == "lower" and made.embeddings.ragged and made.embeddings.shape == (16, WIDTH)
+    assert made.vae_class == vae and made.text_encoder_class == text
+    assert made.stored_row_bytes < 1.2 * sum(len(value) for value in rows.slice(0, 1).to_pylist()[0].values())
+    written = {}
+    for row in rows.to_pylist():
+        for text_column, column in (("caption", "caption_embeddings"), ("caption_2", "caption_embeddings_2")):
+            written[row["id"], row[text_column]] = row[column]
+    plan, spec, seen = load_plan(training(config.storage, validation_share=0)), made.latents(32), {}
+    chunks = plan.chunk_range(0, 12 * plan.steps_per_epoch)
+    steps = {"first_step": 0, "end_step": 12 * plan.steps_per_epoch, "read": read.latents_reader(plan)}
+    for block in read.read_chunks({"id": range(len(chunks))}, plan=plan, first_chunk=0, **steps):
+        for rows in read.split_units(block, plan.unit_rows).values():
+            unit, captions = Unit.from_arrow(rows, made, spec, 0), rows["caption"].to_pylist()
+            _, text_ULD, keep, mask_UL = unit.to("cpu")
+            stored = [written[key] for key in zip(unit.ids, captions, strict=True)]
+            assert rows["caption_embeddings"].to_pylist() == stored and keep.all()
+            expected, _ = made.embeddings.decode(pa.array(stored, pa.large_binary()))
+            assert np.array_equal(text_ULD.numpy(), expected)
+            assert np.array_equal(mask_UL, caption_ids(captions, config) >= 0)
+            seen |= dict(zip(captions, expected, strict=True))
+    assert any("large" in caption for caption in seen) and any("large" not in caption for caption in seen)
+    expected, _ = encoder.Encoder(model(vae, text)).encode_captions(caption_ids(list(seen), config))
+    error = {"rtol": 1e-3, "atol": 2e-3} if text_precision == "fp16" else {"rtol": 1 / 15, "atol": 0.05}
+    np.testing.assert_allclose(np.stack(list(seen.values())), expected, **error)
+    pieces = list(unit.split(3))
+    assert torch.equal(torch.cat([piece.mask_UL for piece in pieces]), unit.mask_UL)
+
+
+def test_dropped_and_masked_rows_are_trained_with_the_empty_caption_and_its_mask(
+    model, tmp_path, unet_config, monkeypatch
+):
+    """So no row is without a token, which attention could not be computed over."""
+    made, _ = encode(config_of(model(), **write_raw(tmp_path), caption_column="short", maximum_tokens=16))
+    assert made.empty_mask.sum() == 1 and made.empty_caption[0].any() and not made.empty_caption[1:].any()
+    state = TrainStep(training(str(tmp_path), unet_config=unet_config, caption_dropout=0.5), made)
+    seen, row_losses = [], diffusion.row_losses
+
+    def noted(*arguments, mask_BL, **options):
+        seen.append((arguments[3], arguments[4].dropped_B, mask_BL))
+        return row_losses(*arguments, **options)
+
+    monkeypatch.setattr(diffusion, "row_losses", noted)
+    table = pq.read_table(f"{made_uri(tmp_path)}/data").slice(0, 8)
+    unit = Unit.from_arrow(table.append_column("keep", pa.array([True] * 6 + [False] * 2)), made, 32, 0)
+    state.row_losses(unit, 0)
+    state.row_losses(Unit.masked(made, 32, 4), 0)
+    (text, dropped, mask), (empty_text, _, empty_mask) = seen
+    expected = torch.from_numpy(made.empty_mask)
+    replaced = dropped | ~unit.keep_U
+    assert 2 < replaced.sum() < 8 and (mask.sum(dim=1) > 0).all()
+    assert torch.equal(mask, torch.where(replaced[:, None], expected, unit.mask_UL))
+    assert (mask.sum(dim=1)[~replaced] > 1).all() and torch.equal(empty_mask, expected.expand(4, -1))
+    assert torch.equal(text[replaced][0], torch.from_numpy(made.empty_caption).float())
+    assert torch.equal(empty_text[0], text[replaced][0])
+
+
+def made_uri(tmp_path):
+    return f"{tmp_path}/latents"
+
+
+def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_config):
+    """Its stages, its held-out rows, and the latents that it would keep, of another autoencoder and text encoder."""
+    options = {**write_raw(tmp_path), "caption_column": "short", "maximum_tokens": 16}
+    raw = config_of(model(), OnlineConfig, **options, keep_latents=True)
+    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"), unet_config=unet_config)
+    made = prepare_online.prepare(raw, run)
+    plan = load_plan(run)
+    assert made.shift_factor == 0.11 and made.embeddings.ragged
+    validation = manifest.read_manifest(f"{run.latents_uri}/{held_out.FOLDER}")
+    assert (validation.shift_factor, validation.encoder) == (0.11, made.encoder)
+    kept = open_job(run, plan)
+    assert kept.description["shift_factor"] == 0.11 and kept.parameters["maximum_tokens"] == 16
+    state = TrainStep(run, made)
+    found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
+    assert np.isfinite([loss for loss, _ in found]).all()
+    assert np.isfinite(validation_loss(state.unet, made, held_out.of_run(run), run)).all()
+    stored, _ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
+    on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
+    on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")
+    both = set(on_the_way["id"].to_pylist()) & set(folder["id"].to_pylist())
+    assert len(both) > 10
+    for name in ("image_latents_32", "caption_embeddings"):
+        values = []
+        for table in (on_the_way, folder):
+            rows = dict(zip(table["id"].to_pylist(), stored.column(name).decode(table[name])[0], strict=True))
+            values.append(np.stack([rows[row_id] for row_id in sorted(both)]))
+        np.testing.assert_allclose(*values, rtol=1e-3, atol=2e-3)
+
+
+def test_autoencoder_and_text_encoder_may_be_from_two_models(model, tmp_path):
+    folders = {"vae_model": model("AutoencoderDC"), "text_encoder_model": model(text="T5GemmaEncoder")}
+    config = config_of("no/such-model", **write_raw(tmp_path), latents="mean", caption_column="short", **folders)
+    made, rows = encode(config)
+    assert (made.vae_model, made.text_encoder_model) == tuple(folders.values())
+    assert made.encoder.keys() - {"model", "revision", "precision", "vae_class", "text_encoder_class"} == {
+        "text_encoder_model",
+        "text_encoder_revision",
+    }
+    text, _ = made.embeddings.decode(rows["caption_embeddings"].slice(0, 4))
+    ids_BL = caption_ids(rows["caption"].to_pylist()[:4], config)
+    expected, _ = encoder.Encoder(folders["text_encoder_model"]).encode_captions(ids_BL)
+    np.testing.assert_allclose(text, expected, rtol=1e-3, atol=2e-3)
+    same = config_of(model(), vae_model=model(), text_encoder_model=model())
+    assert prepare.describe(same)["encoder"] == prepare.describe(config_of(model()))["encoder"]
+
+
+def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
+    """They knew no class, no shift, no maximum and no cleaning."""
+    options = {**write_raw(tmp_path), "caption_column": "short"}
+    checked = prepare.check(config_of("tiny-sd", **options))
+    assert not {"maximum_tokens", "text_cleaning"} & checked.parameters.keys()
+    assert checked.description["encoder"].keys() == {"model", "revision", "precision"}
+    made, _ = encode(config_of("tiny-sd", **options))
+    assert (made.vae_class, made.text_encoder_class, made.text_cleaning) == ("AutoencoderKL", "CLIPTextModel", "none")
+    values = json.loads(json.dumps(dataclasses.asdict(made)))
+    del values["shift_factor"]
+    for column in values["columns"]:
+        del column["ragged"]
+    assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
+    run = training(str(tmp_path))
+    assert "shift_factor" not in setup.describe_data({made_uri(tmp_path): made}, run)[0]
+    job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
+    job.check_same(json.loads(json.dumps(job.parameters)))
+    other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))
+    with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'lower'"):
+        dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
+
+
+def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
+    """Those of Stable Diffusion 1 and 2 name no scaling factor."""
+    folder = tiny_model(tmp_path)
+    path = tmp_path / "vae" / "config.json"
+    left_out = ("scaling_factor", "shift_factor")
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in left_out}))
+    description = prepare.describe(config_of(folder))
+    assert (description["scaling_factor"], description["shift_factor"]) == (0.18215, 0.0)
+
+
+# ---- what is refused
+
+
+def test_models_and_parameters_that_do_not_fit_are_one_sentence(model, tmp_path):
+    strange = tiny_model(tmp_path / "strange")
+    for part, name in (("vae/config.json", "_class_name"), ("model_index.json", "text_encoder")):
+        path = tmp_path / "strange" / part
+        value = "AutoencoderTiny" if name == "_class_name" else ["transformers", "BertModel"]
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    refused = [
+        (
+            {"vae_model": strange},
+            "has an autoencoder of class AutoencoderTiny, and this code takes AutoencoderKL, Auto",
+        ),
+        (
+            {"text_encoder_model": strange},
+            "has a text encoder of class BertModel, and this code takes CLIPTextModel, T",
+        ),
+        ({"vae_model": model("AutoencoderDC")}, "^latents='moments', and .* has an AutoencoderDC, which has none: use"),
+        (
+            {"vae_model": model("AutoencoderDC"), "latents": "mean", "resolutions": [36]},
+            "halves 3 times: use multiples of 8",
+        ),
+        (
+            {"maximum_tokens": 25},
+            "^maximum_tokens=25 comes to captions of 25 tokens, and tokenizer and text encoder of .* take 24",
+        ),
+        (
+            {"vae_model": str(tmp_path)},
+            r"^vae_model='.*' or encoder_model='tiny-sd' holds no model in diffusers layout",
+        ),
+    ]
+    for changes, message in refused:
+        with pytest.raises(ValueError, match=message):
+            prepare.describe(config_of("tiny-sd", **changes))
+    with pytest.raises(
+        ValueError, match="^vae_revision='v1' is that of a hub id, and vae_model=None is none: leave it"
+    ):
+        PreprocessingConfig(vae_revision="v1")
+
+
+def test_mixtures_of_other_statistics_or_text_are_refused(build_manifest):
+    for change, message in (
+        ({"shift_factor": 0.2}, r"differ in shift_factor \(0.2 and 0.0\)"),
+        ({"job": {"validation_share": 0.0, "text_cleaning": "ftfy"}}, r"differ in text_cleaning \(ftfy and none\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setup.check_mixture({"/a": build_manifest(), "/b": build_manifest(**change)})
+
+
+def test_a_t5_tokenizer_may_be_a_sentencepiece_model_alone_as_it_was_published(tmp_path):
+    folder, captions = tmp_path / "tokenizer", ["a small red circle", "a large blue square"]
+    folder.mkdir()
+    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(captions * 50),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **special,
+    )
+    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = tokenize(captions, load_tokenizer(str(tmp_path)), 24)
+    model = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
+    for row, caption in zip(ids, captions, strict=True):
+        assert row[row >= 0].tolist() == [*model.encode(caption), 1]

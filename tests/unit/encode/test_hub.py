@@ -1,0 +1,197 @@
+"""Models of the hub: which commit a job or run loads, and how often the hub is asked. One on loopback; no Ray."""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import constants
+
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import captions, encoder, prepare, prepare_online
+from helpers.evaluation import scores
+from helpers.latents.manifest import read_manifest
+from helpers.lesson import captioned_shapes
+from helpers.runtime import session
+from helpers.train import setup
+from tests.faults import ROOT
+from tests.hub_server import MODEL, HubServer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TINY_SD = ROOT / "helpers" / "models" / "tiny-sd"
+NODE = """
+import multiprocessing, sys
+from helpers import encoder, images
+from helpers.config import PreprocessingConfig
+
+context, model = multiprocessing.get_context("fork"), sys.argv[1]
+start = context.Barrier(24)
+
+def load(number):
+    start.wait(300)  # so each process loads once, all at the same time
+    if number < 4:
+        encoder.Encoder(model)
+    else:
+        images.load_tokenizer(model)
+        encoder.arguments(PreprocessingConfig(encoder_model=model))
+
+with context.Pool(24) as pool:
+    pool.map(load, range(24), chunksize=1)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with tiny-sd, which this process asks; its cache is empty."""
+    server = HubServer(TINY_SD)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "driver" / "hub"))
+    captions.load_tokenizer.cache_clear()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def newer(tmp_path):
+    """Another version of the model: its latents have another scale, its captions another start."""
+    folder = shutil.copytree(TINY_SD, tmp_path / "newer")
+    for name, change in {"vae/config": {"scaling_factor": 7.0}, "text_encoder/config": {"bos_token_id": 5}}.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    return folder
+
+
+def config_of(tmp_path, kind=PreprocessingConfig, **options):
+    config = kind(storage=str(tmp_path / "storage"), encoder_model=MODEL, resolutions=[32], **options)
+    if not os.path.exists(config.raw_uri):
+        captioned_shapes.write_parquet(config.raw_uri, 20)
+    return config
+
+
+@pytest.mark.slow
+def test_a_node_downloads_each_file_once_whatever_the_number_of_its_processes(hub, tmp_path):
+    """On each of 2 nodes 20 processes load tokenizer and configs and 4 load models at once, with an empty cache."""
+    model = prepare.describe(config_of(tmp_path))["encoder"]["model"]
+    before, nodes = len(hub.requests), []
+    looked_up = [path for _, path in hub.requests if path.startswith("/api/models/")]
+    for number in range(2):
+        place = {"HF_HOME": str(tmp_path / str(number)), "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
+        nodes.append(subprocess.Popen([sys.executable, "-c", NODE, model], cwd=ROOT, env={**os.environ, **place}))
+    assert [node.wait(600) for node in nodes] == [0, 0]
+    asked = collections.Counter(request for request in hub.requests[before:] if MODEL in request[1])
+    print(f"The driver looked up {looked_up}; the nodes sent {asked.total()} requests.")
+    files = [file for part in ("vae", "text_encoder", "tokenizer") for file in (TINY_SD / part).iterdir()]
+    files.append(TINY_SD / "model_index.json")
+    assert len(looked_up) == 2  # the commit and its list of files
+    assert set(asked.values()) == {2}
+    assert asked.total() == 2 * (1 + 2 * len(files))  # on each node the list, and of each file its head and its bytes
+
+
+def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
+    config = config_of(tmp_path)
+    job, first = prepare.prepare(config), hub.refs["main"]
+    job.save()
+    second = hub.move("main", newer)
+    assert config.encoder_model == encoder.arguments(config)[0] == f"{MODEL}@{first}"
+    assert job.description["encoder"] == {"model": f"{MODEL}@{first}", "revision": first, "precision": "fp32"}
+    resumed = config_of(tmp_path)
+    assert prepare.prepare(resumed).description == job.description
+    assert resumed.encoder_model == config.encoder_model
+    with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
+        prepare.prepare(config_of(tmp_path, encoder_revision="main"))
+    another = config_of(tmp_path, latents_uri=str(tmp_path / "another"), encoder_revision="main")
+    assert prepare.prepare(another).description["scaling_factor"] == 7.0
+    model = dataclasses.replace(another, limit=5).encoder_model
+    assert model == f"{MODEL}@{second}"
+    assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
+
+
+def test_a_text_encoder_of_another_model_keeps_its_commit_too(hub, newer, tmp_path):
+    """Of a model whose parts are not used nothing is asked."""
+    two = {"text_encoder_model": MODEL, "vae_model": "tiny-sd"}
+    config = config_of(tmp_path, **two)
+    job, first = prepare.prepare(config), hub.refs["main"]
+    job.save()
+    assert config.text_encoder_model == job.description["encoder"]["text_encoder_model"] == f"{MODEL}@{first}"
+    assert job.description["encoder"]["text_encoder_revision"] == first and config.encoder_model == MODEL
+    assert not [path for _, path in hub.requests if "/vae/" in path]
+    second = hub.move("main", newer)
+    assert prepare.prepare(config_of(tmp_path, **two)).description == job.description
+    with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
+        prepare.prepare(config_of(tmp_path, **two, text_encoder_revision="main"))
+
+
+def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
+    training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
+    manifest, first = prepare_online.prepare(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
+    begun = setup.describe_data({training.latents_uri: manifest}, training)
+    begun = json.loads(json.dumps(begun))  # as a run keeps it
+    second = hub.move("main", newer)
+    resumed = config_of(tmp_path, OnlineConfig)
+    assert (
+        prepare_online.prepare(resumed, training).encoder
+        == read_manifest(training.latents_uri).encoder
+        == manifest.encoder
+    )
+    assert resumed.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
+    assert encoder.load_vae(manifest.encoder["model"]).config.scaling_factor != 7.0
+    other = prepare_online.prepare(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
+    now = setup.describe_data({training.latents_uri: other}, training)
+    with pytest.raises(ValueError, match=rf"^run_name='run' was started .* with encoder=.*{first}.*, not .*{second}"):
+        setup.check_same_data(training, begun, now)
+
+
+def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
+    first = hub.move("main", ROOT / "helpers" / "models" / "tiny-clip")
+    config = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
+    setup.pin_clip(config)
+    hub.move("main", TINY_SD)
+    assert config.clip_model == f"{MODEL}@{first}"
+    assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
+    monkeypatch.setattr(setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
+    resumed = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
+    setup.pin_clip(resumed)
+    assert resumed == config
+
+
+def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}@v9' is neither .* that {hub.url} gives: .*404"):
+        prepare.prepare(config_of(tmp_path, encoder_revision="v9"))
+    hub.stop()
+    config = config_of(tmp_path)
+    with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}' is neither .* gives: .*could not be reached"):
+        prepare.prepare(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=rf"^'{MODEL}@{0:040}' is neither .* nor to be had from {hub.url}: check"):
+        captions.load_tokenizer(f"{MODEL}@{0:040}")
+    assert not os.path.exists(config.latents_uri)
+
+
+def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, monkeypatch):
+    """By the Dockerfile's own command; also where `main` has moved since, and offline."""
+    dockerfile = (ROOT / "helpers/clusters/Dockerfile").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^RUN (if .*)$", dockerfile, re.MULTILINE)
+    image = {"HF_HOME": str(tmp_path / "driver"), "HF_ENDPOINT": hub.url, "ENCODER_MODEL": MODEL}
+    image["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, **image}, check=True)
+    first, before = hub.refs["main"], len(hub.requests)
+    hub.move("main", newer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = config_of(tmp_path)
+    assert prepare.prepare(config).description["encoder"]["revision"] == first
+    encoder.Encoder(config.encoder_model)
+    assert len(hub.requests) == before
+
+
+def test_workers_get_the_hubs_variables(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert session.worker_environment()["env_vars"].items() >= {("HF_ENDPOINT", "http://hub"), ("HF_HUB_OFFLINE", "1")}

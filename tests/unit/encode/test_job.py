@@ -1,0 +1,136 @@
+"""A segment that fails: restarted where something was lost, and only there. No Ray."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    OwnerDiedError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode.job import TIMELINE, Job, Segment, timeline
+
+ROWS = 10
+LOST = {
+    "actor": ActorDiedError(),
+    "worker": WorkerCrashedError(),
+    "node": NodeDiedError("the node has died"),
+    "owner": OwnerDiedError("0" * 56, None, ""),
+    "in a task": RayTaskError("list_files", "Traceback", ActorDiedError()).as_instanceof_cause(),
+}
+WRONG = {
+    "broken encoder": RayActorError(actor_init_failed=True),
+    "own error": RayTaskError("transform", "Traceback", ValueError("no number")).as_instanceof_cause(),
+    "store": OSError("the store does not answer"),
+}
+
+
+def job_of(folder, parameters=None, **changes):
+    return Job(
+        str(folder),
+        {"resolutions": [32], **(parameters or {})},
+        {"encoder": {}, "columns": [], "scaling_factor": 1.0, "empty_caption_embedding": ""},
+        plan=lambda: [Segment(0, ["a"], ROWS), Segment(1, ["b"], ROWS)],
+        id_type=pa.int64(),
+        **changes,
+    )
+
+
+class Reports:
+    """What a pipeline's write tasks report of a segment, or an error after a file was written."""
+
+    def __init__(self, job, segment, error=None):
+        self.job, self.segment, self.error = job, segment, error
+
+    def iter_batches(self, **options):
+        name = f"{self.segment.index:06d}-0123456789ab.parquet"
+        storage.write_text(self.job.uri("data", name), "")
+        if self.error:
+            raise self.error
+        report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
+        report |= {"buckets": {}, "rejected": {}, "calls": []}
+        yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
+
+
+def failing(job, errors):
+    """A pipeline that fails with one error after another, and the indices of the segments that it began."""
+    errors, begun = list(errors), []
+
+    def pipeline(segment):
+        begun.append(segment.index)
+        return Reports(job, segment, errors.pop(0) if errors else None)
+
+    return pipeline, begun
+
+
+@pytest.mark.parametrize("error", LOST.values(), ids=list(LOST))
+def test_a_segment_is_begun_again_when_something_is_lost(tmp_path, capsys, error):
+    job = job_of(tmp_path, max_failures=2)
+    pipeline, begun = failing(job, [error, error])
+    manifest = job.run(pipeline)
+    assert begun == [0, 0, 0, 1] and manifest.written == 2 * ROWS
+    said = capsys.readouterr().out
+    assert "Segment 0 is restarted (failure 1 of max_failures=2): " in said and "(failure 2 of max_failures=2)" in said
+
+
+def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):
+    job = job_of(tmp_path, max_failures=1)
+    pipeline, begun = failing(job, [LOST["actor"]] * 2)
+    with pytest.raises(ActorDiedError):
+        job.run(pipeline)
+    assert begun == [0, 0] and not job.written_files()
+    assert job_of(tmp_path).run(pipeline).written == 2 * ROWS
+
+
+def test_without_a_limit_a_segment_is_begun_again_whenever_something_is_lost(tmp_path, capsys):
+    job = job_of(tmp_path, max_failures=PreprocessingConfig(max_failures=-1).max_failures)
+    pipeline, begun = failing(job, [LOST["actor"]] * 9)
+    assert job.run(pipeline).written == 2 * ROWS and begun == [0] * 10 + [1]
+    assert "Segment 0 is restarted (failure 9): " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", WRONG.values(), ids=list(WRONG))
+def test_an_error_that_would_come_again_ends_the_job(tmp_path, error):
+    job = job_of(tmp_path)
+    pipeline, begun = failing(job, [error])
+    with pytest.raises(type(error)):
+        job.run(pipeline)
+    assert begun == [0] and not job.written_files()
+
+
+def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
+    job = job_of(tmp_path)
+    storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})
+    with pytest.raises(ValueError, match=r"made with other parameters \(schema_version=None, not 4\): give another"):
+        job_of(tmp_path)
+
+
+def test_rows_that_nothing_accounts_for_are_not_committed(tmp_path):
+    job = job_of(tmp_path)
+    pipeline, _ = failing(job, [])
+    job.segments[1] = Segment(1, ["b"], ROWS + 1)
+    with pytest.raises(RuntimeError, match="Segment 1: 11 rows read, 10 written and 0 rejected; the rest is unacc"):
+        job.run(pipeline)
+    assert list(job.committed()) == [0] and len(job.written_files()) == 1
+
+
+def calls_of(spans):
+    return [{"encoder": name, "started": start, "ended": end, "rows": rows} for name, start, end, rows in spans]
+
+
+def test_the_timeline_says_when_encoders_computed():
+    one = calls_of([("a", 100.0, 101.0, 10), ("a", 101.5, 103.0, 30), ("a", 103.0, 104.0, 5)])
+    assert timeline(one) == [[0, 1, 10], [1, 0.5, 10], [2, 1, 20], [3, 1, 5]]
+    two = calls_of([("a", 0.0, 4.0, 8), ("b", 2.0, 4.0, 4)])  # the second one joins later
+    assert timeline(two) == [[0, 0.5, 2], [1, 0.5, 2], [2, 1, 4], [3, 1, 4]]
+    assert timeline(calls_of([("a", 1.0, 1.5, 9)])) == []  # too short
+    long = timeline(calls_of([("a", second, second + 0.9, 9) for second in range(1000)]))
+    assert len(long) == TIMELINE
+    assert all(0.85 < share < 0.95 and 8.5 < rate < 9.5 for _, share, rate in long)

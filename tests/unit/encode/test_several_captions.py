@@ -1,0 +1,219 @@
+"""Several captions a row: all are stored, and each epoch trains on one of them."""
+
+import functools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, online, prepare, prepare_online, stages
+from helpers.encode.job import Segment, segment_entry
+from helpers.latents import schema
+from helpers.latents.manifest import Manifest, read_manifest, write_manifest
+from helpers.latents.plan import draw_caption, load_plan
+from helpers.latents.read import latents_reader, read_chunks, worker_units
+from helpers.raw import checks, inputs
+from helpers.train import setup
+from helpers.train.kept import keep_block
+from tests.unit.raw.test_index import picture
+
+NUM_ROWS = 96
+SHORT, LONG = "a red circle", "a large red circle in the top left on a blue background"
+
+
+def raw_table(num_rows=NUM_ROWS):
+    """Two captions a row; every third row has no second one."""
+    long = [f"{LONG} {number}" if number % 3 else None for number in range(num_rows)]
+    short = [f"{SHORT} {number}" for number in range(num_rows)]
+    pictures = [picture((32, 32), number) for number in range(num_rows)]
+    columns = {"hash": [f"id {number}" for number in range(num_rows)], "jpg": pictures, "short": short, "long": long}
+    lists = [[one for one in captions if one] for captions in zip(long, short, strict=True)]
+    return pa.table({**columns, "all": lists})
+
+
+def write_raw(folder, table=None):
+    (folder / "raw").mkdir()
+    pq.write_table(raw_table() if table is None else table, folder / "raw" / "0.parquet", row_group_size=32)
+    return {"storage": str(folder), "input_uri": str(folder / "raw"), "resolutions": [32]}
+
+
+def encode(config):
+    """A job without Ray: all rows in one file."""
+    checked = prepare.check(config)
+    rows = inputs.to_raw_rows(inputs.first_rows(config, NUM_ROWS), config)
+    segment = Segment(0, [], len(rows))
+    encoded = encoder.LatentEncoder(*encoder.arguments(config))(stages.transform(rows, config=config))
+    columns = checked.description["columns"]
+    where = {"latents_uri": config.latents_uri, "segment": segment, "columns": columns, "id_type": pa.string()}
+    entry = segment_entry(segment, [stages.write_latents(encoded, **where)])
+    job = {**checked.parameters, "validation_share": 0.0}
+    manifest = Manifest.of([entry], **checked.description, resolutions=[32], id_type="string", job=job)
+    write_manifest(config.latents_uri, manifest, [entry])
+    return manifest, pq.read_table(f"{config.latents_uri}/data")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """(config, manifest, stored rows) of two captions a row."""
+    config = PreprocessingConfig(**write_raw(tmp_path_factory.mktemp("captions")), caption_column=["short", "long"])
+    return config, *encode(config)
+
+
+def training(folder, **changes):
+    values = {"global_batch_size": 8, "units_per_step": 4, "resolution": 32, "num_training_workers": (1, 4)}
+    return TrainingConfig(storage=folder, **{**values, **changes})
+
+
+def steps_of(plan, first_step, end_step, num_workers=1):
+    """{step: [(id, caption, embedding)] of its rows in their order}, as so many workers receive them."""
+    chunks = plan.chunk_range(first_step, end_step)
+    arguments = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step}
+    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, read=latents_reader(plan), **arguments))
+    steps = range(first_step, end_step)
+    workers = [worker_units(blocks[rank::num_workers], plan, steps, rank, num_workers) for rank in range(num_workers)]
+    found = {}
+    for step, received in zip(steps, zip(*workers, strict=True), strict=True):
+        units = {number: rows for of_worker in received for number, rows in of_worker.items()}
+        rows = pa.concat_tables(units[number] for number in sorted(units))
+        found[step] = list(zip(*(rows[name].to_pylist() for name in ("id", "caption", schema.EMBEDDINGS)), strict=True))
+    return found
+
+
+def test_all_captions_of_a_row_are_stored_and_a_row_with_fewer_repeats_its_own(stored):
+    config, manifest, rows = stored
+    assert manifest.num_captions == 2
+    for row in rows.to_pylist():
+        number = int(row["id"].split()[1])
+        long = f"{LONG} {number}" if number % 3 else f"{SHORT} {number}"
+        assert (row["caption"], row["caption_2"]) == (f"{SHORT} {number}", long)
+        assert (row["caption_embeddings"] == row["caption_embeddings_2"]) == (number % 3 == 0)
+
+
+def test_captions_in_a_column_of_lists_are_stored_like_those_of_several_columns(tmp_path):
+    config = PreprocessingConfig(**write_raw(tmp_path), caption_column="all", max_captions=2)
+    _, rows = encode(config)
+    for row in rows.to_pylist():
+        number = int(row["id"].split()[1])
+        first = f"{LONG} {number}" if number % 3 else f"{SHORT} {number}"
+        assert (row["caption"], row["caption_2"]) == (first, f"{SHORT} {number}")
+
+
+def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
+    table = raw_table(4).set_column(2, "short", pa.array(["one", "", None, None]))
+    table = table.set_column(3, "long", pa.array([None, " ", "two", None]))
+    config = PreprocessingConfig(**write_raw(tmp_path, table), caption_column=["short", "long"])
+    rows = stages.transform(inputs.to_raw_rows(inputs.first_rows(config, 4), config), config=config)
+    assert rows["reason"].to_pylist() == ["", "empty caption", "", "no caption"]
+    assert rows["caption"].to_pylist()[:3:2] == rows["caption_2"].to_pylist()[:3:2] == ["one", "two"]
+
+
+def test_each_epoch_draws_one_caption_for_a_row_group_in_the_shares_that_are_asked_for(stored):
+    config, _, rows = stored
+    captions = {row["id"]: (row["caption"], row["caption_2"]) for row in rows.to_pylist()}
+    plan = load_plan(training(config.storage, caption_shares=[0.25, 0.75]))
+    places = {row["id"]: number // schema.ROWS_PER_ROW_GROUP for number, row in enumerate(rows.to_pylist())}
+    drawn, num_epochs = [], 24
+    found = steps_of(plan, 0, num_epochs * plan.steps_per_epoch)
+    for epoch in range(num_epochs):
+        of_group = {}
+        for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
+            for row_id, caption, _ in found[step]:
+                if len(set(captions[row_id])) == 2:
+                    of_group.setdefault(places[row_id], set()).add(captions[row_id].index(caption))
+        assert all(len(numbers) == 1 for numbers in of_group.values())
+        drawn.append([of_group[group] for group in sorted(of_group)])
+    assert len({json.dumps(sorted(map(list, epoch))) for epoch in drawn}) > 1  # epochs differ
+    numbers = [draw_caption((0.25, 0.75), 0, epoch, f"file/{group}") for epoch in range(20) for group in range(100)]
+    assert 0.72 < np.mean(np.equal(numbers, 2)) < 0.78
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_any_number_of_workers_resumes_with_the_same_captions(stored, num_workers):
+    plan = load_plan(training(stored[0].storage))
+    end = 2 * plan.steps_per_epoch
+    undisturbed = steps_of(plan, 0, end)
+    assert steps_of(plan, 5, end, num_workers) == {step: undisturbed[step] for step in range(5, end)}
+
+
+def test_a_reader_reads_the_columns_of_the_drawn_caption_alone(stored, monkeypatch):
+    plan, read, asked = load_plan(training(stored[0].storage)), pq.ParquetFile.read_row_group, []
+
+    def noted(self, group, columns, **options):
+        asked.append([name for name in columns if name.startswith("caption")])
+        return read(self, group, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
+    steps_of(plan, 0, 12 * plan.steps_per_epoch)  # so many draws for each row group
+    both = [["caption", "caption_embeddings"], ["caption_2", "caption_embeddings_2"]]
+    assert sorted(set(map(tuple, asked))) == sorted(map(tuple, both))
+
+
+def online_rows(folder, **changes):
+    """`(config, transformed rows of the first epoch, encoded rows)` of an online run."""
+    values = {**write_raw(folder), "caption_column": ["short", "long"], **changes}
+    raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
+    prepare_online.prepare(raw, run)
+    plan = load_plan(run)
+    chunks = plan.chunk_range(0, plan.steps_per_epoch)
+    read = functools.partial(online.read_raw, config=raw)
+    options = {"first_chunk": 0, "first_step": 0, "end_step": plan.steps_per_epoch, "read": read}
+    blocks = pa.concat_tables(read_chunks({"id": range(len(chunks))}, plan=plan, **options)).combine_chunks()
+    draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
+    rows = online.transform(blocks, config=raw, **draws)
+    return plan, rows, encoder.LatentEncoder(*encoder.arguments(raw))(rows)
+
+
+def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
+    plan, rows, encoded = online_rows(tmp_path)
+    assert plan.caption_shares == (1.0, 1.0)
+    assert "caption_2" not in rows.column_names and "caption_embeddings_2" not in encoded.column_names
+    long = np.array([LONG in caption for caption in rows["caption"].to_pylist()])
+    assert 0.15 < long.mean() < 0.55  # a half of two thirds
+
+
+def test_kept_latents_hold_all_captions_and_the_drawn_one_goes_on(tmp_path):
+    plan, rows, encoded = online_rows(tmp_path, keep_latents=True)
+    manifest = read_manifest(str(tmp_path / "online"))
+    where = {"latents_uri": str(tmp_path / "kept"), "columns": manifest.columns, "id_type": pa.string()}
+    block = encoded.slice(0, plan.block_rows).combine_chunks()
+    steps = {"steps": plan.block_steps, "units_per_step": plan.units_per_step}
+    passed = keep_block(block, **steps, **where)
+    kept = {row["id"]: row for row in pq.read_table(str(tmp_path / "kept" / "data")).to_pylist()}
+    numbers = dict(zip(block["id"].to_pylist(), block["caption_number"].to_pylist(), strict=True))
+    assert set(numbers.values()) == {1, 2}
+    for row in passed.to_pylist():
+        for column in ("caption", "caption_embeddings"):
+            assert row[column] == kept[row["id"]][schema.numbered(column, numbers[row["id"]])]
+
+
+def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_path):
+    config, manifest, _ = stored
+    path = inputs.list_inputs(config.data_uri)[0]
+
+    def check(**changes):
+        checks.check_input(path, PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
+
+    with pytest.raises(ValueError, match="max_captions=3, and caption_column='short' holds string"):
+        check(caption_column="short", max_captions=3)
+    with pytest.raises(ValueError, match="names several columns, and 'all' holds lists"):
+        check(caption_column=["short", "all"])
+    with pytest.raises(ValueError, match="caption_column='none' is not a column"):
+        check(caption_column=["short", "none"])
+    with pytest.raises(ValueError, match="must name one column, or several different ones"):
+        PreprocessingConfig(caption_column=["short", "short"])
+    with pytest.raises(ValueError, match="max_captions=2 is for a column of lists"):
+        PreprocessingConfig(caption_column=["short", "long"], max_captions=2)
+    with pytest.raises(ValueError, match="add up to 1.2"):
+        TrainingConfig(caption_shares=[0.4, 0.8])
+    run = training(config.storage, caption_shares=[0.2, 0.3, 0.5])
+    with pytest.raises(ValueError, match="has 3 numbers, and .* holds 2 captions a row"):
+        setup.check_run(run, {storage.join(config.storage, "latents"): manifest})
+    other = Manifest.from_dict(
+        json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
+    )
+    with pytest.raises(ValueError, match="with 1 captions a row, and .*, with 2"):
+        setup.check_mixture({"a": manifest, "b": other})

@@ -1,0 +1,63 @@
+"""What the processes that read, transform and write load, and keep."""
+
+import subprocess
+import sys
+
+import pytest
+
+STAGES = """
+import sys, tempfile
+import pyarrow as pa
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import job, online, stages
+from helpers.latents import schema
+from helpers.raw import inputs
+
+config = PreprocessingConfig(resolutions=[32])
+columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [b"broken"], inputs.ERROR: [None]}
+rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=config)
+calls = pa.array([{"started": 0.0, "ended": 0.0}])
+segment = job.Segment(0, ["a"], 1)
+stages.write_latents(
+    rows.append_column("encoder_call", calls).append_column("image_latents_32", pa.nulls(1, pa.binary(256))),
+    latents_uri=tempfile.mkdtemp(),
+    segment=segment,
+    columns=[schema.ColumnSpec("image_latents_32", (2, 4, 4, 4))],
+    id_type=pa.int64(),
+)
+print({"torch", "diffusers"} & sys.modules.keys())
+"""
+
+
+FREE = """
+import pathlib
+import pyarrow as pa
+from helpers.raw import inputs
+
+def anonymous_mib():
+    lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+before = anonymous_mib()
+texts = [bytes([number % 256]) * 60_000 for number in range(2000)]
+buffers = [pa.array([b"x" * 30_000]) for _ in range(1000)]
+kept = texts[-1], buffers[-1]  # what lies above the rest in memory, and would hold it
+used = anonymous_mib() - before
+del texts, buffers
+inputs.release_memory()
+print(used, anonymous_mib() - before)
+"""
+
+
+def test_stages_around_the_encoder_load_no_pytorch():
+    """Ray keeps their processes, and each would hold 230 MiB for nothing."""
+    done = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and frees what glibc keeps")
+def test_memory_that_is_free_goes_back_to_the_system():
+    """In a process of its own, which nothing else has left memory to."""
+    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, timeout=120)
+    used, left = map(float, done.stdout.split())
+    assert used > 100 and left < used / 4

@@ -1,0 +1,309 @@
+"""Pictures of several shapes and sizes: from the transform to the training step. No Ray."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from helpers import storage
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare, stages
+from helpers.encode.job import Job, Segment, segment_entry
+from helpers.evaluation.losses import losses_by_noise, validation_loss
+from helpers.latents import held_out, schema
+from helpers.latents.manifest import Manifest, encode_embedding, read_files, read_manifest, write_manifest
+from helpers.latents.plan import plan_run
+from helpers.latents.read import latents_reader, read_chunks, read_row_ranges, split_units
+from helpers.lesson import looks
+from helpers.model.unet import build_unet
+from helpers.raw import images, inputs
+from helpers.train import setup
+from helpers.train.meter import Meter
+from helpers.train.step import TrainStep, Unit
+from tests.processes import start_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = [(64, 64), (96, 48), (48, 96), (40, 40), (20, 60), (90, 64), (8, 8)]
+CONFIG = PreprocessingConfig(resolutions=[32, 64], aspect_ratios=[0.5, 1, 2], validation_share=0.3)
+
+
+def raw_rows(sizes):
+    """Raw rows of plain pictures, ids 0 and up."""
+
+    random = np.random.default_rng(0)
+
+    def picture(size):
+        data, pixels = io.BytesIO(), random.integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(data, "PNG")
+        return data.getvalue()
+
+    number = len(sizes)
+    return pa.table(
+        {
+            inputs.ID: pa.array(range(number)),
+            inputs.CAPTION: ["a caption"] * number,
+            inputs.IMAGE: pa.array(map(picture, sizes), pa.large_binary()),
+            inputs.ERROR: pa.nulls(number, pa.string()),
+            inputs.SOURCE: ["a"] * number,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def encoded():
+    """`SIZES`, ten times each, transformed and encoded."""
+    latent_encoder = encoder.LatentEncoder(*encoder.arguments(CONFIG), batch_size=4)
+    return latent_encoder(stages.transform(raw_rows(SIZES * 10), config=CONFIG))
+
+
+def write(folder, rows, columns, validation_share):
+    """A finished job's folder of these rows: its manifest, as read from there."""
+    segment = Segment(0, ["a"], len(rows))
+    report = stages.write_latents(
+        rows,
+        latents_uri=str(folder),
+        segment=segment,
+        columns=columns,
+        id_type=pa.int64(),
+        validation_share=validation_share,
+    )
+    entry = segment_entry(segment, [report])
+    manifest = Manifest.of(
+        [entry],
+        encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"},
+        resolutions=[32, 64],
+        columns=columns,
+        scaling_factor=0.6,
+        id_type="int64",
+        empty_caption_embedding=encode_embedding(np.zeros(columns[-1].shape)),
+        job={"validation_share": validation_share},
+    )
+    write_manifest(str(folder), manifest, [entry])
+    return read_manifest(str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path, encoded):
+    """The rows in a latents folder: (URI, manifest)."""
+    return str(tmp_path), write(tmp_path, encoded, encoder.arguments(CONFIG)[1], CONFIG.validation_share)
+
+
+def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
+    found = [
+        "+".join(name.removeprefix("image_latents_") for name, value in row.items() if "latents_" in name and value)
+        for row in encoded.to_pylist()[: len(SIZES)]
+    ]
+    assert found == ["32+64", "48x16+96x48", "16x48+48x96", "32", "16x48", "32+64", ""]
+    assert encoded["reason"].to_pylist()[-1] == "smaller than 32 pixels"
+
+
+def test_latents_are_those_of_the_crop_alone(encoded):
+    """The same as a picture has that is encoded by itself, cropped to its shape beforehand."""
+    rows, encode = raw_rows(SIZES * 10), encoder.Encoder(CONFIG.encoder_model)
+    columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1]}
+    picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
+    pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
+    squares = columns["image_latents_32"]
+    stored, valid = squares.decode(encoded[squares.name].cast(squares.arrow_type))
+    expected = encode({"pixels": pixels[None]})["latents"][0]
+    assert valid[5]
+    np.testing.assert_allclose(stored[5].astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
+
+
+def test_row_groups_hold_rows_of_one_bucket_as_the_manifest_says(folder):
+    uri, manifest = folder
+    files = read_files(uri)
+    (name,), names, buckets = files.names.to_pylist(), files.bucket_names, files.group_buckets
+    with pq.ParquetFile(f"{uri}/data/{name}") as file:
+        assert file.num_row_groups == len(buckets) and names[buckets[0]] == "32+64"
+        for group, bucket in enumerate(buckets):
+            rows = file.read_row_group(group)
+            has = [column for column in rows.column_names if "latents_" in column and rows[column].null_count == 0]
+            assert all(rows[column].null_count in (0, len(rows)) for column in rows.column_names)
+            held = {bool(one) for one in schema.held_out_mask(rows["id"].to_pylist(), CONFIG.validation_share)}
+            assert names[bucket] == schema.bucket_name(has, held.pop()) and not held
+    assert manifest.buckets["32+64"] + manifest.buckets["held out 32+64"] == 20
+    assert sum(manifest.buckets.values()) == manifest.written == 60
+    assert manifest.rows_at(64) == 40 and manifest.rows_at(32) == 60
+
+
+@pytest.mark.parametrize("shapes", [1, 2, 6, 12])
+def test_row_groups_of_a_large_job_hold_48_rows_in_the_mean(shapes):
+    """A fiftieth held out; as many rows a file as the job asks for, or the rest of what a write task was given."""
+    columns = [schema.ColumnSpec(f"image_latents_{16 * n}x16", (1, 1, 1, 1), resolution=32) for n in range(shapes)]
+    job = Job.__new__(Job)
+    job.description = {"columns": [*columns, schema.ColumnSpec(schema.EMBEDDINGS, (1, 1))]}
+    sizes, random, first = [], np.random.default_rng(0), 0
+    for count in [job.rows_per_file, 128] * 4:  # blocks of some hundred rows are added until they fill a file
+        ids, first = np.arange(first, first + count), first + count
+        kinds, one = random.integers(0, shapes, count), np.ones((count, 1, 1, 1, 1))
+        latents = {spec.name: spec.encode(one, kinds == n) for n, spec in enumerate(columns)}
+        masks = stages.by_bucket(pa.table({"id": ids, "reason": [""] * count, **latents}), columns, 0.02)
+        sizes += [rows for mask in masks.values() for rows in schema.row_groups(int(mask.sum()))]
+    assert np.mean(sizes) >= 48 and sum(sizes) == first
+
+
+def test_a_row_takes_no_space_for_shapes_that_it_does_not_have(encoded):
+    columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1] if spec.resolution}
+    taken = sum(encoded[name].nbytes for name in columns)
+    needed = sum(spec.row_bytes * (len(encoded) - encoded[name].null_count) for name, spec in columns.items())
+    assert needed < taken < needed + 10 * len(columns) * len(encoded)
+
+
+def config_of(uri, **values):
+    return TrainingConfig(
+        **{"latents_uri": uri, "resolution": 64, "global_batch_size": 4, "units_per_step": 2, **values}
+    )
+
+
+def batches(plan, config, manifest, last):
+    """{step: its units}, as the reading tasks and a worker make them."""
+    chunks = plan.chunk_range(0, last)
+    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": last, "read": latents_reader(plan)}
+    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+    assert len({block.schema for block in blocks}) == 1  # whatever their shapes, blocks have the same columns
+    units = {}
+    for block in blocks:
+        units.update(split_units(block, config.unit_rows))
+    return {
+        step: [Unit.from_arrow(units[2 * step + slot], manifest, plan.latents_at(step), 2 * slot) for slot in (0, 1)]
+        for step in range(last)
+    }
+
+
+def test_shapes_of_as_many_values_travel_in_one_column(folder):
+    """Without squares: latents of 48 x 16 and of 16 x 48 pixels take as many bytes."""
+    uri, manifest = folder
+    columns = [spec for spec in manifest.columns if spec.resolution is None or spec.size[0] != spec.size[1]]
+    manifest, config = dataclasses.replace(manifest, columns=columns), config_of(uri, resolution=32)
+    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    found = [units[0].moments.shape[2:] for units in batches(plan, config, manifest, plan.steps_per_epoch).values()]
+    assert set(found) == {(4, 6, 2), (4, 2, 6)}
+
+
+@pytest.mark.parametrize("resolution", [64, {32: 0.5, 64: 0.5}])
+def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
+    """With the stored latents of the step's shape, though shapes travel in one column."""
+    uri, manifest = folder
+    config = config_of(uri, resolution=resolution)
+    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    state, shapes = TrainStep(config, manifest), set()
+    place = {row_id: row for row, row_id in enumerate(encoded["id"].to_pylist())}
+    for step, units in batches(plan, config, manifest, plan.steps_per_epoch).items():
+        latents = plan.latents_at(step)
+        stored, valid = latents.decode(encoded[latents.name].cast(latents.arrow_type))
+        rows = [place[row_id] for unit in units for row_id in unit.ids]
+        assert valid[rows].all() and not schema.held_out_mask(list(range(70)), 0.3)[rows].any()
+        np.testing.assert_array_equal(np.concatenate([unit.moments for unit in units]), stored[rows])
+        metrics = state.step(step, units[: 1 + step % 2] if step else units)
+        assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
+        shapes.add(units[0].moments.shape[2:])
+    assert len(shapes) == sum(one["steps"] > 0 for one in setup.describe_shapes(plan)) >= 3
+
+
+def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, monkeypatch):
+    uri, manifest = folder
+    groups = []
+
+    def read_noted(ranges, **options):
+        groups.extend(ranges)
+        return read_row_ranges(ranges, **options)
+
+    monkeypatch.setattr(held_out, "read_row_ranges", read_noted)
+    config = config_of(uri, validation_share=0.1)  # not what the folder was encoded with
+    rows = held_out.first(config, 100)
+    files = read_files(uri)
+    names, buckets = files.bucket_names, files.group_buckets
+    assert {names[buckets[one.row_group]] for one in groups} == {
+        name for name in names if name.startswith("held out") and "64" in name or "96" in name and "held" in name
+    }
+    large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
+    expected = np.flatnonzero(schema.held_out_mask(list(range(70)), 0.3) & large)
+    assert sorted(rows["id"].to_pylist()) == expected.tolist()
+    assert len(held_out.first(config, 2)) == 2
+    assert held_out.first(dataclasses.replace(config, validation_share=0), 2) is None
+
+
+def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
+    uri, manifest = folder
+    config = config_of(uri)
+    rows, state = held_out.first(config, 100), TrainStep(config, manifest)
+    losses, counts = [], []
+    for latents in manifest.latents_at(64):
+        mine = rows.filter(rows[latents.name].is_valid())
+        counts.append(len(mine))
+        losses.append(validation_loss(state.unet, manifest, mine, config))
+    assert sum(counts) == len(rows) and all(counts)
+    expected = np.average(losses, axis=0, weights=counts)
+    np.testing.assert_allclose(validation_loss(state.unet, manifest, rows, config), expected, rtol=1e-6)
+
+
+def validate(rank, folder, config, world):
+    """One of `world` processes, which validate on a validation set together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
+    config = TrainingConfig.from_dict(config)
+    rows = held_out.ValidationSet(config, rank, world)
+    losses = losses_by_noise(build_unet("tiny").eval(), rows.manifest, rows, config)
+    np.save(f"{folder}/{world}-{rank}.npy", losses)
+    dist.destroy_process_group()
+
+
+def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tmp_path):
+    """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
+    uri, manifest = folder
+    config, unet = TrainingConfig(validation_uri=uri), build_unet("tiny").eval()
+    rows = held_out.ValidationSet(config)
+    assert rows.num_rows == 40
+    alone = losses_by_noise(unet, rows.manifest, rows, config)
+    in_one_batch = losses_by_noise(unet, manifest, pq.read_table(f"{uri}/data"), config)
+    np.testing.assert_allclose(alone, in_one_batch, rtol=1e-5)
+    for world in (2, 3):
+        start_ranks(validate, (str(tmp_path), config.to_dict(), world), nprocs=world)
+        for rank in range(world):
+            np.testing.assert_allclose(np.load(tmp_path / f"{world}-{rank}.npy"), alone, rtol=1e-12)
+
+
+def test_flops_are_counted_by_shape(folder):
+    uri, manifest = folder
+    meter = Meter(config_of(uri), manifest, "cpu")
+    line = meter.step_record(manifest.column("image_latents_96x48"), 0.5, 0.1, 0.0, 3)
+    assert (line["resolution"], line["width"], line["height"]) == (64, 96, 48)
+    assert line["masked_rows"] == 1 and line["images_per_second"] == 6
+    assert meter.flops((4, 8, 8)) < meter.flops((4, 6, 12)) < 1.2 * meter.flops((4, 8, 8))
+
+
+def test_shapes_that_the_vae_cannot_halve_are_refused():
+    message = r"^resolutions=\[32, 64\] and size_multiple=4 come to 80 x 52 pixels, which the VAE halves 3 times: use "
+    with pytest.raises(ValueError, match=message + "multiples of 8.$"):
+        prepare.describe(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
+
+
+def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_path):
+    uri, _ = folder
+    config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")
+    setup.open_run(config)
+    said = capsys.readouterr().out
+    described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
+    assert {one["shape"] for one in described} == {"64x64", "48x96", "96x48"}
+    for one in described:
+        sentence = f"Pictures of {one['shape']} are left out: their {one['rows']} rows do not fill a batch of 9."
+        assert (sentence in said) == (one["steps"] == 0)
+    assert "Pictures of" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
+
+
+def test_a_table_says_what_each_shape_gets_and_what_crops_cut_away():
+    stats = pd.DataFrame([*SIZES, (None, None)], columns=["width", "height"], dtype=float)
+    table = looks.shape_table(stats, CONFIG).set_index(["resolution", "shape"])
+    assert table.loc[64, "pictures"].to_dict() == {"48x96": 1, "64x64": 2, "96x48": 1, "too small": 3}
+    assert table.loc[32, "pictures"].to_dict() == {"16x48": 2, "32x32": 3, "48x16": 1, "too small": 1}
+    assert table.loc[(32, "32x32"), "cut"] == pytest.approx((1 - 64 / 90) / 3)
+    squares = looks.shape_table(stats, dataclasses.replace(CONFIG, aspect_ratios=(1,)))
+    assert np.average(squares["cut"].dropna()) > np.average(table["cut"].dropna())

@@ -1,0 +1,132 @@
+"""The two files of a latents folder."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from helpers import storage
+from helpers.latents.manifest import (
+    FILES,
+    MANIFEST,
+    Manifest,
+    encode_embedding,
+    read_files,
+    read_manifest,
+    read_segments,
+    write_manifest,
+)
+from helpers.train.setup import check_mixture
+
+
+def segments():
+    return [
+        {
+            "index": 0,
+            "files": [
+                {"name": "a", "row_groups": [64, 3], "buckets": {"32": 2}},
+                {"name": "b", "row_groups": [5], "buckets": {"held out 32": 1}},
+            ],
+            "rejects": ["a"],
+            "read": 80,
+            "written": 72,
+            "buckets": {"32": 67, "held out 32": 5},
+            "rejected": {"not an image": 1, "no caption": 2},
+            "filtered": 5,
+        },
+        {
+            "index": 1,
+            "files": [{"name": "c", "row_groups": [60, 4], "buckets": {"32": 1, "held out 32": 1}}],
+            "rejects": [],
+            "read": 70,
+            "written": 64,
+            "buckets": {"32": 60, "held out 32": 4},
+            "rejected": {"not an image": 4},
+            "filtered": 2,
+            "seconds": 1.5,
+        },
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, build_manifest):
+    write_manifest(str(tmp_path), build_manifest(segments=segments()), segments())
+    return str(tmp_path)
+
+
+def test_a_manifest_survives_json(folder, build_manifest):
+    assert read_manifest(folder) == build_manifest(segments=segments())
+    assert read_segments(folder) == segments()
+
+
+def test_a_manifest_counts_every_row_once(folder):
+    manifest = read_manifest(folder)
+    assert (manifest.read, manifest.written, manifest.filtered) == (150, 136, 7)
+    assert list(manifest.rejected.items()) == [("not an image", 5), ("no caption", 2)]  # the most frequent first
+    assert manifest.read == manifest.written + sum(manifest.rejected.values()) + manifest.filtered
+    assert (
+        manifest.buckets == {"32": 127, "held out 32": 9}
+        and manifest.rows_at(32) == 136
+        and manifest.work["seconds"] == 1.5
+    )
+
+
+def test_row_groups_are_numbered_through_all_files(folder):
+    files = read_files(folder)
+    assert files.names.to_pylist() == ["a", "b", "c"] and files.group_rows.tolist() == [64, 3, 5, 60, 4]
+    assert files.groups_of("32").tolist() == [0, 1, 3] and files.groups_of("held out 32").tolist() == [2, 4]
+    assert files.groups_of("64").tolist() == []
+    assert files.row_range(1, 2, 1) == ("a", 1, 2, 1, 1) and files.row_range(4, 0, 4) == ("c", 1, 0, 4, 1)
+
+
+def test_planning_on_a_worker_reads_a_few_kilobytes(folder):
+    """`files.json`, which grows with the data, is not even opened."""
+    before = read_manifest(folder)
+    storage.delete(storage.join(folder, FILES))
+    assert read_manifest(folder) == before
+
+
+def test_the_manifest_is_written_last(tmp_path, build_manifest, monkeypatch):
+    written, write_text = [], storage.write_text
+    monkeypatch.setattr(
+        storage, "write_text", lambda uri, text: [written.append(storage.name(uri)), write_text(uri, text)]
+    )
+    write_manifest(str(tmp_path), build_manifest(segments=segments()), segments())
+    assert written == [FILES, MANIFEST]
+
+
+def test_data_whose_files_have_changed_has_another_sum(build_manifest):
+    changed = segments()
+    changed[1]["files"][0]["row_groups"] = [60, 5]
+    sums = {build_manifest(segments=one).files_crc32 for one in (segments(), changed, segments()[::-1])}
+    assert len(sums) == 3 and build_manifest(segments=segments()).files_crc32 in sums
+
+
+def test_the_empty_caption_keeps_its_bits_and_shape(build_manifest):
+    values = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float16)
+    manifest = build_manifest(empty_caption_embedding=encode_embedding(values))
+    assert manifest.empty_caption.shape == (6, 128) == manifest.embeddings.shape
+    assert np.array_equal(manifest.empty_caption.view(np.uint16), values.view(np.uint16))
+
+
+@pytest.mark.parametrize("version", [3, "4", None])
+def test_latents_of_another_version_are_refused_with_what_to_do(build_manifest, version):
+    values = {**dataclasses.asdict(build_manifest()), "schema_version": version}
+    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 4: encode the data again"):
+        Manifest.from_dict(json.loads(json.dumps(values)))
+
+
+def test_a_folder_without_latents_says_how_to_make_them(tmp_path):
+    uri = str(tmp_path / "latents")
+    with pytest.raises(FileNotFoundError) as error:
+        read_manifest(uri)
+    assert uri in str(error.value) and "Preprocessing.ipynb" in str(error.value)
+
+
+def test_data_sets_of_different_encoders_are_not_mixed(build_manifest):
+    manifests = {"/a": build_manifest(), "/b": build_manifest(scaling_factor=0.7)}
+    with pytest.raises(
+        ValueError, match=r"latents_uri mixes /b with /a, which differ in scaling_factor \(0.7 and 0.5\)"
+    ):
+        check_mixture(manifests)

@@ -1,0 +1,159 @@
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from helpers.latents import schema
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint16)
+
+
+@st.composite
+def tensors(draw):
+    """Any fp16 bits, NaN and infinities too, and which rows there are."""
+    rows, shape = draw(st.integers(1, 9)), tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    values = draw(hnp.arrays(np.uint16, (rows, *shape))).view(np.float16)
+    return values, draw(st.none() | hnp.arrays(np.bool_, rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.integers(0, 8), st.integers(0, 9))
+def test_tensors_come_back_bit_by_bit_from_slices_too(tensor, start, length):
+    values, valid = tensor
+    column = schema.to_binary(values, valid)
+    assert column.type == pa.binary(values[0].nbytes) and column.null_count == (0 if valid is None else (~valid).sum())
+    found, present = schema.from_binary(column.slice(start, length), values.shape[1:])
+    expected = np.ones(len(values), dtype=bool) if valid is None else valid
+    assert found.dtype == np.float16 and np.array_equal(present, expected[start : start + length])
+    assert np.array_equal(bits(found[present]), bits(values[start : start + length][present]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(tensors(), st.integers(1, 4))
+def test_tensors_come_back_bit_by_bit_from_parquet_and_from_chunks(tensor, rows_per_group):
+    values, valid = tensor
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"x": schema.to_binary(values, valid)}), stream, row_group_size=rows_per_group)
+    file = pq.ParquetFile(stream)
+    column = pa.concat_tables([file.read_row_group(i) for i in range(file.num_row_groups)])["x"]
+    found, present = schema.from_binary(column, values.shape[1:])
+    assert np.array_equal(present, np.ones(len(values), dtype=bool) if valid is None else valid)
+    assert np.array_equal(bits(found[present]), bits(values[present]))
+
+
+def test_reading_a_column_copies_nothing():
+    column = schema.to_binary(np.ones((4, 3)))
+    found, _ = schema.from_binary(column, (3,))
+    assert found.__array_interface__["data"][0] == column.buffers()[1].address
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array([], pa.binary(4)), pa.chunked_array([], pa.binary(4)), pa.nulls(3, pa.binary(4))]
+)
+def test_columns_without_a_value_are_read_too(column):
+    found, present = schema.from_binary(column, (2,))
+    assert found.shape == (len(column), 2) and not present.any()
+
+
+def test_wider_floats_are_rounded_to_fp16():
+    found, _ = schema.from_binary(schema.to_binary(np.array([[1 / 3]])), (1,))
+    assert found[0, 0] == np.float16(1 / 3)
+
+
+def test_a_column_knows_its_bytes_type_and_resolution():
+    latents = schema.ColumnSpec(schema.latents_column(256), [2, 4, 32, 32])
+    text = schema.ColumnSpec("caption_embeddings", (77, 1024), "fp8")
+    assert (latents.name, latents.shape, latents.resolution) == ("image_latents_256", (2, 4, 32, 32), 256)
+    assert latents.row_bytes == 16_384 and latents.arrow_type == pa.binary(16_384)
+    assert text.row_bytes == 77 * 1024 + 4 and text.resolution is None
+
+
+def test_an_unknown_codec_is_refused():
+    with pytest.raises(ValueError, match="Column 'x' is stored as 'int4'; this code reads 'fp16' and 'fp8'"):
+        schema.ColumnSpec("x", (1,), "int4")
+
+
+def test_the_schemas_of_both_kinds_of_file():
+    columns = [schema.ColumnSpec("image_latents_64", (2, 4, 8, 8)), schema.ColumnSpec("caption_embeddings", (77, 1024))]
+    assert schema.latents_schema(pa.int64(), columns) == pa.schema(
+        [
+            ("id", pa.int64()),
+            ("caption", pa.string()),
+            ("image_latents_64", pa.binary(1024)),
+            ("caption_embeddings", pa.binary(157696)),
+        ]
+    )
+    names = [(field.name, field.type) for field in schema.rejects_schema(pa.string())]
+    assert names == [("id", pa.string()), ("reason", pa.string()), ("source", pa.string())]
+
+
+def test_a_report_of_a_call_stands_in_its_first_row_alone():
+    assert schema.once_per_call(0.5, 3, pa.float64()).to_pylist() == [0.5, None, None]
+    assert schema.once_per_call(0.5, 0, pa.float64()).to_pylist() == []
+
+
+# ---- held-out rows
+
+
+@pytest.mark.parametrize(
+    "ids", [range(20_000), [f"id-{i}" for i in range(20_000)], [i * 2**40 - 2**62 for i in range(20_000)]]
+)
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_held_out_share_is_what_was_asked_for(ids, share):
+    mask = schema.held_out_mask(ids, share)
+    assert mask.dtype == bool and abs(mask.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(ids))
+
+
+def test_no_share_holds_nothing_out_and_a_larger_one_keeps_what_a_smaller_one_held():
+    ids = list(range(5000))
+    assert not schema.held_out_mask(ids, 0).any()
+    small, large = schema.held_out_mask(ids, 0.05), schema.held_out_mask(ids, 0.2)
+    assert (small <= large).all() and small.sum() < large.sum()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8), max_size=30), st.randoms(), st.floats(0, 0.99))
+def test_a_row_is_held_out_whatever_stands_around_it(ids, random, share):
+    side = dict(zip(map(str, ids), schema.held_out_mask(ids, share), strict=True))
+    shuffled = random.sample(ids, len(ids))
+    assert [side[str(i)] for i in shuffled] == schema.held_out_mask(shuffled, share).tolist()
+    assert all(schema.held_out_mask([i], share)[0] == side[str(i)] for i in ids)
+
+
+def test_numbers_are_held_out_as_their_text_is():
+    """Ids are int64 in one file and text in another."""
+    numbers = np.arange(500)
+    assert np.array_equal(schema.held_out_mask(numbers, 0.3), schema.held_out_mask([str(i) for i in numbers], 0.3))
+
+
+# --- captions in 8-bit floats -------------------------------------------------------------------------
+
+
+def test_embeddings_in_8_bit_floats_come_back_within_a_sixteenth():
+    text = np.random.default_rng(1).normal(size=(5, 6, 128)).astype(np.float16)
+    text[0, 0, 0], text[3] = 900, 0  # an outlier, and a row of zeros
+    there = np.array([True, True, False, True, True])
+    spec = schema.ColumnSpec("caption_embeddings", (6, 128), "fp8")
+    column = spec.encode(text, there)
+    assert column.type == spec.arrow_type == pa.binary(6 * 128 + 4)
+    found, valid = spec.decode(pa.chunked_array([column.slice(0, 2), column.slice(2)]))
+    assert found.dtype == np.float16 and found.shape == text.shape and valid.tolist() == there.tolist()
+    for row in (1, 4):
+        np.testing.assert_allclose(found[row], text[row], rtol=1 / 15, atol=1e-3)
+    assert (found[3] == 0).all() and found[0, 0, 0] == 900
+
+
+def test_8_bit_floats_are_a_scale_and_e4m3_floats():
+    """As files that were written before hold them."""
+    stored = np.concatenate([np.array([2.0], np.float32).view(np.uint8), np.array([0x38, 0xB8, 0x7E, 0x01], np.uint8)])
+    found, _ = schema.ColumnSpec("caption_embeddings", (2, 2), "fp8").decode(
+        schema.to_binary(stored[None], dtype=np.uint8)
+    )
+    assert found.tolist() == [[[2.0, -2.0], [896.0, np.float16(2.0**-8)]]]

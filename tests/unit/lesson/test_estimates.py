@@ -1,0 +1,233 @@
+"""The published numbers, and what follows from them: totals, rates, encoders, memory, scaling."""
+
+import math
+import pathlib
+import re
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.lesson import estimates, full_run, published_results
+from helpers.train import meter
+
+ROOT = pathlib.Path(__file__).parents[3]
+POSITIVE = st.floats(1e-3, 1e9)
+FACTS = published_results.FACTS
+SD2 = 865_910_724  # parameters
+
+
+# --- the published numbers --------------------------------------------------------------------------
+
+
+def test_every_published_number_names_its_document():
+    tables = ("DATA_PATHS", "ABLATION", "SCALING", "INSTANCES", "PHASES", "EPOCH_COSTS")
+    sources = [fact.source for fact in FACTS.values()] + published_results.totals()["source"].tolist()
+    for table in tables:
+        sources += getattr(published_results, table)["source"].tolist()
+    for source in sources:
+        assert re.split("[,;]", source)[0] in published_results.SOURCES, source
+
+
+def test_phases_follow_from_each_other():
+    for phase in published_results.PHASES.itertuples():
+        assert phase.num_steps * phase.global_batch_size == phase.num_samples
+        assert phase.num_samples / phase.images_per_second / 3600 == pytest.approx(phase.hours, abs=0.1)
+
+
+# Totals that are not what follows from the numbers printed with them, and what does: dollars are cut off, or other
+# prices, days and batches were meant.
+DO_NOT_FOLLOW = {
+    ("DataLoader, an epoch", "dollars"): 18_235,
+    ("offline, an epoch", "dollars"): 14_782,
+    ("online, an epoch", "dollars"): 16_306,
+    ("MosaicML, training", "A100 hours"): 19_968,
+    ("MosaicML, days", "days"): 7.76,
+    ("MosaicML, dollars", "dollars"): 47_670,
+    ("MosaicML, 16 x A100", "dollars"): 31_044,
+    ("MosaicML, 32 x A100", "dollars"): 30_806,
+    ("MosaicML, 128 x A100", "dollars"): 33_875,
+    ("template, steps at 256 px", "steps"): 275_000,
+    ("template, steps at 512 px", "steps"): 425_000,
+    ("EFA, 512 px, 16 GPUs", "x"): 1.80,
+    ("Stability AI over Anyscale", "x"): 15.2,
+}
+
+
+def test_every_published_total_is_recomputed_to_its_digits():
+    left = dict(DO_NOT_FOLLOW)
+    for row in published_results.totals().drop("Anyscale, 1 year reserved").reset_index().itertuples():
+        expected = left.pop((row.what, row.unit), row.printed)
+        digits = len(f"{expected:g}".partition(".")[2])
+        assert round(row.follows, digits) == expected, row
+    assert not left and len(published_results.totals()) == 27
+
+
+def test_own_numbers_stand_beside_the_published_ones():
+    phases = published_results.phases_table({512: 2 * 1349, 64: 100.0})
+    assert phases.loc[("here", 512), "hours"] == pytest.approx(358.5 / 2, abs=0.1)
+    assert phases.loc[("here", 64), "num_samples"] == 1_126_400_000  # another size: as many images as phase 1 had
+    encoding = published_results.precomputation_table()
+    assert encoding["images/s"].tolist() == pytest.approx([173.7, 80.0], abs=0.1)
+    paths = published_results.data_paths_table({"DataLoader": 200.0, "online": 300.0})
+    assert paths.loc["online", ("speed-up", "here")] == 1.5 and pd.isna(paths.loc["offline", ("images/s", "here")])
+    assert paths.loc["offline", [("images/s", "256 px, A100s"), ("dollars", "published")]].tolist() == [4068, 14_753]
+
+
+def test_what_is_derived_is_not_called_published():
+    phases = published_results.phases_table({})
+    assert "global_batch_size" in phases.loc[("MosaicML", 256), "derived"]
+    assert "global_batch_size" not in phases.loc[("Anyscale", 256), "derived"]
+    assert FACTS["one A10G, online, at least"].derived
+
+
+def test_the_own_ablation_stands_beside_the_published_one():
+    mine = pd.DataFrame({"setting": ["ddp, fp32", "+ bf16", "+ fsdp"], "images/s": [10, 20, 30], "speedup": [1, 2, 3]})
+    table = published_results.published_ablation(512, mine.set_index("setting"))
+    assert table.index.tolist() == ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile"]
+    assert table.loc["+ FSDP", [("32 x A100-80G", "images/s"), ("here", "speedup")]].tolist() == [1168, 3]
+    assert table["16 x A100-40G", "speedup"]["+ EFA"] == pytest.approx(474 / 264)
+    assert pd.isna(table.loc["+ EFA", ("here", "speedup")])
+    with pytest.raises(ValueError, match="^resolution=64 is in no published table: choose 256 or 512.$"):
+        published_results.published_ablation(64)
+
+
+# --- what the hardware can do -----------------------------------------------------------------------
+
+
+def test_flops_of_the_encoders_are_those_of_stable_diffusion_2():
+    """Checked by hand: the VAE's 268 GFLOP of convolutions at 256 pixels are four times as many at 512."""
+    assert [estimates.encoder_flops(*sizes) / 1e9 for sizes in ((), (256,), (512,), (256, 512))] == pytest.approx(
+        [45.127, 317.849, 1161.786, 1434.508], abs=1e-3
+    )
+    vae, text_encoder = estimates.build_encoders()
+    assert sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
+    assert sum(p.numel() for p in vae.parameters()) == 83_653_863
+
+
+def test_flops_of_todays_encoders_are_those_of_t5gemma_and_flux():
+    """By hand: 26 layers of 8 heads of 256; two FLOPs a weight and token, four a pair of tokens and number of heads."""
+    vae, text_encoder = estimates.build_encoders("today")
+    assert sum(p.numel() for p in text_encoder.parameters()) == 2_614_341_888
+    assert sum(p.numel() for p in vae.parameters()) == 83_819_683
+    linear = sum(module.weight.numel() for module in text_encoder.modules() if isinstance(module, torch.nn.Linear))
+    caption = estimates.encoder_flops(recipe="today")
+    assert caption == pytest.approx(2 * 128 * linear + 26 * 4 * 128**2 * 8 * 256, rel=1e-3)
+    assert estimates.encoder_flops(recipe="today", captions=2) == 2 * caption
+    assert (estimates.encoder_flops(256, recipe="today") - caption) / 1e9 == pytest.approx(272.949, abs=1e-3)
+
+
+@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
+def test_the_full_runs_encoders_feed_its_trainers_online(resolution):
+    """At a rate that an A10G can reach; the published 40 would not, at either size."""
+    full = full_run.PARAMETERS[resolution]
+    rate = estimates.encoder_rate([resolution])
+    trainers = next(row for row in published_results.PHASES.itertuples() if row.resolution == resolution)
+    assert rate * estimates.encoder_flops(resolution) < 0.5e12 * meter.find_accelerator("A10G").bf16_tflops
+    assert full["num_encoders"] == pytest.approx(estimates.encoders_needed(trainers.images_per_second, rate), rel=0.08)
+    assert estimates.online_throughput(full["num_encoders"], rate, trainers.images_per_second) == (
+        trainers.images_per_second
+    )
+    assert estimates.online_throughput(40, rate, trainers.images_per_second) < trainers.images_per_second
+    assert full["num_transform_workers"] == 6 * full["num_encoders"]
+
+
+def test_both_sizes_in_one_pass_take_an_a10g_a_twentieth_of_a_second():
+    assert 20 < estimates.encoder_rate([256, 512]) < 23 < 100 < estimates.encoder_rate([256])
+
+
+def test_hours_of_two_billion_rows_follow_from_the_counted_flops():
+    encoders = full_run.PARAMETERS[256]["num_encoders"]
+    hours = estimates.training_hours(2e9, encoders * estimates.encoder_rate([256, 512]))
+    for name in ("helpers/lesson/Scaling.ipynb", "tests/benchmarks/README.md"):
+        text = (ROOT / name).read_text()
+        assert f"{hours:.0f} hours" in text and f"{encoders} " in text
+    assert "-f helpers/profiles/full-sd2-256.yaml" in (ROOT / "README.md").read_text()
+
+
+# --- arithmetic -------------------------------------------------------------------------------------
+
+
+@given(POSITIVE, POSITIVE)
+def test_encoders_needed_are_the_fewest_that_keep_the_trainers_busy(trainer_rate, encoder_rate):
+    count = estimates.encoders_needed(trainer_rate, encoder_rate)
+    assert estimates.online_throughput(count, encoder_rate, trainer_rate) == pytest.approx(trainer_rate)
+    if count > 1:
+        assert estimates.online_throughput(count - 1, encoder_rate, trainer_rate) < trainer_rate
+
+
+@given(st.integers(1, 1000), POSITIVE)
+def test_rounding_never_costs_an_encoder(count, trainer_rate):
+    assert estimates.encoders_needed(trainer_rate, trainer_rate / count) == count
+
+
+def test_online_throughput_rises_linearly_until_the_trainers_saturate():
+    assert [estimates.online_throughput(n, 100, 350) for n in (1, 2, 3, 4, 8)] == [100, 200, 300, 350, 350]
+
+
+@pytest.mark.parametrize(
+    "call, named",
+    [
+        (lambda: estimates.training_hours(0, 10), "num_samples=0"),
+        (lambda: estimates.training_hours(10, math.nan), "images_per_second=nan"),
+        (lambda: estimates.training_hours(10, math.inf), "images_per_second=inf"),
+        (lambda: estimates.training_hours("many", 1), "num_samples='many'"),
+        (lambda: estimates.training_hours(True, 1), "num_samples=True"),
+        (lambda: estimates.encoders_needed(1, None), "encoder_rate=None"),
+        (lambda: estimates.online_throughput(1.5, 1, 1), "num_encoders=1.5"),
+        (lambda: estimates.encoder_rate([256], "RTX A1000"), "accelerator='RTX A1000'"),
+        (lambda: estimates.predict_scaling(1e6, 1.0, strategy="tp"), "strategy='tp'"),
+        (lambda: estimates.predict_scaling(1e6, 0), "step_seconds=0"),
+        (lambda: full_run.command("a", {}, 768, "b"), "resolution=768"),
+    ],
+)
+def test_bad_values_are_named_in_one_sentence(call, named):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- scaling by arithmetic
+
+
+def scaling(gigabytes, strategy="ddp", seconds=0.5, **options):
+    table = estimates.predict_scaling(SD2, seconds, gigabytes, strategy=strategy, **options).set_index("workers")
+    return table.set_axis(["seconds", "exposed", "hidden"], axis=1)
+
+
+def test_scaling_is_what_the_network_leaves():
+    table = scaling(50, workers=(1, 8, 16, 128))
+    assert table.loc[1].tolist() == [0, 1, 1]
+    assert table.loc[8, "seconds"] == pytest.approx(7 / 8 * 8 * SD2 / 300e9)  # by NVLink
+    assert table.loc[16, "seconds"] == pytest.approx(15 / 16 * 8 * SD2 / 50e9)
+    assert table.loc[128, "exposed"] == pytest.approx(0.5 / (0.5 + 127 / 128 * 8 * SD2 / 50e9))
+    assert (table["hidden"] == 1).all()
+    assert (scaling(5).loc[16:, "hidden"] < 0.7).all()
+    assert scaling(5, "fsdp")["seconds"].tolist() == pytest.approx((0.75 * scaling(5)["seconds"]).tolist())
+    assert scaling(5, "fsdp-full").equals(scaling(5)) and len(scaling(5)) == 5
+
+
+def test_hsdp_sends_shards_across_nodes_and_the_rest_within():
+    table, sharded = scaling(50, "hsdp"), scaling(50, "fsdp")
+    assert table.loc[8].equals(sharded.loc[8])
+    across = 3 / 4 * 8 * SD2 / 50e9
+    assert table.loc[32, "seconds"] == pytest.approx(sharded.loc[8, "seconds"] + across)
+
+
+def test_efa_makes_the_difference_that_was_published():
+    """DDP on 32 A100s, 128 images a GPU at 256 pixels: with EFA nothing of the communication is exposed."""
+    rates = published_results.ABLATION.set_index(["gpus", "resolution", "setup"])["images_per_second"]
+    without, with_efa = rates["32 x A100-80G", 256, "DDP"], rates["32 x A100-80G", 256, "+ EFA"]
+    for kind, expected in (("EFA", 1), ("TCP", without / with_efa)):
+        table = scaling(FACTS[f"network of a node, {kind}"].value, seconds=32 * 128 / with_efa)
+        assert table.loc[32, "hidden"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("row", list(published_results.SCALING.itertuples()), ids=lambda row: row.gpus)
+def test_the_prediction_agrees_with_mosaicmls_table(row):
+    """Their batch of 2,048 leaves 16 images for each of 128 GPUs; an eighth of 50 GB/s a GPU would predict 0.13."""
+    one, count = published_results.SCALING["images_per_second_256"][0] / 8, int(row.gpus.split()[0])
+    table = scaling(50, seconds=2048 / count / one, workers=(count,))
+    assert table.loc[count, "hidden"] == pytest.approx(row.images_per_second_256 / count / one, abs=0.08)

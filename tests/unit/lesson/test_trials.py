@@ -1,0 +1,115 @@
+"""Paired trials: what the settings share, comparable errors, intervals. No Ray."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+from helpers.config.notebook import TrainingConfig
+from helpers.latents.held_out import first
+from helpers.latents.manifest import read_manifest
+from helpers.lesson import trials
+from helpers.model import diffusion
+from helpers.model.unet import build_unet
+from tests.benchmarks import made_up
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPES = {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Of trials of three steps."""
+    folder = str(tmp_path_factory.mktemp("trials"))
+    made_up.write_latents(f"{folder}/latents", 60, SHAPES, 30, validation_share=0.1)
+    return TrainingConfig(storage=folder, resolution=32, global_batch_size=8, max_steps=3, warmup_steps=1)
+
+
+def test_a_setting_against_itself_differs_by_nothing(config):
+    found = trials.run(
+        config, {"one": {}, "same": {"run_name": "other"}, "eps": {"prediction_type": "epsilon"}}, [0, 1]
+    )
+    compared = trials.compare(found).set_index(["setting", "metric"])
+    assert (compared.loc["same"][["difference", "low", "high"]] == 0).all(axis=None)
+    assert (compared.loc["eps"]["difference"] != 0).all()
+    error = found[(found["metric"] == "min-SNR error") & (found["setting"] == "one")]["value"]
+    assert error.iloc[0] != error.iloc[1]  # seeds are different runs
+
+
+def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
+    seen = {}
+
+    def look(trial):
+        units = list(itertools.chain.from_iterable(trials.batches(trial)))
+        draws = [diffusion.draw(trial.seed, 0, unit.positions_U, (4, 4, 4)).noise_BCHW for unit in units]
+        seen[trial.run_name, trial.seed] = [unit.ids for unit in units], torch.stack(draws)
+
+    monkeypatch.setattr(trials, "train", look)
+    monkeypatch.setattr(trials, "held_out_errors", lambda *_: {"error": 0.0})
+    trials.run(config, {name: {"run_name": name} for name in "ab"}, [3, 4])
+    for seed in (3, 4):
+        assert seen["a", seed][0] == seen["b", seed][0] and torch.equal(seen["a", seed][1], seen["b", seed][1])
+    assert seen["a", 3][0] != seen["a", 4][0]
+    ids = list(itertools.chain.from_iterable(seen["a", 3][0]))
+    held_out = first(config, 1000)["id"].to_pylist()
+    assert len(set(ids)) == 24 and not set(ids) & set(held_out)
+
+
+class AsVelocity(torch.nn.Module):
+    """A U-Net that predicts noise, as one that predicts v."""
+
+    def __init__(self, unet):
+        super().__init__()
+        self.unet, self.alphas = unet, diffusion.noise_schedule().alphas_cumprod
+
+    def forward(self, noisy, timesteps, text, return_dict):
+        noise, alpha = (
+            self.unet(noisy, timesteps, text, return_dict=False)[0],
+            self.alphas[timesteps][:, None, None, None],
+        )
+        clean = (noisy - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+        return (alpha.sqrt() * noise - (1 - alpha).sqrt() * clean,)
+
+
+def test_errors_of_noise_and_v_predictions_are_comparable(config, monkeypatch):
+    monkeypatch.setattr(diffusion, "denoise", lambda model, *inputs: model(*inputs[:3], return_dict=False)[0])
+    unet, rows = build_unet("tiny", seed=0).eval(), first(config, 20)
+    known = {"manifest": read_manifest(config.latents_uri), "rows": rows}
+    of_noise = trials.held_out_errors(unet, dataclasses.replace(config, prediction_type="epsilon"), **known)
+    of_v = trials.held_out_errors(AsVelocity(unet), config, **known)
+    assert list(of_v) == ["min-SNR error", *(f"t={t}" for t in range(50, 1000, 100))]
+    assert of_noise == pytest.approx(of_v, rel=1e-4)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+def test_intervals_agree_with_scipy(confidence):
+    for count in (2, 3, 5, 30):
+        values = np.random.default_rng(count).normal(3, 2, count)
+        expected = stats.t.interval(confidence, count - 1, values.mean(), stats.sem(values))
+        assert trials.t_interval(values.tolist(), confidence) == pytest.approx(expected, rel=1e-6)
+
+
+def test_differences_are_paired_by_seed():
+    values = {"base": [1.0, 5.0, 9.0], "other": [1.1, 5.3, 9.2]}
+    rows = [(name, seed, "loss", value) for name, of in values.items() for seed, value in enumerate(of)]
+    frame = pd.DataFrame(rows, columns=["setting", "seed", "metric", "value"])
+    (row,) = trials.compare(frame.sample(frac=1, random_state=0).sort_values("setting")).to_dict("records")
+    paired = stats.ttest_rel(values["other"], values["base"]).confidence_interval()
+    assert (row["difference"], row["seeds"]) == (pytest.approx(0.2), 3)
+    assert (row["low"], row["high"]) == pytest.approx(tuple(paired))
+    with pytest.raises(ValueError, match="^'other' has no 'loss' with seed 2: the settings must have the same seeds"):
+        trials.compare(frame[:-1])
+
+
+def test_what_cannot_be_compared_is_refused(config):
+    with pytest.raises(ValueError, match=r"^settings=\['v'\] leaves nothing to compare: give two or more"):
+        trials.run(config, {"v": {}}, [0, 1])
+    for seeds in ([0], [1, 1]):
+        with pytest.raises(ValueError, match=r"^seeds=.* must be at least two different seeds"):
+            trials.run(config, {"v": {}, "w": {}}, seeds)
+    with pytest.raises(ValueError, match="^gama=1 is not a parameter of TrainingConfig"):
+        trials.run(config, {"v": {}, "w": {"gama": 1}}, [0, 1])

@@ -1,0 +1,354 @@
+"""What holds for Stable Diffusion's U-Net holds for every denoiser and objective."""
+
+import dataclasses
+import json
+import pathlib
+
+import diffusers
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.encode import prepare
+from helpers.latents import schema
+from helpers.latents.manifest import encode_embedding
+from helpers.lesson import ablations, estimates
+from helpers.model import denoisers
+from helpers.model.unet import PRESETS, build_model, build_unet, load_unet_config
+from helpers.sample.pipeline import build_pipeline, denoiser_of, describe_call, export_pipeline, generate
+from helpers.train import profiling, setup
+from helpers.train.step import TrainStep, Unit
+from tests.models import tiny_model
+from tests.pipelines import untrained_pipeline
+from tests.processes import start_ranks
+from tests.unit.train.test_step import MIDDLE, column, group, run_strategy, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {
+    "unet": {**load_unet_config("tiny"), "block_out_channels": [32, 32], "attention_head_dim": [2, 2]},
+    "pixart": {
+        "_class_name": "PixArtTransformer2DModel",
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "cross_attention_dim": 32,
+        "caption_channels": 128,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+    "prx": {**load_unet_config("tiny-transformer"), "hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": [8, 8]},
+}
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++", "timestep_sampling": "logit_normal"}
+# name: (denoiser, what differs in the config)
+COMBINATIONS = {
+    "unet, flow": ("unet", FLOW),
+    "unet, zero terminal SNR": ("unet", {"zero_terminal_snr": True}),
+    "pixart, v": ("pixart", {}),
+    "pixart, flow": ("pixart", FLOW),
+    "prx, flow, shifted": ("prx", {**FLOW, "timestep_shift": 3.0}),
+    "prx, epsilon": ("prx", {"prediction_type": "epsilon"}),
+}
+RUNS = {2: {"strategy": "fsdp", "activation_checkpointing": True}, 4: {"strategy": "ddp", "micro_batch_size": 1}}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """{name of a denoiser: path of its config.json}"""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, values in SMALL.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return {name: str(folder / f"{name}.json") for name in SMALL}
+
+
+@pytest.fixture(scope="module")
+def padded(build_manifest, build_latents):
+    """`(manifest, rows)` with padded captions; what is masked differs between workers."""
+    return build_manifest(), build_latents(48).append_column("keep", pa.array(np.arange(48) % 11 != 5))
+
+
+@pytest.fixture(scope="module")
+def ragged(padded):
+    """The same with captions of one to six tokens, stored without padding; the empty one has two."""
+    manifest, rows = padded
+    columns = [dataclasses.replace(spec, ragged=spec.name == schema.EMBEDDINGS) for spec in manifest.columns]
+    empty = encode_embedding(manifest.empty_caption[:2])
+    manifest = dataclasses.replace(manifest, columns=columns, empty_caption_embedding=empty)
+    values, _, _ = padded[0].embeddings.read(rows[schema.EMBEDDINGS])
+    text = manifest.embeddings.encode(values, None, 1 + np.arange(48) % 6)
+    return manifest, rows.set_column(rows.column_names.index(schema.EMBEDDINGS), schema.EMBEDDINGS, text)
+
+
+@pytest.fixture
+def data(name, request):
+    """`(manifest, rows)` as a combination's denoiser takes them."""
+    masks = COMBINATIONS[name][0] != "unet"
+    return request.getfixturevalue("ragged" if masks else "padded")
+
+
+@pytest.fixture(scope="module")
+def recipe(configs):
+    """A function: name of a combination -> its config."""
+
+    def build(name, **values):
+        denoiser, changes = COMBINATIONS[name]
+        small = {"global_batch_size": 8, "units_per_step": 4, "warmup_steps": 2, "max_steps": 50}
+        rest = {"learning_rate": 1e-3, "max_skipped_steps": 1, **changes, **values}
+        return TrainingConfig(unet_config=configs[denoiser], **small, **rest)
+
+    return build
+
+
+def worker(rank, folder, configs, padded, ragged):
+    """One of four processes, which train every combination on so many ranks."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, config in configs.items():
+        config = TrainingConfig.from_dict(config)
+        world = config.fewest_workers
+        if rank < world:
+            data = padded if name.startswith("unet") else ragged
+            with group(folder, f"group of {name}", rank, world):
+                found[name] = run_strategy(folder, name, config, *data, rank, world)
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, recipe, padded, ragged):
+    """{(combination, ranks): what each rank found}"""
+    folder, asked = tmp_path_factory.mktemp("runs"), {}
+    for name in COMBINATIONS:
+        for ranks, changes in RUNS.items():
+            asked[f"{name} on {ranks}"] = recipe(name, num_training_workers=ranks, **changes).to_dict()
+    start_ranks(worker, (str(folder), asked, padded, ragged), nprocs=4)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return {name: [found[name] for found in ranks if name in found] for name in asked}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_process_and_resumes(
+    name, runs, recipe, data
+):
+    alone = train(TrainStep(recipe(name), data[0]), *data)
+    assert len({line["loss"] for line in alone}) == len(alone)
+    for ranks in RUNS:
+        for found in runs[f"{name} on {ranks}"]:
+            np.testing.assert_allclose(column(found["lines"]), column(alone), rtol=1e-5)
+            np.testing.assert_allclose(column(found["resumed"]), column(found["lines"])[MIDDLE:], rtol=1e-5)
+            assert ranks == 4 or (found["resumed"] == found["lines"][MIDDLE:] and found["same_state"])
+            assert found["validated"] == runs[f"{name} on {ranks}"][0]["validated"]
+            assert found["skipped"]["skipped_steps"] == 1 and found["unchanged"]
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data, group_of_one):
+    """bf16 has 8 bits; the timestep, which flow does not round, stays in fp32."""
+    alone = train(TrainStep(recipe(name), data[0]), *data)
+    state, times = TrainStep(recipe(name, strategy="fsdp", precision="bf16"), data[0]), []
+
+    def look(module, arguments, named):
+        times.append(named["timestep"])
+
+    state.unet.register_forward_pre_hook(look, with_kwargs=True)
+    np.testing.assert_allclose(column(train(state, *data)), column(alone), rtol=0.02)
+    assert all(time.dtype in (torch.float32, torch.int64) for time in times)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_denoiser_made_on_the_meta_device_computes_as_one_made_at_once(name, configs):
+    """Also what is not in its state, such as PixArt's positions."""
+    made, _ = build_model(configs[name], seed=3)
+    plain = build_unet(configs[name], seed=3)
+    assert dict(made.named_buffers()).keys() == dict(plain.named_buffers()).keys()
+    inputs = torch.randn(2, 4, 8, 8), torch.tensor([10, 900]), torch.randn(2, 6, 128)
+    for one, other in zip(made.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(one[1], other[1]), one[0]
+    with torch.no_grad():
+        assert torch.equal(denoisers.denoise(made, *inputs), denoisers.denoise(plain, *inputs))
+
+
+def by_hand(model, noisy, timesteps, text, mask):
+    """The call of each class as its pipeline makes it."""
+    if isinstance(model, diffusers.UNet2DConditionModel):
+        return model(noisy, timesteps, encoder_hidden_states=text).sample
+    if isinstance(model, diffusers.PixArtTransformer2DModel):
+        added = {"resolution": None, "aspect_ratio": None}
+        options = {"timestep": timesteps, "encoder_attention_mask": mask, "added_cond_kwargs": added}
+        return model(noisy, encoder_hidden_states=text, **options).sample
+    return model(noisy, timestep=timesteps / 1000, encoder_hidden_states=text, attention_mask=mask).sample
+
+
+def awake(model):
+    """Weights that are zero at first, as PRX's modulation, would hide what the inputs do."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_a_denoiser_is_called_as_by_hand_and_padding_that_is_masked_changes_nothing(name, configs):
+    model = awake(build_unet(configs[name]))
+    noisy, timesteps, text = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 500.5, 999.0]), torch.randn(3, 6, 128)
+    mask = torch.arange(6) < torch.tensor([[2], [6], [4]])
+    predicted = denoisers.denoise(model, noisy, timesteps, text, mask)
+    assert torch.equal(predicted, by_hand(model, noisy, timesteps, text, mask))
+    if denoisers.adapter_of(model).masks_padding:
+        for row, length in enumerate((2, 6, 4)):
+            alone = noisy[row : row + 1], timesteps[row : row + 1], text[row : row + 1, :length]
+            torch.testing.assert_close(predicted[row : row + 1], denoisers.denoise(model, *alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
+    model, called = build_unet(configs[name]), []
+    parts = denoisers.parts(model, denoisers.adapter_of(model).parts)
+    for part, module in parts.items():
+        module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
+    denoisers.denoise(model, torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
+    assert called == list(parts)
+    table = profiling.count_flops(configs[name], (4, 8, 8), (6, 128))
+    outside = sum(parameter.numel() for parameter in model.parameters()) - table["parameters"].sum()
+    assert 0 <= outside <= 2 * 32  # PixArt's last shift and scale belong to no module
+    assert (table["gflops"] > 0).sum() >= len(table) - 1  # a norm has none
+    memory = estimates.memory(configs[name], "fsdp-full", 2)
+    assert 0 < memory["gathered"] < 2 * memory["parameters"]
+
+
+def test_the_larger_transformer_has_600_m_parameters():
+    with torch.device("meta"):
+        model = denoisers.build(load_unet_config("transformer-600m"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
+
+
+def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
+    """Whatever its values are, no loss changes; a caption's tokens do change it."""
+    manifest, rows = ragged
+    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, 64, 0)
+    awake(state.unet)
+    expected = state.row_losses(unit, 0)
+    unit.text[~unit.mask_UL] = 100.0
+    torch.testing.assert_close(state.row_losses(unit, 0), expected)
+    unit.text[:, 0] = 100.0
+    assert (state.row_losses(unit, 0) != expected)[unit.keep_U].any()
+
+
+# ---- what goes together
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "encoder", "changes", "message"),
+    [
+        ("unet", {"vae_class": "AutoencoderDC"}, {}, "StableDiffusionPipeline.*AutoencoderDC, not AutoencoderKL"),
+        ("unet", {"text_encoder_class": "T5EncoderModel"}, {}, "T5EncoderModel, not CLIPTextModel"),
+        ("pixart", {"vae_class": "AutoencoderDC"}, {}, "PixArtSigmaPipeline.*AutoencoderDC, not AutoencoderKL"),
+        ("pixart", {"shift_factor": 0.1}, {}, "whose shift_factor=0.1 it does not apply"),
+        ("pixart", {"text_cleaning": "ftfy"}, {}, "text_cleaning='ftfy', where it cleans prompts as 'lower'"),
+        ("prx", {"ragged": False}, {}, "maximum_tokens=None: it masks padding, and these captions are padded"),
+        ("unet", {"ragged": True}, {}, "maximum_tokens: it takes padded captions"),
+        ("prx", {}, {"sampler": "euler"}, "PRXPipeline, which has no sampler='euler': choose ddim or dpm.. or unipc"),
+    ],
+)
+def test_what_no_pipeline_of_diffusers_draws_is_refused_in_one_sentence(
+    configs, padded, ragged, denoiser, encoder, changes, message
+):
+    cleaning = {"pixart": "lower", "prx": "ftfy"}.get(denoiser, "none")
+    fits = {"shift_factor": 0.0, "text_cleaning": cleaning, "ragged": denoiser != "unet", **encoder}
+    manifest, _ = ragged if fits.pop("ragged") else padded
+    job = {"text_cleaning": fits.pop("text_cleaning")}
+    shift = fits.pop("shift_factor")
+    manifest = dataclasses.replace(manifest, encoder={**manifest.encoder, **fits}, job=job, shift_factor=shift)
+    config = TrainingConfig(unet_config=configs[denoiser], **changes)
+    with pytest.raises(ValueError, match=rf"^unet_config='[^\n]*{message}[^\n]*\.$"):
+        setup.check_latents(manifest, config, "/data")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_fits_is_accepted(configs, padded, ragged, name):
+    manifest, _ = padded if name == "unet" else ragged
+    manifest = dataclasses.replace(
+        manifest, job={"text_cleaning": {"pixart": "lower", "prx": "ftfy"}.get(name, "none")}
+    )
+    setup.check_latents(manifest, TrainingConfig(unet_config=configs[name]), "/data")
+    patches = {**SMALL["pixart"], "patch_size": 3}
+    pathlib.Path(configs["pixart"] + ".patches").write_text(json.dumps(patches))
+    if name == "pixart":
+        with pytest.raises(ValueError, match="takes sides that are multiples of 3"):
+            setup.check_latents(manifest, TrainingConfig(unet_config=configs[name] + ".patches"), "/data")
+
+
+# ---- the export
+
+
+def with_encoders(config, folder, vae, text):
+    """An untrained pipeline whose data was encoded by tiny models of these classes."""
+    shift = {} if vae == "AutoencoderDC" else {"shift_factor": 0.1 if text == "T5GemmaEncoder" else None}
+    model = tiny_model(folder / "encoders", vae, text, **shift)
+    raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
+    described = prepare.describe(raw)
+    channels, text_shape = described["columns"][0].shape[1], described["columns"][-1].shape
+    values = load_unet_config(config.unet_config)
+    changes = {"in_channels": channels, "context_in_dim": text_shape[-1], "caption_channels": text_shape[-1]}
+    values |= {name: value for name, value in changes.items() if name in values}
+    (folder / "denoiser.json").write_text(json.dumps({**values, "out_channels": channels}))
+    config = dataclasses.replace(config, unet_config=str(folder / "denoiser.json"))
+    manifest = dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
+    return build_pipeline(build_unet(config.unet_config), manifest, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoders"),
+    [
+        *((name, None) for name in COMBINATIONS),
+        ("pixart, flow", ("AutoencoderKL", "T5EncoderModel")),
+        ("prx, flow, shifted", ("AutoencoderKL", "T5GemmaEncoder")),
+        ("prx, flow, shifted", ("AutoencoderDC", "T5GemmaEncoder")),
+    ],
+)
+def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_draws(name, encoders, recipe, tmp_path):
+    config = recipe(name, resolution=64, sampling_steps=3)
+    pipeline = with_encoders(config, tmp_path, *encoders) if encoders else untrained_pipeline(config)
+    awake(denoiser_of(pipeline))
+    export_pipeline(pipeline, str(tmp_path))
+    prompt = "a large red circle on white"
+    options = {"resolution": 64, "steps": 3, "guidance_scale": config.guidance_scale}
+    ours, _ = generate(pipeline, [prompt, "a small blue ring on black"], **options)
+    readme = describe_call(pipeline, config)
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("the path of this folder", str(tmp_path)).replace("a prompt", prompt)
+    space = {"generator": [torch.Generator().manual_seed(0)]}
+    exec(code.replace(").images", "    generator=generator, output_type='np').images"), space)
+    theirs = (space["pictures"][0] * 255).round().astype(int)
+    assert np.abs(theirs - ours).max() <= 1 and np.std(ours) > 1
+    assert type(space["pipeline"]).__name__ == denoisers.adapter_of(denoiser_of(pipeline)).pipeline
+
+
+def test_the_readme_beside_the_presets_says_what_goes_with_what():
+    text = (PRESETS["small"].parent / "README.md").read_text()
+    for kind, adapter in denoisers.ADAPTERS.items():
+        row = [
+            f"`{kind}`",
+            ", ".join(name for name in PRESETS if load_unet_config(name)["_class_name"] == kind),
+            "`maximum_tokens`" if adapter.masks_padding else "padded",
+            ", ".join(adapter.text_encoders),
+            adapter.text_cleaning or "any",
+            ", ".join(adapter.vaes) + ("" if adapter.shifts else " without `shift_factor`"),
+            ", ".join(adapter.samplers),
+            adapter.pipeline,
+        ]
+        assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text
+
+
+def test_a_pixart_that_asks_for_sizes_is_refused_in_one_sentence_and_none_is_made_by_default(tmp_path):
+    """diffusers makes one for its default `sample_size` of 128, unless it is told not to."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL["pixart"], "sample_size": 128}))
+    denoisers.denoise(build_unet(str(path)), torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
+    path.write_text(json.dumps({**SMALL["pixart"], "use_additional_conditions": True}))
+    with pytest.raises(ValueError, match="^unet_config=.* has use_additional_conditions=True, for which [^\n]*False.$"):
+        load_unet_config(str(path))

@@ -1,0 +1,353 @@
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.config.notebook import TrainingConfig
+from helpers.model import diffusion
+from helpers.sample import pipeline
+
+SHAPE = (4, 8, 8)
+FIELDS = ("posterior_BCHW", "noise_BCHW", "timesteps_B", "dropped_B")
+
+
+def same(one, other, rows=slice(None)):
+    return all(torch.equal(getattr(one, field)[rows], getattr(other, field)) for field in FIELDS)
+
+
+# ---- random numbers by position
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 10**7),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=12, unique=True),
+    st.data(),
+)
+def test_random_numbers_depend_on_seed_step_and_position_only(seed, step, positions, data):
+    whole = diffusion.draw(seed, step, np.array(positions), SHAPE, caption_dropout=0.5)
+    middle = data.draw(st.integers(0, len(positions)))
+    for rows in (slice(0, middle), slice(middle, None), slice(None, None, 2)):
+        assert same(whole, diffusion.draw(seed, step, np.array(positions)[rows], SHAPE, caption_dropout=0.5), rows)
+
+
+def test_drawing_leaves_the_global_generators_alone():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = diffusion.draw(0, 0, np.arange(4), SHAPE)
+    assert not first.dropped_B.any()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    np.random.seed(3)
+    assert same(first, diffusion.draw(0, 0, np.arange(4), SHAPE))
+
+
+def test_the_random_numbers_are_pinned():
+    """A resume on a new version must go on with the same noise."""
+    draws = diffusion.draw(7, 123, np.arange(5), (1, 1, 2), caption_dropout=0.5)
+    assert diffusion.hash_positions(7, 123, np.arange(3), 1).tolist() == [
+        16597996799735605858,
+        15543615266629991582,
+        3838793239512037789,
+    ]
+    assert draws.timesteps_B.tolist() == [858, 582, 789, 350, 419]
+    assert draws.dropped_B.tolist() == [False, False, False, True, True]
+
+
+def test_draws_are_normal_and_uniform():
+    parts = [diffusion.draw(0, step, np.arange(512), SHAPE, caption_dropout=0.1) for step in range(8)]
+    for field in ("posterior_BCHW", "noise_BCHW"):
+        values = torch.cat([getattr(part, field) for part in parts]).double().flatten()
+        assert abs(values.mean()) < 5 / np.sqrt(len(values)) and abs(values.std() - 1) < 5 / np.sqrt(2 * len(values))
+        assert abs((values**4).mean() - 3) < 0.1  # kurtosis of a normal distribution
+    posterior, noise = (torch.cat([getattr(part, field) for part in parts]).flatten() for field in FIELDS[:2])
+    assert abs((posterior * noise).mean()) < 5 / np.sqrt(len(noise))  # independent of each other
+    timesteps = torch.cat([part.timesteps_B for part in parts]).numpy()
+    assert timesteps.dtype == np.int64 and timesteps.min() >= 0 and timesteps.max() <= 999
+    counts = np.bincount(timesteps // 100, minlength=10)
+    assert (((counts - 409.6) ** 2) / 409.6).sum() < 30  # chi-squared, 9 degrees of freedom: 1 in 2,000
+    dropped = torch.cat([part.dropped_B for part in parts]).double().mean().item()
+    assert abs(dropped - 0.1) < 5 * np.sqrt(0.1 * 0.9 / 4096)
+
+
+def test_important_timesteps_are_drawn_more_often():
+    """As often as `timestep_density` says: chi-squared over its ten bins of the same probability."""
+    schedule = diffusion.noise_schedule()
+    density_T = diffusion.timestep_density(schedule, 5.0, "importance")
+    assert density_T.mean() == pytest.approx(1) and density_T.argmax() == (
+        diffusion.loss_weights(schedule, torch.arange(1000), 5.0).argmax().item()
+    )
+    timesteps = diffusion.draw(0, 0, np.arange(20_000), (1, 1, 1), density_T=density_T).timesteps_B.numpy()
+    assert timesteps.min() >= 0 and timesteps.max() <= 999
+    cumulative_T = np.cumsum(density_T) / 1000
+    bins = np.searchsorted(cumulative_T, np.arange(1, 10) / 10)
+    expected = np.diff(np.concatenate([[0], cumulative_T[bins], [1]])) * 20_000
+    found = np.bincount(np.searchsorted(bins, timesteps), minlength=10)
+    assert ((found - expected) ** 2 / expected).sum() < 30  # 9 degrees of freedom: 1 in 2,000
+    assert diffusion.timestep_density(schedule, 5.0, "uniform") is None
+    np.testing.assert_allclose(diffusion.timestep_density(schedule, None, "importance"), 1)
+
+
+# ---- latents and captions
+
+
+def test_latents_are_sampled_from_the_posterior_and_scaled_once():
+    random = np.random.default_rng(0)
+    moments = random.normal(size=(3, 2, *SHAPE)).astype(np.float16)
+    noise = random.normal(size=(3, *SHAPE)).astype(np.float32)
+    found = diffusion.sample_latents(torch.from_numpy(moments), torch.from_numpy(noise), 0.18215)
+    expected = (moments[:, 0].astype(np.float64) + moments[:, 1].astype(np.float64) * noise) * 0.18215
+    assert found.dtype == torch.float32 and np.abs(found.numpy() - expected).max() < 1e-6
+
+
+# ---- the objective, against NumPy
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """Models here are no classes of diffusers."""
+
+    def call(model, noisy, timesteps_B, text, mask_BL):
+        return model(noisy, timesteps_B, text, return_dict=False)[0]
+
+    monkeypatch.setattr(diffusion, "denoise", call)
+
+
+ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+
+
+class Recorder(torch.nn.Module):
+    """Stands in for the U-Net: predicts what it was told, and keeps what it was given."""
+
+    def __init__(self, prediction):
+        super().__init__()
+        self.prediction = prediction
+
+    def forward(self, noisy, timesteps, text, return_dict):
+        self.noisy, self.timesteps, self.text = noisy, timesteps, text
+        return (self.prediction,)
+
+
+@pytest.mark.parametrize("gamma", [None, 5.0, 0.5])
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_noise_targets_weights_and_losses_match_the_equations(prediction_type, gamma):
+    timesteps = np.array([0, 1, 250, 500, 998, 999])
+    random = np.random.default_rng(0)
+    latents, noise, prediction = random.normal(size=(3, 6, *SHAPE)).astype(np.float32)
+    draws = diffusion.Draws(None, torch.from_numpy(noise), torch.from_numpy(timesteps), None)
+    unet, text = Recorder(torch.from_numpy(prediction)), torch.randn(6, 3, 2)
+    found = diffusion.row_losses(
+        unet, diffusion.noise_schedule(prediction_type), torch.from_numpy(latents), text, draws, gamma
+    )
+
+    signal, sigma = (np.sqrt(part)[timesteps, None, None, None] for part in (ALPHAS, 1 - ALPHAS))
+    target = noise if prediction_type == "epsilon" else signal * noise - sigma * latents
+    snr = ALPHAS[timesteps] / (1 - ALPHAS[timesteps])
+    weight = np.ones(6)
+    if gamma is not None:  # Hang et al., 2023: min(SNR, gamma) on the clean latents' error
+        weight = np.minimum(snr, gamma) / (snr if prediction_type == "epsilon" else snr + 1)
+    expected = weight * ((prediction - target) ** 2).mean(axis=(1, 2, 3))
+    assert np.abs(unet.noisy.numpy() - (signal * latents + sigma * noise)).max() < 1e-4
+    assert torch.equal(unet.timesteps, draws.timesteps_B) and unet.text is text
+    assert found.shape == (6,) and found.dtype == torch.float32
+    assert np.allclose(found.numpy(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "epsilon"])
+def test_min_snr_weights_are_the_same_objective_for_v_and_epsilon(prediction_type):
+    """An error in x0 is weighted by min(SNR, gamma) whatever the network predicts."""
+    schedule, timesteps = diffusion.noise_schedule(prediction_type), torch.arange(1000)
+    weights = diffusion.loss_weights(schedule, timesteps, 5.0).double().numpy()
+    alphas = schedule.alphas_cumprod.double().numpy()
+    snr = alphas / (1 - alphas)
+    # x0 from v: sqrt(a) x_t - sqrt(1 - a) v; x0 from epsilon: (x_t - sqrt(1 - a) epsilon) / sqrt(a)
+    error_of_x0 = (1 - alphas) if prediction_type == "v_prediction" else (1 - alphas) / alphas
+    assert np.allclose(weights / error_of_x0, np.minimum(snr, 5.0), rtol=1e-3)
+    assert (diffusion.loss_weights(schedule, timesteps, None) == 1).all()
+
+
+# ---- EMA
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b, self.a = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
+
+    @torch.no_grad()
+    def move(self, step):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in self.parameters():
+            parameter.normal_(generator=generator)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("decay", [0.5, 0.995])
+def test_the_ema_matches_a_plain_loop(decay, start):
+    model = Model()
+    ema, expected = diffusion.EMA(model, decay, start), None
+    for step in range(1, 60):
+        model.move(step)
+        ema.update(step)
+        values = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+        if step > start and expected is not None:
+            kept = min(decay, (1 + step - start) / (10 + step - start))
+            values = {name: kept * expected[name] + (1 - kept) * value for name, value in values.items()}
+        expected = values if step > start else None
+        assert (ema.shadow is None) == (step <= start)  # before its start it takes no memory
+        for name, value in (expected or values).items():
+            assert (ema.state_dict()[name] - value).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("start, stop", [(0, 5), (8, 5), (5, 5), (4, 5)])
+def test_the_ema_resumes_from_its_state_in_any_order_of_names(start, stop):
+    model = Model()
+    straight, broken = diffusion.EMA(model, 0.9, start), diffusion.EMA(model, 0.9, start)
+    for step in range(1, 15):
+        model.move(step)
+        straight.update(step)
+        broken.update(step)
+        if step == stop:
+            state = {name: tensor.clone() for name, tensor in reversed(list(broken.state_dict().items()))}
+            broken = diffusion.EMA(model, 0.9, start)
+            broken.load_state_dict(state, step)
+            state["a"].zero_()  # the state that was given is not kept
+    assert all(torch.equal(straight.state_dict()[name], tensor) for name, tensor in broken.state_dict().items())
+
+
+# ---- the learning rate
+
+
+def test_the_rate_warms_up_linearly_then_falls_as_a_cosine():
+    config = TrainingConfig(warmup_steps=10, max_steps=110)
+    rates = [diffusion.lr_multiplier(step, config) for step in range(110)]
+    assert rates[:10] == pytest.approx(np.arange(1, 11) / 10) and rates[10] == 1
+    assert rates[60] == pytest.approx(0.5) and 0 < rates[-1] < 0.001 and rates[10:] == sorted(rates[10:], reverse=True)
+    assert diffusion.lr_multiplier(110, config) == pytest.approx(0) and diffusion.lr_multiplier(
+        500, config
+    ) == pytest.approx(0)
+
+
+def test_a_constant_rate_stays_and_a_short_run_still_trains():
+    assert diffusion.lr_multiplier(0, TrainingConfig(warmup_steps=0)) == 1
+    config = TrainingConfig(warmup_steps=2, lr_schedule="constant")
+    assert [diffusion.lr_multiplier(step, config) for step in (0, 1, 2, 10**6)] == [0.5, 1, 1, 1]
+    config = TrainingConfig(warmup_steps=60, max_steps=10)  # shorter than its warm-up
+    assert [diffusion.lr_multiplier(step, config) for step in (0, 9)] == pytest.approx([1 / 60, 1 / 6])
+    assert 0 <= diffusion.lr_multiplier(60, config) <= 1
+
+
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_interpolates_and_predicts_as_diffusers_scheduler_says(shift):
+    """`FlowMatchEulerDiscreteScheduler`: its timesteps, sigmas and noisy latents; the target is noise - latents."""
+    generator, reference = torch.Generator().manual_seed(0), FlowMatchEulerDiscreteScheduler(shift=shift)
+    latents, noise = torch.randn(2, 1000, 4, 2, 2, generator=generator).unbind(0)
+    numbers, schedule = torch.arange(1000), diffusion.FlowSchedule(shift, num_positions=4)
+    descending = numbers.flip(0)  # diffusers counts from noise
+    times = schedule.times(numbers, latents)
+    torch.testing.assert_close(1000 * times, reference.timesteps[descending], rtol=1e-5, atol=1e-3)
+    expected = reference.scale_noise(latents, reference.timesteps[descending], noise)
+    torch.testing.assert_close(schedule.add_noise(latents, noise, numbers), expected, rtol=1e-5, atol=1e-5)
+    draws, told = diffusion.Draws(noise, noise, numbers, torch.zeros(1000, dtype=torch.bool)), []
+
+    def unet(noisy, timesteps_B, text, return_dict):
+        told.append(timesteps_B)
+        return (noise - latents,)
+
+    assert diffusion.row_losses(unet, schedule, latents, None, draws).abs().max() == 0
+    torch.testing.assert_close(told[0], 1000 * times)
+
+
+def test_flow_shifts_by_the_root_of_the_number_of_positions():
+    """Esser et al., 2024, equation 23: a quarter of the positions have half the shift."""
+    numbers, schedule = torch.arange(1000), diffusion.FlowSchedule(3.0, num_positions=64)
+    assert schedule.alphas_cumprod[-1] == 0 and (schedule.alphas_cumprod.diff() < 0).all()
+    smaller = diffusion.FlowSchedule(1.5, num_positions=16)
+    small, large = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 8, 8)
+    assert torch.equal(schedule.times(numbers, small), smaller.times(numbers, small))
+    assert (schedule.times(numbers, large) >= schedule.times(numbers, small)).all()
+
+
+def test_logit_normal_timesteps_are_as_frequent_as_diffusers_draws_them():
+    density_T = diffusion.timestep_density(diffusion.FlowSchedule(), None, "logit_normal")
+    generator = torch.Generator().manual_seed(0)
+    options = {"logit_mean": 0.0, "logit_std": 1.0, "generator": generator}
+    drawn = compute_density_for_timestep_sampling("logit_normal", 200_000, **options).numpy()
+    counts = np.bincount((drawn * 10).astype(int), minlength=10)
+    expected = density_T.reshape(10, 100).sum(axis=1) * len(drawn) / 1000
+    assert ((counts - expected) ** 2 / expected).sum() < scipy.stats.chi2(9).ppf(0.999)
+    assert density_T.mean() == pytest.approx(1)
+
+
+def test_with_zero_terminal_snr_the_last_timestep_is_noise_alone():
+    schedule = diffusion.noise_schedule("v_prediction", zero_terminal_snr=True)
+    latents, noise = torch.randn(2, 1, 4, 2, 2, generator=torch.Generator().manual_seed(0)).unbind(0)
+    last = torch.tensor([999])
+    torch.testing.assert_close(schedule.add_noise(latents, noise, last), noise)
+    torch.testing.assert_close(schedule.get_velocity(latents, noise, last), -latents)
+    assert diffusion.loss_weights(schedule, last, 5.0) == 0
+    assert diffusion.timestep_density(schedule, 5.0, "importance")[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({**FLOW, "min_snr_gamma": 5.0}, "min_snr_gamma=5.0 weights epsilon and v, not prediction_type='flow'"),
+        ({**FLOW, "timestep_sampling": "importance"}, "timestep_sampling='importance' goes by min-SNR weights"),
+        ({**FLOW, "sampler": "ddim"}, "sampler='ddim' cannot sample prediction_type='flow'"),
+        ({"timestep_sampling": "logit_normal"}, "are for flow, not for prediction_type='v_prediction'"),
+        ({"timestep_shift": 3.0}, "are for flow, not for prediction_type='v_prediction'"),
+        ({"prediction_type": "epsilon", "zero_terminal_snr": True}, "zero_terminal_snr=True needs v_prediction"),
+    ],
+)
+def test_parameters_of_the_objective_that_do_not_go_together_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TrainingConfig(**changes)
+
+
+class Perfect(torch.nn.Module):
+    """Knows the latents: what it predicts from noisy ones is exact."""
+
+    def __init__(self, latents_BCHW, schedule, prediction_type):
+        super().__init__()
+        self.latents, self.schedule, self.kind = latents_BCHW, schedule, prediction_type
+
+    def forward(self, noisy, timestep):
+        if self.kind == "flow":
+            time = timestep / 1000
+            return (noisy - (1 - time) * self.latents) / time - self.latents
+        alpha = self.schedule.alphas_cumprod[timestep.long()]
+        noise = (noisy - alpha.sqrt() * self.latents) / (1 - alpha).sqrt()
+        return alpha.sqrt() * noise - (1 - alpha).sqrt() * self.latents
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({**FLOW, "timestep_shift": 2.0}, "flow"),
+        ({**FLOW, "sampler": "unipc"}, "flow"),
+        ({"zero_terminal_snr": True}, "v"),
+        ({"zero_terminal_snr": True, "sampler": "dpm++"}, "v"),
+    ],
+)
+def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(changes, kind):
+    config = TrainingConfig(**changes)
+    sampler = pipeline.build_sampler(config)
+    sampler.set_timesteps(20)
+    schedule = None if kind == "flow" else diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    model, noisy = Perfect(latents, schedule, kind), noisy * sampler.init_noise_sigma
+    for timestep in sampler.timesteps:
+        predicted = model(sampler.scale_model_input(noisy, timestep), timestep)
+        noisy = sampler.step(predicted, timestep, noisy).prev_sample
+    torch.testing.assert_close(
+        noisy, latents, rtol=0, atol=0.12
+    )  # DDIM ends at the first timestep, which has a little noise

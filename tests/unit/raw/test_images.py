@@ -1,0 +1,322 @@
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from helpers.encode import encoder
+from helpers.raw import images
+
+COLOUR = (200, 100, 50)
+
+
+def encoded(image, kind, **options):
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def photograph(width=48, height=32):
+    """A smooth picture whose four corners differ, so that compression is harmless and every turn shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.stack([255 * x / width, 255 * y / height, 128 + 0 * x], axis=-1).astype(np.uint8))
+
+
+def difference(one, other):
+    return np.abs(np.asarray(one, dtype=float) - np.asarray(other, dtype=float)).max()
+
+
+def png(width, height, rows=b""):
+    """A PNG that claims a size, whatever it holds."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+
+
+# ---- every format and mode that people have
+
+
+@pytest.mark.parametrize(
+    "kind, options, tolerance",
+    [
+        ("PNG", {}, 0),
+        ("BMP", {}, 0),
+        ("TIFF", {}, 0),
+        ("TIFF", {"compression": "tiff_lzw"}, 0),
+        ("WEBP", {"lossless": True}, 0),
+        ("WEBP", {"quality": 95}, 12),
+        ("JPEG", {"quality": 95}, 8),
+        ("JPEG", {"quality": 95, "progressive": True}, 8),
+        ("GIF", {}, 60),
+    ],
+)
+def test_a_picture_keeps_its_colours_in_every_format(kind, options, tolerance):
+    found = images.decode(encoded(photograph(), kind, **options))
+    assert (found.mode, found.size) == ("RGB", (48, 32))
+    assert difference(found, photograph()) <= tolerance
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_cmyk_is_not_inverted(kind):
+    """JPEGs of Adobe's programs hold inverted CMYK, and Pillow writes theirs."""
+    data = encoded(Image.new("RGB", (16, 16), COLOUR).convert("CMYK"), kind)
+    assert Image.open(io.BytesIO(data)).mode == "CMYK"
+    assert difference(images.decode(data), Image.new("RGB", (16, 16), COLOUR)) <= 4
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
+def test_black_and_white_and_palettes_are_resolved(kind):
+    board = Image.fromarray(np.indices((16, 16)).sum(axis=0).astype(np.uint8) % 2 * 255)
+    assert difference(images.decode(encoded(board.convert("1"), kind)), board.convert("RGB")) == 0
+    flags = Image.new("RGB", (16, 16), COLOUR)
+    flags.paste((0, 0, 255), (0, 0, 8, 16))
+    palette = flags.quantize(2)
+    assert difference(images.decode(encoded(palette, kind)), palette.convert("RGB")) == 0
+
+
+def sixteen_bit(values, byteorder="<"):
+    mode = "I;16" if byteorder == "<" else "I;16B"
+    return Image.frombytes(mode, values.shape[::-1], values.astype(f"{byteorder}u2").tobytes())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda ramp: encoded(sixteen_bit(ramp), "PNG"),
+        lambda ramp: encoded(sixteen_bit(ramp), "TIFF"),
+        lambda ramp: encoded(sixteen_bit(ramp, ">"), "TIFF"),
+        lambda ramp: encoded(Image.fromarray(ramp.astype(np.int32)), "TIFF"),
+        lambda ramp: encoded(Image.fromarray((ramp / 65535).astype(np.float32)), "TIFF"),
+    ],
+    ids=["png-16", "tiff-16", "tiff-16-big-endian", "tiff-32", "tiff-float"],
+)
+def test_16_bit_and_float_greys_keep_their_tones(data):
+    """Pillow's own conversion clips everything above 255 to white."""
+    ramp = np.linspace(0, 65535, 16 * 16).reshape(16, 16).round().astype(np.int64)
+    found = np.asarray(images.decode(data(ramp)))
+    assert difference(found, np.repeat((ramp / 257)[..., None], 3, axis=-1)) <= 1
+
+
+def test_nan_in_a_float_tiff_does_not_change_the_rest():
+    values = np.full((4, 4), 0.5, dtype=np.float32)
+    values[0, 0], values[1, 1] = np.nan, np.inf
+    found = np.asarray(images.decode(encoded(Image.fromarray(values), "TIFF")))
+    assert found[0, 0].max() == 0 and set(found[2].ravel()) == {127}
+
+
+# ---- transparency becomes white
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_alpha_becomes_white(kind):
+    image = Image.new("RGBA", (16, 16), (*COLOUR, 0))
+    image.paste((*COLOUR, 255), (0, 0, 8, 16))
+    image.paste((*COLOUR, 128), (0, 0, 8, 8))
+    found = np.asarray(
+        images.decode(encoded(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {})))
+    )
+    half = np.array(COLOUR) * 128 / 255 + 255 * 127 / 255
+    assert difference(found[12, 4], COLOUR) <= 1 and difference(found[4, 4], half) <= 1 and found[4, 12].min() == 255
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
+def test_a_transparent_palette_colour_becomes_white(kind):
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, *COLOUR] + [0] * 762)
+    image.putpixel((0, 0), 0)
+    found = np.asarray(images.decode(encoded(image, kind, transparency=0)))
+    assert found[0, 0].tolist() == [255] * 3 and found[3, 3].tolist() == list(COLOUR)
+
+
+def test_a_pngs_transparent_colour_becomes_white():
+    image = Image.new("RGB", (4, 4), COLOUR)
+    image.putpixel((0, 0), (7, 7, 7))
+    found = np.asarray(images.decode(encoded(image, "PNG", transparency=COLOUR)))
+    assert found[0, 0].tolist() == [7] * 3 and found[3, 3].tolist() == [255] * 3
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_the_first_frame_of_an_animation_is_taken(kind):
+    frames = [Image.new("RGB", (16, 16), colour) for colour in (COLOUR, (0, 0, 255), (0, 255, 0))]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert Image.open(io.BytesIO(data)).n_frames == 3
+    assert difference(images.decode(data), frames[0]) <= 6
+
+
+# ---- orientation
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_exif_orientation_is_applied(orientation, kind):
+    upright = photograph()
+    # What a camera held that way writes: the transposition that the tag's own undoes.
+    held = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright if orientation == 1 else upright.transpose(held[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 98} if kind in ("JPEG", "WEBP") else {}
+    found = images.decode(encoded(stored, kind, exif=exif, **options))
+    assert found.size == upright.size and difference(found, upright) <= 12
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\x00\x00",
+        b"Exif\x00\x00II*\x00\xff\xff\xff\xff",
+        b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff" + b"\x12\x01\x03\x00\xff\xff\xff\xff" * 4,
+        b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x02\x00\x00\x00\x04abc\x00\x00\x00\x00\x00",
+    ],
+)
+def test_a_broken_exif_block_is_ignored(exif):
+    data = encoded(photograph(), "JPEG", quality=98, exif=exif)
+    assert difference(images.decode(data), photograph()) <= 8
+
+
+# ---- what is no picture
+
+
+def test_missing_bytes_are_a_reason_of_their_own():
+    with pytest.raises(images.BadImage, match="^no image bytes$"):
+        images.decode(None)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<!DOCTYPE html><html><body>404</body></html>",
+        b"\xff\xd8\xff",
+        b"<svg xmlns='http://www.w3.org/2000/svg' width='8' height='8'/>",
+        encoded(photograph(), "PPM"),
+        encoded(photograph(), "PDF"),
+        encoded(photograph(), "EPS"),
+    ],
+)
+def test_other_formats_are_not_an_image(data):
+    with pytest.raises(images.BadImage, match="^not an image$"):
+        images.decode(data)
+
+
+@pytest.mark.parametrize("kind", images.FORMATS)
+def test_truncated_pictures_are_refused(kind):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    data = encoded(noise, kind)
+    for share in (0.05, 0.5, 0.9):
+        with pytest.raises(images.BadImage, match="^(broken image|not an image)$"):
+            images.decode(data[: int(len(data) * share)])
+
+
+def test_too_many_pixels_are_refused_before_decoding():
+    for size in ((9460, 9460), (100_000, 100_000), (2**31 - 1, 2**31 - 1), (89_478_486, 1)):
+        with pytest.raises(images.BadImage, match="^too many pixels$"):
+            images.decode(png(*size))
+    with pytest.raises(images.BadImage, match="^broken image$"):
+        images.decode(png(9459, 9459))  # just below the limit: it is only empty
+
+
+def test_the_pixel_limit_is_a_parameter():
+    data = encoded(photograph(), "PNG")
+    assert images.decode(data, max_pixels=48 * 32).size == (48, 32)
+    with pytest.raises(images.BadImage, match="too many pixels"):
+        images.decode(data, max_pixels=48 * 32 - 1)
+
+
+def test_pillows_warnings_do_not_reach_the_log():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = encoded(photograph(), "JPEG", exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01")
+        assert images.decode(data).size == (48, 32)
+
+
+SEEDS = [encoded(photograph(12, 9), kind) for kind in images.FORMATS]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.binary(max_size=200)
+    | st.tuples(
+        st.sampled_from(SEEDS),
+        st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=6),
+        st.integers(0, 10_000),
+    )
+)
+@example(data=b"")
+def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
+    if isinstance(data, tuple):
+        seed, changes, length = data
+        changed = bytearray(seed)
+        for place, value in changes:
+            changed[place % len(changed)] = value
+        data = bytes(changed[:length])
+    try:
+        found = images.decode(data)
+    except images.BadImage as bad:
+        assert str(bad) in ("no image bytes", "not an image", "too many pixels", "broken image")
+    else:
+        assert found.mode == "RGB" and images.to_pixels(found).shape == (found.height, found.width, 3)
+
+
+# ---- crop, resize, normalise
+
+
+def test_a_fine_checkerboard_becomes_grey():
+    board = Image.fromarray((np.indices((256, 256)).sum(axis=0) % 2 * 255).astype(np.uint8)).convert("RGB")
+    inside = images.to_pixels(images.resize(board, 32))[2:-2, 2:-2].astype(float)
+    assert np.abs(inside - 127.5).max() <= 2
+
+
+def test_a_picture_of_the_right_size_is_not_touched():
+    image = photograph(32, 32)
+    assert images.resize(image, 32) is image
+
+
+def test_normalize_is_exact_and_alike_on_arrays_and_tensors():
+    levels = np.arange(256, dtype=np.uint8)
+    array, tensor = encoder.normalize(levels), encoder.normalize(torch.from_numpy(levels))
+    assert array.dtype == np.float32 and tensor.dtype == torch.float32
+    assert (array[0], array[255]) == (-1, 1) and np.abs(array + array[::-1]).max() < 1e-6
+    assert np.array_equal(array, tensor.numpy())
+    assert np.array_equal(np.round((array + 1) * 127.5).astype(np.uint8), levels)  # and back
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "box"),
+    [
+        ((96, 64), 1.0, (16, 0, 80, 64)),
+        ((96, 64), 2.0, (0, 8, 96, 56)),
+        ((64, 96), 0.5, (8, 0, 56, 96)),
+        ((96, 64), 1.5, (0, 0, 96, 64)),
+        ((1, 300), 5.0, (0, 149, 1, 150)),
+    ],
+)
+def test_a_crop_is_the_largest_of_its_ratio(size, ratio, box):
+    image = photograph(*size)
+    assert difference(images.center_crop(image, ratio), image.crop(box)) == 0
+
+
+def test_a_picture_gets_the_shape_that_cuts_least_away():
+    shapes = [(48, 96), (48, 80), (64, 64), (80, 48), (96, 48)]
+    for size in ((64, 64), (70, 64), (96, 64), (64, 96), (200, 90), (30, 900)):
+        kept = {
+            shape: np.prod(images.center_crop(Image.new("L", (40 * size[0], 40 * size[1])), shape[0] / shape[1]).size)
+            for shape in shapes
+        }
+        assert kept[images.nearest_shape(size, shapes)] == max(kept.values())

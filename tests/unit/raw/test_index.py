@@ -1,0 +1,333 @@
+"""Online, rows that are filtered, held out or too small are known before any picture is read."""
+
+import collections
+import functools
+import io
+import json
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from helpers import storage
+from helpers.config.notebook import OnlineConfig, TrainingConfig
+from helpers.encode import encoder, online, prepare_online
+from helpers.latents import plan as plan_module
+from helpers.latents import read as read_module
+from helpers.latents import schema
+from helpers.latents.plan import load_plan
+from helpers.latents.read import read_chunks
+from helpers.raw import images, index, readers
+from helpers.train.step import Unit
+
+SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
+
+
+def picture(size, number):
+    data = io.BytesIO()
+    Image.new("RGB", size, (number * 37 % 256, number % 256, 100)).save(data, "PNG")
+    return data.getvalue()
+
+
+def rows_of(count, sizes=SIZES):
+    chosen = [sizes[number % len(sizes)] for number in range(count)]
+    return pa.table(
+        {
+            "hash": [f"id {number}" for number in range(count)],
+            "caption": [f"caption {number}" for number in range(count)],
+            "jpg": [picture(size, number) for number, size in enumerate(chosen)],
+            "width": [width for width, _ in chosen],
+            "height": [height for _, height in chosen],
+            "score": [number // len(sizes) % 2 for number in range(count)],
+        }
+    )
+
+
+def configs(folder, row_group_size=20, rows=200, training=None, sizes=SIZES, **changes):
+    (folder / "raw").mkdir(exist_ok=True)
+    table = rows_of(rows, sizes)
+    for number in range(2):
+        half = table[number * rows // 2 : (number + 1) * rows // 2]
+        pq.write_table(half, folder / "raw" / f"{number}.parquet", row_group_size=row_group_size)
+    raw = OnlineConfig(storage=str(folder), input_uri=str(folder / "raw"), **{"resolutions": [32], **changes})
+    options = {"latents_uri": str(folder / "online"), "global_batch_size": 8, "resolution": 32}
+    return raw, TrainingConfig(storage=str(folder), **{**options, "validation_share": 0.1, **(training or {})}), table
+
+
+def planned(raw, training):
+    manifest = prepare_online.prepare(raw, training)
+    return manifest, load_plan(training)
+
+
+def blocks_of(plan, first_step, end_step, read):
+    chunks = plan.chunk_range(first_step, end_step)
+    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read}
+    return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
+
+
+def transformed(plan, raw, first_step, num_steps):
+    """The transformed rows of some steps."""
+    read = functools.partial(online.read_raw, config=raw)
+    for block in blocks_of(plan, first_step, num_steps, read):
+        yield online.transform(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
+
+
+KNOWN = {"width_column": "width", "height_column": "height"}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Other tests may have connected to Ray, whose tasks would not see what is replaced here."""
+    monkeypatch.setattr(index.ray, "is_initialized", lambda: False)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The bytes of each picture that is decoded."""
+    found, decode = [], images.decode
+    monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
+    return found
+
+
+def test_pictures_are_decoded_only_to_be_trained_on(tmp_path, decoded):
+    raw, training, table = configs(tmp_path, row_filter="score == 1", **KNOWN)
+    manifest, plan = planned(raw, training)
+    ids = dict(zip(table["jpg"].to_pylist(), table["hash"].to_pylist(), strict=True))
+    held_out = [ids[data] for data in decoded]  # prepared, each once
+    assert manifest.filtered == 100 and manifest.rejected == {"smaller than 32 pixels": 20}
+    assert len(held_out) == manifest.buckets["held out 32"] == len(set(held_out))
+    assert manifest.buckets["32"] == plan.num_rows == 80 - len(held_out)
+    decoded.clear()
+    steps, trained_on = plan.steps_per_epoch - 1, []
+    for rows in transformed(plan, raw, 0, steps):
+        assert (rows["reason"].to_numpy()[rows["keep"].to_numpy()] == "").all()
+        fits = rows["pixels_32"].is_valid().to_numpy()
+        assert (fits == rows["keep"].to_numpy()).all()  # what an encoder takes
+        trained_on += rows.filter(pa.array(fits))["id"].to_pylist()
+    assert sorted(ids[data] for data in decoded) == sorted(trained_on)
+    assert len(trained_on) == len(set(trained_on)) == steps * training.global_batch_size
+    wanted = {row["hash"] for row in table.to_pylist() if row["score"] and row["width"] > 20}
+    assert set(trained_on) <= wanted - set(held_out)
+
+
+def test_steps_before_a_resumed_one_are_not_decoded(tmp_path, decoded):
+    raw, training, _ = configs(tmp_path, **KNOWN)
+    _, plan = planned(raw, training)
+    decoded.clear()
+    assert plan.block_steps > 2
+    rows = pa.concat_tables(transformed(plan, raw, 2, 3))
+    assert len(decoded) == training.global_batch_size < len(rows)
+    assert set(rows["unit"].to_pylist()) == {-1, 2}
+
+
+def test_shapes_come_from_columns(tmp_path):
+    raw, training, table = configs(tmp_path, aspect_ratios=[0.5, 1, 2], size_multiple=8, **KNOWN)
+    manifest, plan = planned(raw, training)
+    trained = {name: rows for name, rows in manifest.buckets.items() if not name.startswith(schema.HELD_OUT)}
+    assert set(trained) == {"32", "24x48", "48x24"}
+    size_of = {row["hash"]: (row["width"], row["height"]) for row in table.to_pylist()}
+    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
+        rows = rows.filter(rows["keep"])
+        assert set(rows["reason"].to_pylist()) <= {""}
+        for column, expected in (("24x48", {(32, 64)}), ("48x24", {(64, 32)}), ("32", {(40, 40), (70, 70)})):
+            mine = rows.filter(rows[f"pixels_{column}"].is_valid())
+            assert {size_of[row_id] for row_id in mine["id"].to_pylist()} <= expected
+            steps = np.unique(mine["unit"].to_numpy() // plan.units_per_step)
+            assert all(plan.latents_at(step).name == f"image_latents_{column}" for step in steps)
+    # The last unit, encoded with the rows of other shapes beside it, as a trainer takes it.
+    unit, latent_encoder = rows["unit"].to_numpy()[-1], encoder.LatentEncoder(*encoder.arguments(raw))
+    mine = latent_encoder(rows).filter(pc.equal(rows["unit"], unit))
+    spec = plan.latents_at(unit // plan.units_per_step)
+    taken = Unit.from_arrow(mine, manifest, spec, 0)
+    assert taken.keep_U.all() and taken.moments.shape == (8, *spec.shape)
+
+
+def test_columns_that_lie_are_found_at_decoding(tmp_path):
+    raw, training, table = configs(tmp_path, aspect_ratios=[1, 2], size_multiple=8, **KNOWN)
+    lying = table.set_column(3, "width", pa.array([64] * len(table))).set_column(
+        4, "height", pa.array([32] * len(table))
+    )
+    for path in storage.list_files(raw.input_uri):
+        storage.delete(path)
+    pq.write_table(lying, tmp_path / "raw" / "0.parquet")
+    _, plan = planned(raw, training)
+    assert plan.num_rows == sum(not schema.held_out_mask([row_id], 0.1)[0] for row_id in table["hash"].to_pylist())
+    reasons = collections.Counter()
+    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
+        rows = rows.filter(rows["keep"])
+        assert (rows["pixels_48x24"].is_valid().to_numpy() == (rows["reason"].to_numpy() == "")).all()
+        reasons.update(rows["reason"].to_pylist())
+    assert set(reasons) == {"", "its width or height column is wrong"}
+    assert reasons[""] == pytest.approx(sum(reasons.values()) / 5, abs=8)  # one picture of five is as its columns say
+
+
+def test_without_sizes_small_pictures_are_masked(tmp_path):
+    raw, training, _ = configs(tmp_path)
+    manifest, plan = planned(raw, training)
+    assert manifest.rejected == {} and manifest.rows_at(32) is None
+    reasons = collections.Counter()
+    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
+        reasons.update(rows.filter(rows["keep"])["reason"].to_pylist())
+    assert reasons["smaller than 32 pixels"] > 0 and set(reasons) == {"", "smaller than 32 pixels"}
+
+
+def test_rows_of_several_sizes_are_made_at_one(tmp_path):
+    raw, training, _ = configs(tmp_path, resolutions=[32, 64], training={"resolution": {32: 1, 64: 1}}, **KNOWN)
+    manifest, plan = planned(raw, training)
+    assert {"32", "32+64"} <= set(manifest.buckets)
+    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
+        rows = rows.filter(rows["keep"])
+        made = np.column_stack([rows[f"pixels_{size}"].is_valid().to_numpy() for size in (32, 64)])
+        assert (made.sum(axis=1) == 1).all()
+
+
+def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    described, describe = [], readers.Parquet.describe
+    monkeypatch.setattr(
+        readers.Parquet, "describe", lambda self, path, columns: described.append(path) or describe(self, path, columns)
+    )
+    raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
+    write = index.write
+
+    def stop_at_the_second(uri, table):
+        if uri.endswith("1.parquet.parquet"):
+            raise KeyboardInterrupt
+        write(uri, table)
+
+    monkeypatch.setattr(index, "write", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_online.prepare(raw, training)
+    monkeypatch.setattr(index, "write", write)
+    manifest = prepare_online.prepare(raw, training)
+    assert [storage.name(path) for path in described] == ["0.parquet", "1.parquet", "1.parquet"]
+    assert prepare_online.prepare(raw, training) == manifest and len(described) == 3
+    pq.write_table(rows_of(50), tmp_path / "raw" / "2.parquet")
+    assert prepare_online.prepare(raw, training).read == 250 and len(described) == 6
+
+
+def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
+    asked, read = [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, group, columns=None, **options: asked.append(columns) or read(self, group, columns, **options),
+    )
+    raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
+    prepare_online.prepare(raw, training)
+    assert asked and all(columns == ["hash", "caption", "score", "width", "height"] for columns in asked)
+
+
+def write_tar(path, table):
+    """Each sample's picture, text and JSON; {key: bytes of all its members}."""
+    with tarfile.open(path, "w") as tar:
+        for number, row in enumerate(table.to_pylist()):
+            about = json.dumps({name: row[name] for name in ("width", "height", "score")})
+            for extension, data in (("jpg", row["jpg"]), ("txt", row["caption"].encode()), ("json", about.encode())):
+                member = tarfile.TarInfo(f"{number:04d}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    with tarfile.open(path) as tar:
+        starts = [member.offset for member in tar if member.name.endswith("jpg")]
+        return {f"{number:04d}": size for number, size in enumerate(np.diff([*starts, tar.offset]).tolist())}
+
+
+def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
+    (tmp_path / "raw").mkdir()
+    table = rows_of(150)
+    bytes_of = write_tar(tmp_path / "raw" / "a.tar", table)
+    columns = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__", **KNOWN}
+    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32]}
+    raw = OnlineConfig(**options, **columns, row_filter="score == 1")
+    training = TrainingConfig(
+        latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
+    )
+    _, plan = planned(raw, training)
+    requests, parse = [], tarfile.open
+    monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
+
+    def opened(fileobj, **options):
+        requests.append(len(fileobj.getvalue()))
+        return parse(fileobj=fileobj, **options)
+
+    monkeypatch.setattr(tarfile, "open", opened)
+    seen = set()
+    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
+        rows = rows.filter(rows["keep"])
+        seen |= set(rows["id"].to_pylist())
+        assert set(rows["reason"].to_pylist()) <= {""}
+    rows = {f"{number:04d}": row for number, row in enumerate(table.to_pylist())}
+    wanted = {key for key, row in rows.items() if row["score"] and row["width"] > 20}
+    assert seen <= wanted and len(seen) == plan.steps_per_epoch * 8
+    assert sum(requests) == sum(bytes_of[key] for key in seen)
+
+
+def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, monkeypatch):
+    (tmp_path / "raw").mkdir()
+    lines = []
+    for number, row in enumerate(rows_of(60).to_pylist()):
+        (tmp_path / "raw" / f"{number}.png").write_bytes(row.pop("jpg"))
+        lines.append(json.dumps({"file_name": f"{number}.png", **row}))
+    (tmp_path / "raw" / "metadata.jsonl").write_text("\n".join(lines))
+    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32], **KNOWN}
+    raw = OnlineConfig(**options, input_format="imagefolder", image_column="file_name", row_filter="score == 1")
+    training = TrainingConfig(
+        latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
+    )
+    manifest, plan = planned(raw, training)
+    opened, read = [], readers.read_picture
+    monkeypatch.setattr(
+        readers, "read_picture", lambda name, *rest, **more: opened.append(name) or read(name, *rest, **more)
+    )
+    rows = pa.concat_tables(transformed(plan, raw, 0, plan.steps_per_epoch))
+    assert manifest.filtered == 30 and set(rows.filter(rows["keep"])["reason"].to_pylist()) == {""}
+    assert len(opened) == len(set(opened)) == plan.steps_per_epoch * 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"width_column": "w", "height_column": "height"}, "width_column='w' is not a column"),
+        ({"width_column": "width", "height_column": "caption"}, "height_column='caption' holds string, not numbers"),
+    ],
+)
+def test_size_columns_that_cannot_be_are_named(tmp_path, given, said):
+    raw, training, _ = configs(tmp_path, rows=20, **given)
+    with pytest.raises(ValueError, match=said):
+        prepare_online.prepare(raw, training)
+
+
+def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
+    """Also where only two row groups are kept: an epoch's chunks ask for them in turn."""
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 60_000)
+    monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
+    raw, training, _ = configs(tmp_path, row_group_size=50, training={"validation_share": 0.0}, **KNOWN)
+    _, plan = planned(raw, training)
+    reads, asked = collections.Counter(), set()
+
+    @functools.lru_cache(2)
+    def read_kept(*group):
+        reads[group] += 1
+        return readers.read_row_group(*group)
+
+    def read_group(*group):
+        asked.add((chunk, *group))
+        return read_kept(*group)
+
+    read = functools.partial(online.read_raw, config=raw, read_group=read_group)
+    for chunk in range(plan.chunks_per_epoch):
+        assert list(read_module.ChunkReader(plan, chunk, read).blocks(0, plan.steps_per_epoch))
+    assert plan.chunks_per_epoch >= 10 and len(asked) > 10
+    assert len(reads) == 4 and set(reads.values()) == {1}
+
+
+def test_row_groups_that_cannot_be_kept_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_online, "CHUNK_BYTES", 1000)
+    options = {"row_group_size": 50, "training": {"validation_share": 0.0}, "read_ahead_bytes": 1000, **KNOWN}
+    prepare_online.prepare(*configs(tmp_path, **options)[:2])
+    assert "read_ahead_bytes=1000 keeps 0 of them: each may be read several times" in capsys.readouterr().out
+    prepare_online.prepare(*configs(tmp_path, **{**options, "read_ahead_bytes": 10**6})[:2])
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,267 @@
+"""What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
+
+import json
+import pathlib
+import signal
+import types
+import zlib
+
+import pandas as pd
+import pytest
+import ray
+import torch
+
+from helpers import distributed, storage
+from helpers.config.notebook import TrainingConfig
+from helpers.runtime import drain, ray_errors
+from helpers.train import checkpoint, faults, monitor, resume, setup, sources
+from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32, throughput
+from tests.processes import run_script
+
+
+@pytest.fixture
+def run_uri(tmp_path):
+    return str(tmp_path / "run")
+
+
+def write(run_uri, steps, **changes):
+    pathlib.Path(run_uri).mkdir(exist_ok=True)
+    log = MetricsLog(run_uri)
+    for step in steps:
+        log.write(step, {"loss": step / 10, **changes}, ids=[step, "b"], num_kept=2, images_per_second=5.0)
+    log.file.close()
+    return log
+
+
+def test_the_last_attempt_counts_and_samples_count_once(run_uri):
+    write(run_uri, range(1, 6))
+    write(run_uri, range(4, 8), loss=9.0)
+    found = read_metrics(run_uri)
+    assert found["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert found["attempt"].tolist() == [1, 1, 1, 2, 2, 2, 2]
+    assert found["samples_seen"].tolist() == [2, 4, 6, 8, 10, 12, 14]
+    assert len(read_metrics(run_uri, all_attempts=True)) == 9
+
+
+def test_a_half_written_metrics_line_is_skipped(run_uri):
+    write(run_uri, [1, 2])
+    path = pathlib.Path(run_uri, "metrics.jsonl")
+    path.write_text(path.read_text()[:-20])
+    write(run_uri, [2, 3])
+    assert read_metrics(run_uri)[["step", "attempt"]].values.tolist() == [[1, 1], [2, 2], [3, 2]]
+
+
+def test_a_metrics_reader_gets_each_whole_line_once(run_uri):
+    reader = MetricsReader(run_uri)
+    assert reader.read() == []
+    write(run_uri, [1, 2])
+    path = pathlib.Path(run_uri, "metrics.jsonl")
+    whole = path.read_text()
+    path.write_text(whole[:-10])
+    assert [line["step"] for line in reader.read()] == [1]
+    path.write_text(whole)
+    assert [line["step"] for line in reader.read()] == [2]
+    assert reader.read() == []
+
+
+def test_the_checksum_is_of_the_ids_as_sorted_text():
+    assert samples_crc32([10, 9, "a"]) == zlib.crc32(b"10\n9\na")
+
+
+def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
+    folder = pathlib.Path(run_uri, checkpoint.checkpoint_name(step, attempt))
+    folder.mkdir(parents=True)
+    for name, size in files:
+        (folder / name).write_bytes(b"x" * size)
+    storage.write_json(folder / checkpoint.PROGRESS, {"step": step, "files": dict(files)})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda folder: None, None),
+        (lambda folder: (folder / "a").unlink(), "its file a is missing"),
+        (lambda folder: (folder / "a").write_bytes(b"x"), "its file a has 1 bytes of 3"),
+        (lambda folder: (folder / checkpoint.PROGRESS).unlink(), "it has no progress.json"),
+        (lambda folder: (folder / checkpoint.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
+    ],
+)
+def test_a_damaged_checkpoint_is_described_in_a_few_words(run_uri, harm, problem):
+    folder = write_checkpoint(run_uri, 30)
+    harm(folder)
+    assert checkpoint.find_corruption(str(folder)) == problem
+
+
+def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
+    assert checkpoint.last_complete(run_uri) is None
+    write_checkpoint(run_uri, 20, attempt=2)
+    write_checkpoint(run_uri, 100, attempt=1)
+    (write_checkpoint(run_uri, 110, attempt=3) / "a").unlink()
+    assert checkpoint.step_of(checkpoint.last_complete(run_uri)) == 100
+
+
+def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
+    old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
+    (torn := write_checkpoint(run_uri, 30) / "a").unlink()
+    assert setup.reconcile_checkpoints(run_uri) == [
+        f"{torn.parent.name} cannot be used: its file a is missing.",
+        f"The run resumes from {newest.name}.",
+    ]
+    assert not old.exists() and newest.exists() and not torn.parent.exists()
+
+
+def test_a_list_that_names_a_damaged_checkpoint_is_deleted(run_uri):
+    """Ray Train's list; the usable checkpoints that it names stay."""
+    usable = [write_checkpoint(run_uri, step) for step in (10, 20)]
+    (damaged := write_checkpoint(run_uri, 30) / "a").unlink()
+    snapshot = storage.join(run_uri, setup.SNAPSHOT)
+    names = [folder.name for folder in [*usable, damaged.parent]]
+    storage.write_json(snapshot, {"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]})
+    assert setup.reconcile_checkpoints(run_uri) == [
+        f"{names[2]} cannot be used: its file a is missing.",
+        f"The run resumes from {names[1]}.",
+    ]
+    assert not storage.exists(snapshot) and not damaged.parent.exists() and all(map(pathlib.Path.exists, usable))
+
+
+def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
+    """Even if another one is completed in between, by a worker that is being replaced."""
+    config = TrainingConfig(storage=str(tmp_path), run_name="run")
+    source = sources.StepSource(config)
+    assert resume.choose_resume_point(config) == {"checkpoint": None, "step": 0} == source.resume_point()
+    write_checkpoint(config.run_uri, 10)
+    point = resume.choose_resume_point(config)
+    write_checkpoint(config.run_uri, 20)
+    assert source.resume_point() == point == {"checkpoint": checkpoint.checkpoint_name(10, 1), "step": 10}
+    assert resume.choose_resume_point(config)["step"] == 20 == resume.last_step(config)
+
+
+def test_the_reason_of_a_failure_is_recorded_once(run_uri):
+    for text in ("worker 0: it died", "worker 0: it died", "worker 1: it died"):
+        faults.write_failure(run_uri, text)
+    assert faults.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
+
+
+def test_an_error_is_summarized_in_a_sentence():
+    sentences = {
+        "Traceback (most recent call last):\n  File x\nRuntimeError: too large": "RuntimeError: too large",
+        "The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n": "The actor died unexpectedly",
+        "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
+        "": "no message",
+    }
+    assert {text: ray_errors.summarize_error(text) for text in sentences} == sentences
+
+
+def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
+    device, multiply = torch.device("cpu"), torch.bmm
+    assert faults.check_device(device) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda one, other: multiply(one, other).index_fill_(1, torch.tensor([7]), 0))
+        assert faults.check_device(device) == "multiplies matrices wrongly"
+    assert faults.check_links(device) is None
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
+    assert faults.check_links(device) == "got wrong sums from the other workers"
+
+
+@pytest.mark.parametrize(
+    ("devices", "links", "before", "sick"),
+    [
+        ("....", "....", [], None),
+        (".x..", "xxxx", [], [1]),  # its wrong results spoil everyone's sums
+        (".xx.", "....", [], [1, 2]),
+        ("....", "..xx", [], [2, 3]),
+        ("....", "xxxx", [], []),  # nobody can be named
+        ("x...", "....", [], []),  # the head, which the driver needs
+        (".xxx", "....", [], []),  # too many for it to be the machines
+        (".x..", "....", ["a", "b"], []),
+        (".x..", "....", ["a", "node 1"], [1]),  # asked for in vain before
+    ],
+)
+def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devices, links, before, sick):
+    config, drained = TrainingConfig(storage=str(tmp_path), run_name="sick"), []
+    head = {"NodeID": "node 0", "Resources": {"node:__internal_head__": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [head, {"NodeID": "node 1", "Resources": {}}])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: types.SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(drain, "drain_node", lambda reason, node_id, address: drained.append(node_id))
+    everyone = [
+        {
+            "device": "x" in device or None,
+            "links": "x" in link or None,
+            "text": f"{rank} is sick",
+            "node": f"node {rank}",
+        }
+        for rank, (device, link) in enumerate(zip(devices, links, strict=True))
+    ]
+    storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
+    assert faults.exclude(config, everyone) == sick
+    assert sorted(drained) == [f"node {rank}" for rank in sick or []]
+    assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
+
+
+WATCHED = """
+import threading
+from helpers.train.faults import Watchdog
+with Watchdog(0.3, on_hang={on_hang}) as watchdog:
+    watchdog.beat()
+    {body}
+print("ended", flush=True)
+"""
+
+
+def watched(body, on_hang='lambda seconds: print("hung", seconds > 0.3, flush=True)'):
+    """`(exit code, output)` of a process that a watchdog ends after 0.3 seconds without a beat."""
+    return run_script(WATCHED.format(body=body, on_hang=on_hang))
+
+
+def test_a_hung_process_tells_where_it_hangs_and_ends_itself():
+    code, said = watched("threading.Event().wait()")
+    assert code == -signal.SIGKILL and "hung True\n" in said and "threading.py" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_hang", ["lambda seconds: threading.Event().wait()", "lambda seconds: 1 / 0"])
+def test_a_hung_process_ends_itself_even_if_its_report_hangs(on_hang):
+    """As where the storage that it would write to is what does not answer."""
+    assert watched("threading.Event().wait()", on_hang)[0] == -signal.SIGKILL
+
+
+def test_a_process_that_goes_on_is_left_alone():
+    assert watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]") == (0, "ended\n")
+
+
+def test_what_takes_long_is_no_hang_where_that_is_known():
+    """A slow beat comes before the first step of each size, which is compiled, and before a checkpoint."""
+    assert watched("watchdog.beat(slow=True); threading.Event().wait(1); watchdog.beat()") == (0, "ended\n")
+    code, said = watched("watchdog.beat(slow=True); watchdog.beat(); threading.Event().wait()")
+    assert code == -signal.SIGKILL and "hung True\n" in said
+
+
+def test_a_run_that_its_workers_ended_raises_in_the_driver(tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), run_name="run")
+    for sentence in ("The loss at step 3 is nan.", "The loss at step 5 is nan."):
+        with pytest.raises(RuntimeError, match=f"^{sentence}$"), monitor.monitor_run(config):
+            faults.end_run(config.run_uri, sentence)
+    with monitor.monitor_run(config):  # the next one finishes
+        pass
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
+    write(run_uri, [1])
+    log = MetricsLog(run_uri)
+    for step, loss in ((2, float("nan")), (3, float("inf")), (4, 0.5)):
+        log.write(step, {"loss": loss}, ids=[1], num_kept=1, images_per_second=5.0)
+    lines = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
+    assert found == [0.1, None, None, 0.5]
+    assert read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
+
+
+def test_throughput_is_by_the_clock_not_the_mean_over_steps():
+    """One step of three waits for what all three need: 3 batches of 10 in 1 + 0.1 + 0.1 seconds."""
+    metrics = pd.DataFrame({"images_per_second": [1.0, 10.0, 100.0, 100.0], "data_wait_share": [1.0, 0.9, 0.0, 0.0]})
+    metrics = metrics.assign(step_seconds=10 / metrics["images_per_second"], checkpoint_seconds=0.0)
+    rate, waited = throughput(metrics, skip=1)
+    assert rate == pytest.approx(30 / 1.2) and waited == pytest.approx(0.9 / 1.2)
+    # A checkpoint that training waits for counts too.
+    assert throughput(metrics.assign(checkpoint_seconds=[0, 0, 0.3, 0]), skip=1)[0] == pytest.approx(20)

@@ -1,0 +1,139 @@
+"""Progress in a notebook and on the terminal of a batch run."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import nbformat
+import pytest
+
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
+from helpers.runtime import progress as runtime_progress
+from helpers.runtime.progress import Progress, batch_terminal, format_seconds, poll_in_background, time
+from helpers.train import faults, metrics, monitor
+
+ROOT = pathlib.Path(__file__).parents[3]
+SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
+CELL = """
+from helpers.runtime.progress import Progress
+progress = Progress("run a", "steps", seconds_between_lines=0)
+for step in (10, 20, 30):
+    progress(step, 30, f"loss 0.{step}, 99 images/s")
+"""
+
+
+@pytest.fixture(scope="module")
+def batch_run(tmp_path_factory):
+    """`(what papermill's terminal shows, the saved notebook)` of a cell with three updates."""
+    folder = tmp_path_factory.mktemp("batch")
+    cells = [nbformat.v4.new_code_cell(CELL)]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), folder / "in.ipynb")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    command = [sys.executable, "-m", "papermill", folder / "in.ipynb", folder / "out.ipynb", "--cwd", ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return done.stdout + done.stderr, nbformat.read(folder / "out.ipynb", as_version=4)
+
+
+def test_papermill_shows_progress_as_lines_in_the_terminal(batch_run):
+    lines = [line for line in batch_run[0].splitlines() if line.startswith("run a: ")]
+    assert [line.split(" in ")[0] for line in lines] == [f"run a: {step} of 30 steps" for step in (10, 20, 30)]
+    assert " left, loss 0.20, 99 images/s" in lines[1] and lines[2].endswith(" s, loss 0.30, 99 images/s")
+
+
+def test_the_saved_notebook_keeps_one_progress_display(batch_run):
+    (output,) = batch_run[1].cells[0].outputs
+    assert output.data["text/plain"].startswith("run a: 30 of 30 steps") and "<progress" in output.data["text/html"]
+
+
+@pytest.fixture
+def terminal(tmp_path, monkeypatch):
+    """A file in place of the terminal that a batch run was started in."""
+    with open(tmp_path / "terminal", "w+") as file:
+        monkeypatch.setattr(runtime_progress, "batch_terminal", file.fileno)
+        yield lambda: pathlib.Path(file.name).read_text().strip().splitlines()
+
+
+def test_progress_prints_a_line_every_ten_seconds_and_at_the_end(terminal, monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 11.5, 12.0, 12.5, 13.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    progress = Progress("encoded")
+    for done in (0, 100, 1050, 1100, 2000, 2000):
+        progress(done, 2000)
+    assert terminal() == [
+        "encoded: 0 of 2,000 rows in 1 s",
+        "encoded: 1,050 of 2,000 rows in 12 s, 10 s left",
+        "encoded: 2,000 of 2,000 rows in 12 s",
+    ]
+
+
+def test_time_left_counts_from_where_a_resumed_run_started(terminal, monkeypatch):
+    now = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    progress = Progress("run a", "steps")
+    progress(500, 1000)
+    progress(510, 1000)
+    assert terminal()[-1] == "run a: 510 of 1,000 steps in 20 s, 8 min 10 s left"
+
+
+def test_a_jupyter_server_gets_no_lines_in_its_log(monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "Training.ipynb")
+    assert batch_terminal() is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (59.6, "1 min 00 s"), (7500, "2 h 05 min")])
+def test_durations_have_two_units(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=40)
+    os.makedirs(config.run_uri)
+    with monitor.monitor_run(config, every=60):
+        log = metrics.MetricsLog(config.run_uri)
+        for step in range(1, 41):
+            log.write(step, {"loss": 0.25}, [step], 8, **SPEED)
+        faults.write_failure(config.run_uri, "worker 1: it died")
+    assert "lost: worker 1: it died\n" in capsys.readouterr().out
+    line = terminal()[-1]
+    assert line.startswith("run a: 40 of 40 steps in ") and line.endswith(", loss 0.250, 16 images/s")
+
+
+def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_path, monkeypatch, capsys):
+    """Said once each time; what was read before the error is shown later."""
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
+    read, refused, answered = storage.read_text, threading.Semaphore(0), threading.Event()
+
+    def read_or_refuse(uri, *position):
+        if uri.endswith("2.jsonl") and not answered.is_set():
+            refused.release()
+            raise OSError("AWS Error SLOW_DOWN")
+        return read(uri, *position)
+
+    monkeypatch.setattr(storage, "read_text", read_or_refuse)
+    with monitor.monitor_run(config, every=0.001):
+        for number in (1, 2):
+            lines = [{"step": step, "loss": 0.25} for step in range(10 * number - 9, 10 * number + 1)]
+            text = "".join(json.dumps({**line, **SPEED}) + "\n" for line in lines)
+            storage.write_text(f"{config.run_uri}/metrics-{number}.jsonl", text)
+        for _ in range(3):
+            assert refused.acquire(timeout=60)
+        answered.set()
+    said = [line for line in capsys.readouterr().out.splitlines() if "cannot be read" in line]
+    assert said == ["The run's folder cannot be read, which is tried again every 0.001 s: AWS Error SLOW_DOWN"]
+    assert terminal()[-1].startswith("run a: 20 of 20 steps in ")
+
+
+def test_an_error_while_polling_is_raised_at_the_end():
+    polled = threading.Event()
+
+    def fail():
+        polled.set()
+        raise OSError("no answer")
+
+    with pytest.raises(OSError, match="no answer"), poll_in_background(fail, every=0.001):
+        assert polled.wait(60)

@@ -1,0 +1,249 @@
+"""FLOPs, profiles and memory of a training step, and what a run tells of them."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from helpers.config.notebook import TrainingConfig
+from helpers.lesson import ablations, estimates, figures
+from helpers.model.unet import build_unet
+from helpers.train import meter, profiling, setup
+from helpers.train.meter import Meter
+from helpers.train.metrics import speed_summary, throughput
+from helpers.train.step import TrainStep
+from tests.processes import start_ranks
+from tests.unit.train.test_step import STRATEGIES, group, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- FLOPs and peaks
+
+
+def test_gpus_are_found_by_the_names_that_drivers_give():
+    names = {
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA A10G": "A10G",
+        "NVIDIA A10": "A10",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+    }
+    assert {name: meter.find_accelerator(name).name for name in names} == names
+    assert meter.find_accelerator("NVIDIA RTX A1000") is None
+
+
+def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
+    assert meter.peak_flops("cpu") is None
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert meter.peak_flops("cuda", "bf16") == peak
+
+
+# ---- profiles
+
+
+def test_communication_that_overlaps_with_compute_is_not_exposed():
+    events = [("aten::conv", 0, 60), ("gloo:all_reduce", 50, 80), ("aten::addmm", 80, 90), ("gloo:all_reduce", 95, 100)]
+    assert meter.exposed_communication(events) == pytest.approx(0.25)
+    assert meter.exposed_communication([]) == meter.exposed_communication(events[:1]) == 0
+
+
+def test_kernels_have_the_category_of_their_work():
+    kinds = {
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+        "aten::scaled_dot_product_attention": "attention",
+        "sm90_xmma_fprop_implicit_gemm_bf16": "convolution",
+        "nvjet_hsh_128x256": "matrix product",
+        "aten::group_norm": "norm",
+        "Memcpy DtoD": "copy",
+        "triton_poi_fused_convolution_3": "elementwise and rest",
+        "triton_red_fused_convolution_native_group_norm_silu_7": "norm",
+        "void cudnn::ops::nchwToNhwcKernel": "layout",
+        "multi_tensor_apply_kernel": "optimizer",
+        "vectorized_elementwise_kernel": "elementwise and rest",
+    }
+    assert {name: profiling.op_category(name) for name in kinds} == kinds
+
+
+def test_a_profile_adds_up_and_names_what_a_unet_does():
+    unet = build_unet("tiny")
+    with meter.profiled() as events:
+        unet(torch.randn(2, 4, 8, 8), torch.zeros(2).long(), torch.randn(2, 6, 128)).sample.square().mean().backward()
+    table = profiling.time_by_category(events)
+    assert table["share"].sum() == pytest.approx(1) and {"convolution", "attention", "norm"} <= set(table["kind"])
+    assert meter.exposed_communication(events) == 0
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 32, 128])
+def test_training_state_takes_sixteen_bytes_a_parameter_or_a_share(ranks):
+    whole = 4 * 865_910_724
+    ddp = estimates.memory("sd2-base", "ddp", ranks)
+    assert ddp == {"parameters": whole, "gradients": whole, "optimizer": 2 * whole, "gathered": 0}
+    for strategy, across in (("fsdp", ranks), ("fsdp-full", ranks), ("hsdp", min(8, ranks))):
+        found = estimates.memory("sd2-base", strategy, ranks, precision="bf16")
+        more = estimates.memory("sd2-base", strategy, ranks, precision="bf16", accumulates=True)
+        assert more == {**found, "accumulated": whole}  # in bf16 one rank shards over itself
+        # Parameters are cut into rows: a few have fewer than there are ranks.
+        assert whole / across <= found["parameters"] <= 1.02 * whole / across
+        assert found["parameters"] == found["gradients"] == found["optimizer"] / 2
+        assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def worker(rank, folder, manifest, rows, worlds):
+    """Bytes held on rank 0 of groups of `worlds` ranks, by strategy; and the share of a step that is communication."""
+    torch.set_num_threads(1)
+    found = {}
+    for world in worlds:
+        if rank >= world:
+            continue
+        with group(folder, f"memory-{world}", rank, world):
+            for strategy in STRATEGIES:
+                batch = {"global_batch_size": 8, "units_per_step": 4, "num_training_workers": world}
+                config = TrainingConfig(**batch, strategy=strategy, warmup_steps=2, profile_step=1)
+                state = TrainStep(config, manifest)
+                held = {}
+
+                def in_forward(*_, held=held, state=state):
+                    whole = sum(p.nbytes for p in state.unet.parameters() if not isinstance(p, DTensor))
+                    held["gathered"] = max(whole, held.get("gathered", 0))
+
+                def after_forward(unet, *_, held=held):
+                    held["kept"] = sum(local(p).nbytes for p in unet.parameters())
+
+                def before_update(*_, held=held, state=state):
+                    held["gradients"] = sum(local(p.grad).nbytes for p in state.unet.parameters())
+
+                for module in state.unet.modules():
+                    module.register_forward_pre_hook(in_forward)
+                state.unet.register_forward_hook(after_forward)
+                state.optimizer.register_step_pre_hook(before_update)
+                made = Meter(config, manifest, "cpu")
+                with made.watch():
+                    train(state, manifest, rows, 0, 1, rank, world)
+                held["parameters"] = sum(local(p).nbytes for p in state.unet.parameters())
+                states = [
+                    value for one in state.optimizer.state.values() for name, value in one.items() if name != "step"
+                ]
+                held["optimizer"] = sum(local(value).nbytes for value in states)
+                found[f"{strategy}-{world}"] = {**held, "communication": made.communication_share}
+    if rank == 0:
+        pathlib.Path(folder, "memory.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_ranks_hold_the_bytes_that_were_estimated(tmp_path, build_manifest, build_latents):
+    start_ranks(worker, (str(tmp_path), build_manifest(), build_latents(8), [2, 4]), nprocs=4)
+    held = json.loads((tmp_path / "memory.json").read_text())
+    assert len(held) == 8
+    for name, found in held.items():
+        assert 0 < found["communication"] < 1, name
+        strategy, ranks = name.rsplit("-", 1)
+        expected = estimates.memory("tiny", strategy, int(ranks), ranks_per_node=2)
+        for part in ("parameters", "gradients", "optimizer"):
+            assert found[part] == expected[part], (name, part)
+        if strategy != "ddp":
+            assert found["gathered"] == expected["gathered"], name
+        # From the forward to the backward pass: "fsdp-full" gives back what it gathered.
+        assert found["kept"] == expected["gathered" if strategy in ("fsdp", "hsdp") else "parameters"], name
+
+
+# ---- the ablation
+
+
+@pytest.mark.slow
+def test_the_ablation_compares_each_setting_with_the_first(monkeypatch):
+    monkeypatch.setattr(ablations, "has_compiler", lambda: False)  # compiling has tests of its own, and takes a minute
+    config = TrainingConfig(global_batch_size=4, resolution=32)
+    rows = ablations.ablation(config, steps=2, warm_up=1)
+    assert [row["setting"] for row in rows] == list(ablations.ABLATION)[:-2]
+    assert (
+        rows[0]["speedup"] == 1
+        and rows[2]["speedup"] == rows[2]["images/s"] / rows[0]["images/s"]
+        and "kinds" not in rows[0]
+    )
+    assert all(row["ms a step"] == pytest.approx(4000 / row["images/s"]) for row in rows)
+    assert all(np.isnan(row["MFU"]) for row in rows)  # a CPU's peak is not known
+
+
+def test_random_batches_fit_the_unet_and_are_dealt_to_ranks():
+    config = TrainingConfig(
+        unet_config="sd2-base", resolution=256, global_batch_size=8, units_per_step=4, num_training_workers=2
+    )
+    manifest, units = ablations.random_batch(config, rank=1, world=2)
+    assert [unit.positions_U.tolist() for unit in units] == [[2, 3], [6, 7]]
+    assert units[0].moments.shape == (2, 2, 4, 32, 32) and units[0].text.shape == (2, 77, 1024)
+    filled = dataclasses.replace(manifest, buckets={"256": 8})
+    setup.check_latents(filled, config, "random")
+
+
+# ---- what a run tells
+
+
+STEP = {"step_seconds": 0.5, "images_per_second": 128.0, "images_per_second_per_worker": 64.0, "mfu": 0.4}
+STEP |= {"peak_memory_gib": 2.0, "data_wait_share": 0.1, "communication_share": 0.2, "checkpoint_seconds": 0.0}
+
+
+def test_the_summary_and_the_throughput_of_a_run_agree():
+    """Rows over elapsed time, checkpoints included, without the first steps; the shares are of the same time."""
+    changes = [
+        {"images_per_second": 1.0, "data_wait_share": 0.9},  # warm-up
+        {"communication_share": None, "checkpoint_seconds": 1.0},
+        {"images_per_second": 64.0, "images_per_second_per_worker": 32.0, "mfu": 0.2},  # half the rows are masked
+        {},
+    ]
+    metrics = pd.DataFrame([STEP | change for change in changes])
+    summary = speed_summary({"a": metrics}, skip=1).loc["a"]
+    rate, waiting = throughput(metrics, skip=1)
+    assert summary["images/s"] == rate == (64 + 32 + 64) / 2.5 and summary["a worker"] == rate / 2
+    assert summary["MFU"] == pytest.approx(0.5 / 2.5) and summary["peak memory, GiB"] == 2
+    assert summary["checkpoints"] == 1 / 2.5 and summary["data"] == waiting == pytest.approx(0.15 / 2.5)
+    assert summary["communication"] == pytest.approx(0.2 * 1.5 / 2.5)
+    assert figures.time_shares(speed_summary({"a": metrics})).axes
+
+
+def test_what_was_not_measured_is_nan_in_the_summary():
+    metrics = pd.DataFrame([STEP | {"mfu": None, "communication_share": None}] * 3)
+    summary = speed_summary({"a": metrics}).loc["a"]
+    assert np.isnan(summary["MFU"]) and np.isnan(summary["communication"]) and summary["images/s"] == 128
+
+
+def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
+    calls = []
+    monkeypatch.setattr(meter, "world_size", lambda: 2)
+    monkeypatch.setattr(meter, "profiled", lambda device: calls.append(device) or contextlib.nullcontext([]))
+    for profile_step, number in ((None, 0), (3, 1)):
+        made = Meter(TrainingConfig(profile_step=profile_step), build_manifest(), "cpu")
+        for _ in range(12):
+            with made.watch():
+                pass
+        assert len(calls) == number and (made.communication_share is None) == (profile_step is None)
+
+
+def test_speed_counts_unmasked_rows_only(build_manifest):
+    assert not dist.is_initialized()
+    made, latents = Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
+    with made.watch():
+        pass
+    found = made.step_record(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
+    assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
+    assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
+    assert found["mfu"] is None  # a CPU's peak is not known
+    assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
+    made.peak = 1e9
+    flops = meter.training_flops("tiny", (4, 8, 8), (6, 128))
+    assert made.step_record(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)

@@ -1,0 +1,131 @@
+"""What differs on GPUs, rehearsed without any: the full U-Net's step on fake tensors, and 32 ranks, one of them here.
+
+Convolutions of fake CUDA tensors and DDP cannot be rehearsed so: `python -m tests.benchmarks.gpu_checks` tries them.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import UNet2DConditionModel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from helpers.config.notebook import TrainingConfig
+from helpers.lesson import ablations, estimates
+from helpers.model import unet as unet_module
+from helpers.model.unet import load_unet_config
+from helpers.train.step import TrainStep
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RANKS, RANKS_PER_NODE = 32, 8
+
+
+# ---- shapes and dtypes
+
+
+@pytest.mark.parametrize(
+    ("name", "resolution"),
+    [
+        ("tiny", 64),
+        ("sd2-base", 512),
+        ("sd2-base", 256),
+    ],
+)
+def test_a_step_in_bf16_keeps_shapes_and_dtypes(name, resolution):
+    batch, side, seen = 4, resolution // 8, []
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(load_unet_config(name)).to(torch.bfloat16)
+        for module in unet.modules():
+            module.register_forward_hook(lambda module, inputs, output: seen.append((module, output)))
+        latents = torch.empty(batch, 4, side, side, dtype=torch.bfloat16, requires_grad=True)
+        text = torch.empty(batch, 77, unet.config.cross_attention_dim, dtype=torch.bfloat16)
+        predicted = unet(latents, torch.zeros(batch, dtype=torch.long), text).sample
+        predicted.float().square().mean().backward()
+    assert predicted.shape == latents.shape == latents.grad.shape
+    for module, output in seen:
+        if isinstance(output, torch.Tensor) and module is not unet.time_proj:  # sines, in fp32
+            assert output.dtype == torch.bfloat16 and output.shape[0] == batch, module
+    for parameter, tensor in unet.named_parameters():
+        assert tensor.grad is not None and tensor.grad.shape == tensor.shape, parameter
+        assert tensor.grad.dtype == torch.bfloat16, parameter
+
+
+# ---- memory on 32 ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """This process as rank 0 of 32, eight a node, whose collectives do nothing; its meshes are no fake tensors."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(RANKS_PER_NODE))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    meshes = {
+        (RANKS,): init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",)),
+        (RANKS // RANKS_PER_NODE, RANKS_PER_NODE): init_device_mesh(
+            "cpu", (RANKS // RANKS_PER_NODE, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard")
+        ),
+    }
+    monkeypatch.setattr(unet_module, "init_device_mesh", lambda kind, shape, **_: meshes[shape])
+    monkeypatch.setattr(unet_module, "shard_size", lambda device: RANKS_PER_NODE)  # asks every rank
+    # Fake tensors have no values to draw.
+    monkeypatch.setattr(unet_module, "allocate_weights", lambda unet, name, seed, device: unet.to_empty(device=device))
+    yield
+    dist.destroy_process_group()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_on_rank_0(name, strategy):
+    """Bytes by kind, as `estimates.memory` names them, of a forward pass, a backward pass and an update of AdamW.
+
+    Asserts dtypes on the way.
+    """
+    config = TrainingConfig(
+        unet_config=name,
+        resolution=256,
+        global_batch_size=2 * RANKS,
+        units_per_step=RANKS,
+        num_training_workers=RANKS,
+        strategy=strategy,
+        precision="bf16",
+        ema_start=10**9,
+    )
+    manifest, (unit,) = ablations.random_batch(config, 0, RANKS)
+    gathered, dtypes = [], set()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state = TrainStep(config, manifest)
+
+        def in_forward(module, inputs):
+            gathered.append(sum(p.nbytes for p in state.unet.parameters() if not isinstance(p, DTensor)))
+            dtypes.update(p.dtype for p in module.parameters(recurse=False))
+
+        for module in state.unet.modules():
+            module.register_forward_pre_hook(in_forward)
+        for field in ("moments", "text", "keep_U"):
+            setattr(unit, field, mode.from_tensor(getattr(unit, field)))
+        losses = state.row_losses(unit, 0)
+        assert losses.shape == (2,) and losses.dtype == torch.float32
+        losses.sum().backward()
+        parameters = list(state.unet.parameters())
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in parameters)
+        held = {"gradients": sum(local(p.grad).nbytes for p in parameters)}
+        state.optimizer.step()
+        moments = [value for one in state.optimizer.state.values() for key, value in one.items() if key != "step"]
+        held["optimizer"] = sum(local(value).nbytes for value in moments)
+        held["parameters"] = sum(local(p).nbytes for p in parameters)
+    assert torch.bfloat16 in dtypes  # what a block computes with, norms included
+    return {**held, "gathered": max(gathered)}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp-full", "hsdp"))]
+)
+@pytest.mark.parametrize("name", ["tiny", pytest.param("sd2-base", marks=pytest.mark.slow)])
+def test_a_rank_of_32_holds_the_bytes_that_were_estimated(ranks, name, strategy):
+    expected = estimates.memory(name, strategy, RANKS, precision="bf16", ranks_per_node=RANKS_PER_NODE)
+    assert held_on_rank_0(name, strategy) == expected
+    table = estimates.memory_table(name, ranks=(RANKS,), precision="bf16").set_index("strategy")
+    assert table.loc[strategy, "all"] * 2**30 == pytest.approx(sum(expected.values()))
