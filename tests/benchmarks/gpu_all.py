@@ -5,8 +5,8 @@
 
 The cheap calls come first: those that compile nothing, then those that compile for minutes when no cache is there. Each
 part is a process of its own (`gpu_checks`, `gpu_step`, `gpu_encode`), which writes each result when it is there into
-FOLDER/PART; after --minutes it is ended, whatever it does. `table` shows what lies in tests/benchmarks/results: copy the
-folders of other machines there.
+FOLDER/PART; after --minutes it is ended, whatever it does. `table` shows what lies in tests/benchmarks/results: copy
+the folders of other machines there.
 """
 
 import argparse
