@@ -19,7 +19,7 @@ from helpers.latents.manifest import read_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import latents_reader, read_chunks, split_units
 from helpers.lesson import ablations, captioned_shapes
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
 from helpers.runtime.progress import interruptible
 from helpers.sample.pipeline import build_pipeline as diffusers_pipeline
@@ -107,7 +107,7 @@ def untrained_pipeline(config=None, seed=0):
     config = config or TrainingConfig()
     manifest, _ = ablations.random_batch(config, num_tokens=24)
     manifest.encoder["model"] = "tiny-sd"
-    return diffusers_pipeline(build_unet(config.unet_config, seed=seed), manifest, config)
+    return diffusers_pipeline(build_denoiser(config.unet_config, seed=seed), manifest, config)
 
 
 def build_pipeline(job, config, transform=stages.transform, latent_encoder=encoder.LatentEncoder):

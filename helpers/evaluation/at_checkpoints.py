@@ -31,7 +31,8 @@ from ..config.training import TrainingConfig
 from ..encode import captions
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest
-from ..model.unet import build_unet, cast_inputs
+from ..model.denoisers import build_denoiser
+from ..model.sharding import cast_inputs
 from ..runtime import ray_errors
 from ..sample import decoder
 from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
@@ -166,20 +167,20 @@ def evaluate_checkpoint(
     config = TrainingConfig.from_dict(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
-        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
-            compute_in_bf16(unet)
-        result = evaluate_unet(unet, config, checkpoint.step_of(folder), prompts, agreement)
+            compute_in_bf16(denoiser)
+        result = evaluate_denoiser(denoiser, config, checkpoint.step_of(folder), prompts, agreement)
         if results.is_best(config, result):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 
-def compute_in_bf16(unet: torch.nn.Module) -> None:
+def compute_in_bf16(denoiser: torch.nn.Module) -> None:
     """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
-    unet.to(torch.bfloat16)
-    unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+    denoiser.to(torch.bfloat16)
+    denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    denoiser.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
 
 
 def score_checkpoint(
@@ -216,9 +217,9 @@ class OnWorkers:
     def __init__(self, prompts: list[str] | None = None):
         self.prompts, self.evaluator = prompts, None
 
-    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
+    def __call__(self, denoiser: torch.nn.Module, config: TrainingConfig, step: int) -> None:
         started = time.perf_counter()
-        self.evaluator = self.evaluator or Evaluator(unet, config, self.prompts)
+        self.evaluator = self.evaluator or Evaluator(denoiser, config, self.prompts)
         result = self.evaluator.losses(step)
         storage.write_bytes(part_uri(config, step, distributed.rank()), pickle.dumps(self.evaluator.draw()))
         if distributed.rank() == 0:
@@ -235,28 +236,28 @@ def part_uri(config: TrainingConfig, step: int, rank: int) -> str:
 # ---- what is evaluated
 
 
-def evaluate_unet(
-    unet: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
+def evaluate_denoiser(
+    denoiser: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
 ) -> dict[str, Any]:
-    """Evaluate a U-Net in this process; returns what it writes to the run's `validation/{step}.json`.
+    """Evaluate a denoiser in this process; returns what it writes to the run's `validation/{step}.json`.
 
     The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
     recorded and the rest continues.
     """
-    started, evaluator = time.perf_counter(), Evaluator(unet, config, prompts)
+    started, evaluator = time.perf_counter(), Evaluator(denoiser, config, prompts)
     result, pictures = evaluator.losses(step), evaluator.draw()
     result["seconds"] = time.perf_counter() - started
     return finish(result, pictures, evaluator.prompts, config, agreement)
 
 
 class Evaluator:
-    """Computes a U-Net's losses and pictures, on all ranks together; what that takes is read once.
+    """Computes a denoiser's losses and pictures, on all ranks together; what that takes is read once.
 
     `prompts`: None for captions of held-out rows.
     """
 
-    def __init__(self, unet: torch.nn.Module, config: TrainingConfig, prompts: list[str] | None):
-        self.unet, self.config, self.device = unet, config, next(unet.parameters()).device
+    def __init__(self, denoiser: torch.nn.Module, config: TrainingConfig, prompts: list[str] | None):
+        self.denoiser, self.config, self.device = denoiser, config, next(denoiser.parameters()).device
         self.manifest, self.rows = read_encoder_manifest(config), held_out.of_run(config)
         if prompts is None and self.rows is not None:
             prompts = list(dict.fromkeys(self.rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
@@ -264,12 +265,12 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return build_pipeline(self.unet, self.manifest, self.config)
+        return build_pipeline(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
-        result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
-        result |= validation_set_losses(self.unet, self.config)
+        result = {"step": step, **held_out_losses(self.denoiser, self.manifest, self.rows, self.config)}
+        result |= validation_set_losses(self.denoiser, self.config)
         if distributed.rank() == 0:
             results.write(self.config.run_uri, {**result, "unfinished": True})
         return result
@@ -336,7 +337,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
     """What `held_out_losses` returns, of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without.
 
     For all ranks, which share the rows.
@@ -344,12 +345,12 @@ def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict
     if not config.validation_uri:
         return {}
     rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
     return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def held_out_losses(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     manifest: Manifest,
     rows: pa.Table | held_out.ValidationSet | None,
     config: TrainingConfig,
@@ -357,7 +358,7 @@ def held_out_losses(
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:
         return {}
-    losses = losses_by_noise(unet, manifest, rows, config)
+    losses = losses_by_noise(denoiser, manifest, rows, config)
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}

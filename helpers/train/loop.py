@@ -30,7 +30,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     Args:
         config: `TrainingConfig.to_dict()`.
         source: where the steps come from; None: the dataset that a `StepSource` made for `config`.
-        evaluate: `evaluate(unet, config, step)` computes with the averaged weights, on all workers between two steps,
+        evaluate: `evaluate(denoiser, config, step)`, with the averaged weights, on all workers between two steps,
             what Ray Train's validation needs where no GPU is left for it (`evaluation.at_checkpoints.OnWorkers`).
             None: such checkpoints are not evaluated.
     """
@@ -54,7 +54,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     preemption = faults.PreemptionNotice(device)
     write_worker_info(config, log)
 
-    compiled_for = set()  # the columns of latents: the U-Net is compiled for each shape
+    compiled_for = set()  # the columns of latents: the denoiser is compiled for each shape
     record_hang = functools.partial(faults.record_hang, config.run_uri)
     with faults.Watchdog(config.hang_timeout, record_hang) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0

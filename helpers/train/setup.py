@@ -16,7 +16,7 @@ from ..encode import models
 from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
-from ..model.unet import load_unet_config
+from ..model.denoisers import load_denoiser_config
 from ..runtime import lease
 from . import checkpoint, metrics, resume
 
@@ -158,7 +158,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 
 
 def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
-    """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
+    """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
     An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
     """
@@ -211,8 +211,8 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
     """Raises ValueError if the denoiser cannot train on these latents, or no pipeline of diffusers draws with both."""
-    unet = load_unet_config(config.unet_config)
-    adapter = denoisers.ADAPTERS[unet["_class_name"]]
+    denoiser = load_denoiser_config(config.unet_config)
+    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     check_pipeline(adapter, manifest, config, latents_uri)
     for resolution in config.resolutions:
         if resolution not in manifest.resolutions:
@@ -225,19 +225,19 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
                 f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
                 "or encode the data again with upscale=True."
             )
-    if unet[adapter.text_width] != manifest.embeddings.shape[-1]:
+    if denoiser[adapter.text_width] != manifest.embeddings.shape[-1]:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes captions {unet[adapter.text_width]} wide, and "
+            f"unet_config={config.unet_config!r} takes captions {denoiser[adapter.text_width]} wide, and "
             f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
             f"{manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
         )
     channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
-    if unet["in_channels"] != channels:
+    if denoiser["in_channels"] != channels:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
+            f"unet_config={config.unet_config!r} takes {denoiser['in_channels']} latent channels, and {latents_uri} "
             f"holds {channels} (encoder_model={manifest.vae_model!r}): choose ones that belong together."
         )
-    divisor = adapter.divisor(unet)
+    divisor = adapter.divisor(denoiser)
     for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
         height, width = latents.shape[2:]
         if height % divisor or width % divisor:
@@ -316,16 +316,16 @@ def check_init_from(config: TrainingConfig) -> None:
         return
     if resume.first_checkpoint(config):
         run = storage.read_json(storage.join(config.storage, "runs", config.init_from, "config.json"))
-        theirs = load_unet_config(run["parameters"]["unet_config"])
+        theirs = load_denoiser_config(run["parameters"]["unet_config"])
     elif storage.exists(storage.join(config.init_from, "config.json")):
         theirs = storage.read_json(storage.join(config.init_from, "config.json"))
     else:
         raise ValueError(
             f"init_from={config.init_from!r} is neither a run with a checkpoint under "
-            f"{storage.join(config.storage, 'runs')} nor a folder with a U-Net in diffusers layout: give one of these, "
-            "or None."
+            f"{storage.join(config.storage, 'runs')} nor a folder with a denoiser in diffusers layout: give one of "
+            "these, or None."
         )
-    for name, value in load_unet_config(config.unet_config).items():
+    for name, value in load_denoiser_config(config.unet_config).items():
         if name != "sample_size" and theirs.get(name, value) != value:
             raise ValueError(
                 f"init_from={config.init_from!r} is a denoiser with {name}={theirs[name]}, and "

@@ -26,7 +26,7 @@ def copied_lines(name):
     ("part", "measure", "most"),
     [
         ("encode.encoder", copied_lines, 530),
-        ("model.unet", copied_lines, 305),
+        ("model.sharding", copied_lines, 305),
         ("encode.stages", copied_lines, 2250),
         ("train.loop", copied_lines, 2930),
         ("latents/plan", module_lines, 320),
@@ -53,8 +53,13 @@ def test_the_readmes_table_of_modules_is_what_the_imports_say():
     assert begin and end and table.strip() == copy_table.table()
 
 
-def test_the_unet_needs_torch_and_diffusers_only():
-    assert packages(closure(f"{NAME}.model.unet")) == {"torch", "diffusers"}
+@pytest.mark.parametrize("module", ["denoisers", "sharding", "diffusion"])
+def test_the_model_is_copied_with_one_module_and_without_configs_latents_or_ray(module):
+    needed = closure(f"{NAME}.model.{module}")
+    assert not [
+        name for name in needed if not name.startswith((f"{NAME}.model", f"{NAME}.distributed")) and name != NAME
+    ]
+    assert packages(needed) <= {"torch", "diffusers", "numpy"}
 
 
 def test_train_needs_no_plots_notebooks_or_lessons():

@@ -22,7 +22,7 @@ from helpers.evaluation.losses import validation_loss
 from helpers.latents import held_out, manifest, read, schema
 from helpers.latents.plan import load_plan
 from helpers.model import diffusion
-from helpers.model.unet import load_unet_config
+from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
 from helpers.train import setup
 from helpers.train.kept import open_job
@@ -186,7 +186,7 @@ def unet_config(tmp_path_factory):
     """A U-Net for the latents and captions of the tiny model with 16 channels."""
     path = tmp_path_factory.mktemp("unet") / "unet.json"
     sizes = {"in_channels": 16, "out_channels": 16, "cross_attention_dim": WIDTH, "sample_size": 8}
-    path.write_text(json.dumps({**load_unet_config("tiny"), **sizes}))
+    path.write_text(json.dumps({**load_denoiser_config("tiny"), **sizes}))
     return str(path)
 
 
@@ -278,7 +278,7 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     state = TrainStep(run, made)
     found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
     assert np.isfinite([loss for loss, _ in found]).all()
-    assert np.isfinite(validation_loss(state.unet, made, held_out.of_run(run), run)).all()
+    assert np.isfinite(validation_loss(state.denoiser, made, held_out.of_run(run), run)).all()
     stored, _ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
     on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
     on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")

@@ -22,7 +22,7 @@ from helpers.latents.manifest import Manifest, encode_embedding, read_files, rea
 from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.lesson import looks
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.raw import images, inputs
 from helpers.train import setup
 from helpers.train.meter import Meter
@@ -239,10 +239,10 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     for latents in manifest.latents_at(64):
         mine = rows.filter(rows[latents.name].is_valid())
         counts.append(len(mine))
-        losses.append(validation_loss(state.unet, manifest, mine, config))
+        losses.append(validation_loss(state.denoiser, manifest, mine, config))
     assert sum(counts) == len(rows) and all(counts)
     expected = np.average(losses, axis=0, weights=counts)
-    np.testing.assert_allclose(validation_loss(state.unet, manifest, rows, config), expected, rtol=1e-6)
+    np.testing.assert_allclose(validation_loss(state.denoiser, manifest, rows, config), expected, rtol=1e-6)
 
 
 def validate(rank, folder, config, world):
@@ -251,7 +251,7 @@ def validate(rank, folder, config, world):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
     config = TrainingConfig.from_dict(config)
     rows = held_out.ValidationSet(config, rank, world)
-    losses = losses_by_noise(build_unet("tiny").eval(), rows.manifest, rows, config)
+    losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
 
@@ -259,11 +259,11 @@ def validate(rank, folder, config, world):
 def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tmp_path):
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
-    config, unet = TrainingConfig(validation_uri=uri), build_unet("tiny").eval()
+    config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
     rows = held_out.ValidationSet(config)
     assert rows.num_rows == 40
-    alone = losses_by_noise(unet, rows.manifest, rows, config)
-    in_one_batch = losses_by_noise(unet, manifest, pq.read_table(f"{uri}/data"), config)
+    alone = losses_by_noise(denoiser, rows.manifest, rows, config)
+    in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)
     np.testing.assert_allclose(alone, in_one_batch, rtol=1e-5)
     for world in (2, 3):
         start_ranks(validate, (str(tmp_path), config.to_dict(), world), nprocs=world)
