@@ -111,19 +111,15 @@ def held_out_errors(
         raise ValueError("prediction_type='flow' adds other noise at a timestep than epsilon and v: compare pictures.")
     losses = losses_by_noise(denoiser, manifest, rows, config, timesteps_per_row=10)
     timesteps, errors = losses[:, 0].astype(int), losses[:, 2]
-    alphas = (
-        diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
-        .alphas_cumprod[timesteps]
-        .double()
-        .numpy()
-    )
+    schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    alphas = schedule.alphas_cumprod[timesteps].double().numpy()
     of_v = errors if config.prediction_type == "v_prediction" else errors / alphas
     of_x0 = (1 - alphas) * of_v
     weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))
     return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
 
 
-def compare(results: pd.DataFrame) -> pd.DataFrame:
+def compare_settings(results: pd.DataFrame) -> pd.DataFrame:
     """Compare each setting with the first, by metric: the mean of the differences seed by seed, and its t interval.
 
     `results`: what `run` returned, or such a frame from elsewhere.

@@ -147,8 +147,8 @@ def sample(
 ) -> list[np.ndarray]:
     """Images of prompts from a checkpoint's EMA weights; if `saved` is None, from an untrained denoiser.
 
-    See `generate`. On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`; squares of its largest
-    resolution, unless `width` and `height` are given.
+    See `generate`. On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`; squares of its
+    largest resolution, unless `width` and `height` are given.
     """
     config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)

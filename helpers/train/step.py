@@ -250,9 +250,8 @@ class TrainStep:
                     (micro_loss * world_size()).backward()
             loss += micro_loss.detach()
         with self.profile_span("optimizer"):
-            learning_rate = config.learning_rate * diffusion.lr_multiplier(
-                step, config.warmup_steps, config.max_steps, config.lr_schedule
-            )
+            factor = diffusion.lr_multiplier(step, config.warmup_steps, config.max_steps, config.lr_schedule)
+            learning_rate = config.learning_rate * factor
             loss, norm = self.update(loss, learning_rate)
             # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
             loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
