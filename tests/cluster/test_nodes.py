@@ -102,12 +102,12 @@ def in_background(action, released):
     return wait
 
 
-def held_loop(released, values, **options):
+def held_loop(released, config, **options):
     """The worker loop, whose steps are slow, and whose last one waits, until the file `released` is there.
 
     Notes the number of workers, and the node of rank 0, of each attempt in `workers/` beside that file.
     """
-    config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+    train_one = TrainStep.step
     context, folder = ray.train.get_context(), released.parent / "workers"
 
     def held_step(self, step, units):
@@ -121,7 +121,7 @@ def held_loop(released, values, **options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
-    train_loop_per_worker(values, **options)
+    train_loop_per_worker(config, **options)
 
 
 def attempts_seen(released):

@@ -151,11 +151,11 @@ TINY = {
 }
 
 
-def loop_that_says_where(file, values, **options):
+def loop_that_says_where(file, config, **options):
     with open(file, "w") as where:
         where.write(this_node())
     ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
-    train_loop_per_worker(values, **options)
+    train_loop_per_worker(config, **options)
 
 
 @slow

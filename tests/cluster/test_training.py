@@ -110,10 +110,10 @@ def validating_loop(folder):
             (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
             return super().__call__(denoiser, config, step)
 
-    def loop(values, **options):
+    def loop(config, **options):
         resume.has_spare_gpu = lambda *_: False
-        options["evaluate"] = Noted(list(values["prompts"]))
-        train_loop_per_worker(values, **options)
+        options["evaluate"] = Noted(list(config.prompts))
+        train_loop_per_worker(config, **options)
 
     return loop
 
