@@ -16,8 +16,8 @@ STAGES = ["config", "runtime", "latents", "raw", "model", "encode", "train", "sa
 
 # Public names that several modules define, in which they mean different things.
 SHARED_NAMES = set(
-    "Job agreement blocks bus_bandwidth check_names compare describe draw encode finish generate held_out_prompts "  # noqa: SIM905
-    "is_local is_number measure numbers parse_json prepare read_columns read_files read_metrics read_picture "
+    "agreement blocks bus_bandwidth check_names compare describe draw encode held_out_prompts "  # noqa: SIM905
+    "is_local is_number measure numbers prepare read_files read_metrics read_picture "
     "read_pictures read_rows sample sizes sources throughput transform write write_parquet".split()
 )
 
