@@ -37,8 +37,8 @@ from ..sample import decoder
 from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
 from ..train import checkpoint, faults, results
 from . import scores
-from .validation_loss import losses_by_noise
 from .prompts import read_prompts
+from .validation_loss import losses_by_noise
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # images kept per checkpoint, of the first prompts
