@@ -137,7 +137,7 @@ def generate(
 
 
 def sample(
-    config: dict,
+    config: TrainingConfig,
     prompts: list[str],
     saved: ray.train.Checkpoint | None,
     *,
@@ -147,10 +147,9 @@ def sample(
 ) -> list[np.ndarray]:
     """Images of prompts from a checkpoint's EMA weights; if `saved` is None, from an untrained denoiser.
 
-    See `generate`. On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`; squares of its
-    largest resolution, unless `width` and `height` are given.
+    Runs on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width` and
+    `height` are given.
     """
-    config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     denoiser = build_denoiser(config.unet_config, seed=config.seed) if saved is None else load_denoiser(config, saved)
     pipeline = build_pipeline(denoiser, manifest, config)
@@ -217,12 +216,10 @@ prompt is cut after {max_tokens} tokens. {adapter.note}
 """
 
 
-def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None) -> str:
-    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI.
-
-    `config`: the dict of a `TrainingConfig`.
-    """
-    config = TrainingConfig.from_dict(config)
+def export_checkpoint(
+    config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
+) -> str:
+    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
     manifest = read_encoder_manifest(config)
     pipeline = build_pipeline(load_denoiser(config, saved, which), manifest, config)
     uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))

@@ -16,8 +16,8 @@ STAGES = ["config", "runtime", "latents", "raw", "model", "encode", "train", "sa
 
 # Public names that several modules define, in which they mean different things.
 SHARED_NAMES = set(
-    "Job describe finish generate is_local is_number numbers parse_json "  # noqa: SIM905
-    "prepare read_columns read_files read_picture read_rows sizes sources transform write".split()
+    "describe is_local is_number numbers "  # noqa: SIM905
+    "prepare read_files read_picture read_rows sizes sources transform write".split()
 )
 
 
@@ -40,7 +40,7 @@ def copied_lines(*modules):
         pytest.param(lambda: copied_lines("latents.read"), 1_345, id="to copy: plan and read"),
         pytest.param(lambda: copied_lines("train.loop"), 2_885, id="to copy: the training loop"),
         pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_626, id="lesson"),
-        pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_000, id="all but lesson"),
+        pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_025, id="all but lesson"),
         pytest.param(lambda: folder_lines(ROOT / "tests"), 15_515, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1500, id="words of README.md"),
     ],
