@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from ..config.training import TrainingConfig
-from ..evaluation.losses import losses_by_noise
+from ..evaluation.validation_loss import losses_by_noise
 from ..latents import held_out
 from ..latents.manifest import Manifest, read_manifest
 from ..latents.plan import load_plan
@@ -118,7 +118,7 @@ def held_out_errors(
     return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
 
 
-def compare(results: pd.DataFrame) -> pd.DataFrame:
+def compare_settings(results: pd.DataFrame) -> pd.DataFrame:
     """Compare each setting with the first, by metric: the mean of the differences seed by seed, and its t interval.
 
     `results`: what `run` returned, or such a frame from elsewhere.
