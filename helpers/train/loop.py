@@ -15,7 +15,6 @@ import ray.train.torch
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from ..latents.manifest import read_manifest
 from . import checkpoint, faults
 from .meter import Meter
 from .metrics import MetricsLog
@@ -37,7 +36,7 @@ def train_loop_per_worker(config: dict, source: StepSource | None = None, evalua
     source = source or StepSource(TrainingConfig.from_dict(config))
     config = source.config
     source.start()
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = source.data.first
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
