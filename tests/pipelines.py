@@ -132,7 +132,7 @@ def encode(config, progress=None, **changes):
 def draw_and_encode(storage_uri, num_rows):
     """Drawn pictures, encoded at 32 pixels: data for `short_run`. Returns the storage."""
     config = PreprocessingConfig(storage=str(storage_uri), resolutions=[32], validation_share=0.05)
-    captioned_shapes.write_parquet(config.raw_uri, num_rows)
+    captioned_shapes.write_data_set(config.raw_uri, num_rows)
     encode(config)
     return config.storage
 

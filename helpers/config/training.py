@@ -56,7 +56,7 @@ Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
 
 @checked
 class TrainingConfig(Parameters):
-    """Latents -> a trained U-Net. `train_loop_config` is `to_dict()` of this."""
+    """Latents -> a trained denoiser. `loop.train_loop_per_worker` takes it as it is."""
 
     # the data and the run
     latents_uri: Mixture = free("", LATENTS_URI)

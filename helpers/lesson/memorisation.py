@@ -1,6 +1,6 @@
 """Memorisation: which training rows are nearest to generated pictures, and is that nearer than chance?
 
-    latents = memorisation.encode(model, pictures)
+    latents = memorisation.encode_pictures(model, pictures)
     nearest, held_out = memorisation.search(config, latents)
 
 The search is exact: one Ray Data pass over the stored latents of all training rows. A generated picture may be a copy
@@ -43,7 +43,7 @@ class DataSet(NamedTuple):
     groups: np.ndarray
 
 
-def encode(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
+def encode_pictures(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
     """Pictures of one size, (H, W, 3) uint8 -> (N, C, H/8, W/8) unscaled latents, the means of the VAE's posterior."""
     import torch  # not at the top: the tasks that search need no PyTorch and no diffusers
 
@@ -65,7 +65,7 @@ def search(
     Args:
         config: all data sets of its `latents_uri` are searched; its `validation_share` applies to latents of earlier
             versions.
-        latents_NCHW: unscaled means, as `encode` returns them, of a shape of the config's largest resolution.
+        latents_NCHW: unscaled means, as `encode_pictures` returns them, of a shape of the config's largest resolution.
         num_held_out: held-out rows to compare with, at most.
 
     Returns `(nearest, held_out)`. `nearest` has a row for each latent, with columns query, distance, nearer (the share

@@ -118,7 +118,7 @@ def held_out_errors(
     return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
 
 
-def compare(results: pd.DataFrame) -> pd.DataFrame:
+def compare_settings(results: pd.DataFrame) -> pd.DataFrame:
     """Compare each setting with the first, by metric: the mean of the differences seed by seed, and its t interval.
 
     `results`: what `run` returned, or such a frame from elsewhere.

@@ -23,18 +23,19 @@ from .sources import Rejects, StepSource
 from .step import TrainStep, Unit, choose_kernels
 
 
-def train_loop_per_worker(config: dict, source: StepSource | None = None, evaluate: Callable | None = None) -> None:
+def train_loop_per_worker(
+    config: TrainingConfig, source: StepSource | None = None, evaluate: Callable | None = None
+) -> None:
     """What each training worker runs: restore the checkpoint, then one step after another until the source ends.
 
     Args:
-        config: `TrainingConfig.to_dict()`.
-        source: where the steps come from; None: the dataset that a `StepSource` made for `config`.
+        config: of the run.
+        source: of the steps; None: stored latents, `StepSource(config)`.
         evaluate: `evaluate(unet, config, step)` computes with the averaged weights, on all workers between two steps,
             what Ray Train's validation needs where no GPU is left for it (`evaluation.at_checkpoints.OnWorkers`).
             None: such checkpoints are not evaluated.
     """
-    source = source or StepSource(TrainingConfig.from_dict(config))
-    config = source.config
+    source = source or StepSource(config)
     source.start()
     manifest = source.data.first
     device = ray.train.torch.get_device()

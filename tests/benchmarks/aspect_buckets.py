@@ -31,7 +31,7 @@ def main():
     session.connect()
     prompts, summary, buckets = captioned_shapes.held_out_prompts(given.prompts), {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        captioned_shapes.write_parquet(f"{folder}/raw", given.rows)
+        captioned_shapes.write_data_set(f"{folder}/raw", given.rows)
         for name, ratios in RATIOS.items():
             raw = PreprocessingConfig(
                 storage=folder,

@@ -56,7 +56,7 @@ def lesson_recipe():
 def drawn_rows(num_rows):
     """The lesson's drawn pictures, as they are read from files."""
     with tempfile.TemporaryDirectory() as folder:
-        captioned_shapes.write_parquet(folder, num_rows)
+        captioned_shapes.write_data_set(folder, num_rows)
         paths = inputs.list_inputs(folder)
         return inputs.with_path(pa.concat_tables([pq.read_table(path) for path in paths]), paths[0])
 
@@ -121,7 +121,7 @@ def shape_score(pictures, prompts):
 
 def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
-    samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
+    samples = [captioned_shapes.draw_sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
     moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
     reconstructed = decoder.reconstruct("tiny-sd", moments)

@@ -38,7 +38,7 @@ def measure_per_worker(values):
     bandwidth = float("nan")
     if distributed.world_size() > 1:
         size = 2**30 if get_device().type == "cuda" else 2**22
-        bandwidth = network.measure(get_device(), [size])[0]["bus bandwidth, GB/s"]
+        bandwidth = network.measure_bandwidth(get_device(), [size])[0]["bus bandwidth, GB/s"]
     if context.get_world_rank() == 0:
         found["hardware"] = profiling.hardware(get_device())
         found["bus bandwidth, GB/s"] = bandwidth

@@ -76,7 +76,7 @@ def print_bytes():
             found.append(bytes_on_disk({spec.name: spec.row_bytes for spec in (latents, text)}))
         shares = [size / before[resolution] for size, resolution in zip(found, (256, 512), strict=True)]
         print(f"  {name:20} {found[0]:9,.0f} {found[1]:9,.0f}   ({shares[0]:.1%}, {shares[1]:.1%})")
-    captions = [captioned_shapes.sample(index)[1] for index in range(2000)]
+    captions = [captioned_shapes.draw_sample(index)[1] for index in range(2000)]
     tokenizer = load_tokenizer("tiny-sd")
     mean = statistics.mean(count_tokens(captions, tokenizer))
     print(

@@ -76,7 +76,7 @@ def main():
     session.connect()
     with tempfile.TemporaryDirectory() as folder:
         data = PreprocessingConfig(storage=folder, resolutions=[64])
-        captioned_shapes.write_parquet(data.raw_uri, 4000)
+        captioned_shapes.write_data_set(data.raw_uri, 4000)
         encode(data)
 
         def config(name):

@@ -56,7 +56,7 @@ def main():
             rows += [(name, seed, metric, value) for metric, value in losses.items()]
             print(f"seed {seed}, {name}: {losses}", flush=True)
     results = pd.DataFrame(rows, columns=["setting", "seed", "metric", "value"])
-    compared = trials.compare(results)
+    compared = trials.compare_settings(results)
     summary = {}
     for row in compared.itertuples():
         what = f"{given.small} steps at 32 and {given.large} at 64 pixels against {alone} at 64, {row.metric}"

@@ -52,7 +52,7 @@ def drawn_rows():
     """[(key, picture's bytes, caption, width)] of drawn pictures, a few of them spoilt."""
     rows = []
     for index in range(ROWS):
-        picture, caption = captioned_shapes.sample(index)
+        picture, caption = captioned_shapes.draw_sample(index)
         data = io.BytesIO()
         picture.save(data, ("JPEG", "PNG", "WEBP")[index % 3])
         rows.append(

@@ -27,7 +27,7 @@ def raw(cluster, tmp_path_factory):
     """Raw rows of which some are spoilt, and which do not fill whole batches."""
     folder = str(tmp_path_factory.mktemp("storage"))
     config = OnlineConfig(storage=folder, resolutions=[32], encoder_batch_size=8, keep_latents=True)
-    captioned_shapes.write_parquet(config.raw_uri, 170, spoilt_share=0.05, rows_per_file=60)
+    captioned_shapes.write_data_set(config.raw_uri, 170, spoilt_share=0.05, rows_per_file=60)
     return config
 
 

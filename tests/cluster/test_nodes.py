@@ -102,12 +102,12 @@ def in_background(action, released):
     return wait
 
 
-def held_loop(released, values, **options):
+def held_loop(released, config, **options):
     """The worker loop, whose steps are slow, and whose last one waits, until the file `released` is there.
 
     Notes the number of workers, and the node of rank 0, of each attempt in `workers/` beside that file.
     """
-    config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+    train_one = TrainStep.step
     context, folder = ray.train.get_context(), released.parent / "workers"
 
     def held_step(self, step, units):
@@ -121,7 +121,7 @@ def held_loop(released, values, **options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
-    train_loop_per_worker(values, **options)
+    train_loop_per_worker(config, **options)
 
 
 def attempts_seen(released):
@@ -251,7 +251,7 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     config = PreprocessingConfig(
         storage=str(tmp_path), resolutions=[32], encoder_accelerator_type="A10G", num_encoders=(1, 2)
     )
-    captioned_shapes.write_parquet(config.raw_uri, 3000, rows_per_file=1000)
+    captioned_shapes.write_data_set(config.raw_uri, 3000, rows_per_file=1000)
     node, other = add_node(nodes, resources=ENCODER), []
 
     def lose_node(done, total):
@@ -272,7 +272,7 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
 def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     """Encoders on A10Gs, a trainer on an A100; a node of either kind is lost, and another of its kind comes."""
     raw = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=16)
-    captioned_shapes.write_parquet(raw.raw_uri, 300, spoilt_share=0.05)
+    captioned_shapes.write_data_set(raw.raw_uri, 300, spoilt_share=0.05)
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )

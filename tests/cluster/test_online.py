@@ -47,7 +47,7 @@ def raw(cluster, tmp_path_factory):
         random_crop=0.8,
         horizontal_flip=True,
     )
-    captioned_shapes.write_parquet(config.raw_uri, 300, spoilt_share=0.05, rows_per_file=120)
+    captioned_shapes.write_data_set(config.raw_uri, 300, spoilt_share=0.05, rows_per_file=120)
     return config
 
 
@@ -295,7 +295,7 @@ def test_a_large_row_group_is_read_once_an_epoch(cluster, tmp_path, monkeypatch)
     monkeypatch.setattr(plan_module, "CHUNK_BYTES", 40_000)
     monkeypatch.setattr(online, "CHUNK_BYTES", 40_000)
     whole = OnlineConfig(storage=str(tmp_path), resolutions=[32])
-    captioned_shapes.write_parquet(whole.raw_uri, 400)
+    captioned_shapes.write_data_set(whole.raw_uri, 400)
     (path,) = storage.list_files(whole.raw_uri)
     pq.write_table(pq.read_table(path), path, row_group_size=100)
     config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)

@@ -110,10 +110,10 @@ def validating_loop(folder):
             (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
             return super().__call__(unet, config, step)
 
-    def loop(values, **options):
+    def loop(config, **options):
         resume.has_spare_gpu = lambda *_: False
-        options["evaluate"] = Noted(list(values["prompts"]))
-        train_loop_per_worker(values, **options)
+        options["evaluate"] = Noted(list(config.prompts))
+        train_loop_per_worker(config, **options)
 
     return loop
 
@@ -308,7 +308,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path):
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     assert (
-        looks.held_out_prompts(small(data, prompts=None, validation_share=0.0, validate_every=0), 4)[1]
+        looks.prompts_and_detector(small(data, prompts=None, validation_share=0.0, validate_every=0), 4)[1]
         is captioned_shapes.agreement
     )
     rows = pa.table({"caption": ["a dog", "a cat"], "hash": [1, 2], "jpg": [b"", b""]})
@@ -318,7 +318,7 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
         str(tmp_path), prompts=None, latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0
     )
     prepare_online.prepare(raw, config)
-    assert looks.held_out_prompts(config, 4) == (["a dog", "a cat"], None)
+    assert looks.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
 
 
 def test_one_call_frees_the_disk(tmp_path):

@@ -241,7 +241,7 @@ def finished(store, cluster):
     """A job from and to a server that fails every tenth request."""
     config = PreprocessingConfig(storage="s3://bucket/sd")
     store.fail_every, before = 10, store.failures
-    captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.03, rows_per_file=100)
+    captioned_shapes.write_data_set(config.raw_uri, ROWS, spoilt_share=0.03, rows_per_file=100)
     manifest = encode(config)
     store.fail_every = 0
     assert store.failures > before

@@ -72,7 +72,7 @@ def newer(tmp_path):
 def config_of(tmp_path, kind=PreprocessingConfig, **options):
     config = kind(storage=str(tmp_path / "storage"), encoder_model=MODEL, resolutions=[32], **options)
     if not os.path.exists(config.raw_uri):
-        captioned_shapes.write_parquet(config.raw_uri, 20)
+        captioned_shapes.write_data_set(config.raw_uri, 20)
     return config
 
 

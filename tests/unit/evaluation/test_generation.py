@@ -4,13 +4,12 @@ import io
 import pathlib
 
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation import figures, generation, scores
+from helpers.evaluation import generation, scores
 from helpers.model import unet
 from helpers.sample.pipeline import export_pipeline, generate, to_png
 from tests.pipelines import untrained_pipeline
@@ -117,17 +116,3 @@ def test_scores_are_read_from_all_parts(tmp_path, monkeypatch):
     (tmp_path / "parts" / generation.part_name(0)).unlink()
     with pytest.raises(ValueError, match="has 1 of 2 parts: run `generate` again"):
         generation.score(str(tmp_path))
-
-
-SWEEP = pd.DataFrame({"guidance_scale": [1.0, 2.0, 7.5], "clip_score": [20.0, 25, 27], "cmmd": [0.5, 0.3, 0.4]})
-
-
-def test_the_guidance_curve_labels_each_point_with_its_scale():
-    figure = figures.guidance_curve(SWEEP)
-    ax = figure.axes[0]
-    assert ax.get_ylabel() == "CMMD" and [text.get_text() for text in ax.texts] == ["1", "2", "7.5"]
-    assert "7.5: 27.0, 0.4" in figure.alt_text
-    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP})
-    assert [text.get_text() for text in both.axes[0].get_legend().get_texts()] == ["early", "late"]
-    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep real pictures to compare with"):
-        figures.guidance_curve(SWEEP.drop(columns="cmmd"))

@@ -33,7 +33,7 @@ def test_a_setting_against_itself_differs_by_nothing(config):
     found = trials.run(
         config, {"one": {}, "same": {"run_name": "other"}, "eps": {"prediction_type": "epsilon"}}, [0, 1]
     )
-    compared = trials.compare(found).set_index(["setting", "metric"])
+    compared = trials.compare_settings(found).set_index(["setting", "metric"])
     assert (compared.loc["same"][["difference", "low", "high"]] == 0).all(axis=None)
     assert (compared.loc["eps"]["difference"] != 0).all()
     error = found[(found["metric"] == "min-SNR error") & (found["setting"] == "one")]["value"]
@@ -97,12 +97,12 @@ def test_differences_are_paired_by_seed():
     values = {"base": [1.0, 5.0, 9.0], "other": [1.1, 5.3, 9.2]}
     rows = [(name, seed, "loss", value) for name, of in values.items() for seed, value in enumerate(of)]
     frame = pd.DataFrame(rows, columns=["setting", "seed", "metric", "value"])
-    (row,) = trials.compare(frame.sample(frac=1, random_state=0).sort_values("setting")).to_dict("records")
+    (row,) = trials.compare_settings(frame.sample(frac=1, random_state=0).sort_values("setting")).to_dict("records")
     paired = stats.ttest_rel(values["other"], values["base"]).confidence_interval()
     assert (row["difference"], row["seeds"]) == (pytest.approx(0.2), 3)
     assert (row["low"], row["high"]) == pytest.approx(tuple(paired))
     with pytest.raises(ValueError, match="^'other' has no 'loss' with seed 2: the settings must have the same seeds"):
-        trials.compare(frame[:-1])
+        trials.compare_settings(frame[:-1])
 
 
 def test_what_cannot_be_compared_is_refused(config):
