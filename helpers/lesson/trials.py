@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from ..config.training import TrainingConfig
-from ..evaluation.losses import losses_by_noise
+from ..evaluation.validation_loss import losses_by_noise
 from ..latents import held_out
 from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import load_plan

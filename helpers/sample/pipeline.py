@@ -137,7 +137,7 @@ def generate(
 
 
 def sample(
-    config: dict,
+    config: TrainingConfig,
     prompts: list[str],
     saved: ray.train.Checkpoint | None,
     *,
@@ -147,10 +147,9 @@ def sample(
 ) -> list[np.ndarray]:
     """Images of prompts from a checkpoint's EMA weights, or from an untrained U-Net if `saved` is None; see `generate`.
 
-    On this process's GPU if it has one. `config`: the dict of a `TrainingConfig`; squares of its largest resolution,
-    unless `width` and `height` are given.
+    Runs on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width` and
+    `height` are given.
     """
-    config = TrainingConfig.from_dict(config)
     manifest = read_encoder_manifest(config)
     unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
     pipeline = build_pipeline(unet, manifest, config)
@@ -217,12 +216,10 @@ prompt is cut after {max_tokens} tokens. {adapter.note}
 """
 
 
-def export_checkpoint(config: dict, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None) -> str:
-    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI.
-
-    `config`: the dict of a `TrainingConfig`.
-    """
-    config = TrainingConfig.from_dict(config)
+def export_checkpoint(
+    config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
+) -> str:
+    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
     manifest = read_encoder_manifest(config)
     pipeline = build_pipeline(load_unet(config, saved, which), manifest, config)
     uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))

@@ -18,8 +18,8 @@ import torch
 
 from helpers.config.notebook import PreprocessingConfig
 from helpers.evaluation import scores
-from helpers.evaluation.losses import validation_loss
 from helpers.evaluation.scores import CLIP
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.lesson import captioned_shapes
 from helpers.sample import decoder
 from helpers.train import results

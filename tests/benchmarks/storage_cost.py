@@ -20,7 +20,7 @@ from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, stages
 from helpers.encode.captions import count_tokens, load_tokenizer
-from helpers.evaluation.losses import validation_loss
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
 from helpers.lesson import captioned_shapes
 from tests.benchmarks import record

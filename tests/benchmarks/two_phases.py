@@ -11,7 +11,7 @@ weights and of the last ones, seed by seed: a negative difference says that phas
 import pandas as pd
 
 from helpers.config.notebook import PreprocessingConfig
-from helpers.evaluation.losses import validation_loss
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.lesson import trials
 from helpers.train.profiling import count_flops
 from tests.benchmarks import record

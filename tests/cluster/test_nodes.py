@@ -383,7 +383,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
         found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
         assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
-    found = at_checkpoints.validate(saved, config.to_dict(), work=where)
+    found = at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
@@ -395,7 +395,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
     results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
-    assert at_checkpoints.validate(saved, config.to_dict(), timeout_s=60)["gpus"] == 0
+    assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
         lose(nodes, node)

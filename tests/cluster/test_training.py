@@ -195,12 +195,12 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     middle, last = results.read(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
     saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
-    again = at_checkpoints.evaluate_checkpoint(saved, config.to_dict(), list(config.prompts), None)
+    again = at_checkpoints.evaluate_checkpoint(saved, at_checkpoints.Evaluation(config, list(config.prompts)))
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = pipeline.export_checkpoint(config.to_dict(), resume.last_checkpoint(config), which)
+        uri = pipeline.export_checkpoint(config, resume.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -226,7 +226,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     # Step 10 is skipped if step 16 is saved before its evaluation begins.
     assert results.scores(config.run_uri)["step"].iloc[-1] == 16
-    wide = pipeline.sample(config.to_dict(), ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = pipeline.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
@@ -243,11 +243,11 @@ def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = pipeline.export_checkpoint(config.to_dict(), result.checkpoint)
+    uri = pipeline.export_checkpoint(config, result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = pipeline.sample(config.to_dict(), [prompt], result.checkpoint)[0]
+    mine = pipeline.sample(config, [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
     theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)

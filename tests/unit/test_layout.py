@@ -16,8 +16,8 @@ STAGES = ["config", "runtime", "latents", "raw", "model", "encode", "train", "sa
 
 # Public names that several modules define, in which they mean different things.
 SHARED_NAMES = set(
-    "Job describe finish generate is_local is_number numbers parse_json "  # noqa: SIM905
-    "prepare read_columns read_files read_picture read_rows sizes sources transform write".split()
+    "describe is_local is_number numbers "  # noqa: SIM905
+    "prepare read_files read_picture read_rows sizes sources transform write".split()
 )
 
 

@@ -18,7 +18,7 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import encoder, prepare, prepare_online
 from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
-from helpers.evaluation.losses import validation_loss
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
 from helpers.model import diffusion
 from helpers.model.unet import load_unet_config

@@ -74,7 +74,8 @@ def build_run(tmp_path, build_manifest, build_latents):
 
 
 def evaluate_unet(config, seed=0, step=10, prompts=PROMPTS, agreement=None):
-    return at_checkpoints.evaluate_unet(build_unet("tiny", seed=seed).eval(), config, step, prompts, agreement)
+    evaluation = at_checkpoints.Evaluation(config, prompts, agreement)
+    return at_checkpoints.evaluate_unet(build_unet("tiny", seed=seed).eval(), evaluation, step)
 
 
 def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
@@ -150,18 +151,18 @@ def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
 
 
 def test_several_ranks_draw_what_one_draws(build_run, monkeypatch):
-    evaluator = at_checkpoints.Evaluator(build_unet("tiny").eval(), build_run(), PROMPTS)
+    evaluator = at_checkpoints.Evaluator(build_unet("tiny").eval(), at_checkpoints.Evaluation(build_run(), PROMPTS))
     alone, parts = evaluator.draw(), []
     for ranks in (2, 8):  # more than there are prompts and held-out rows
         monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
         for rank in range(ranks):
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             parts.append(evaluator.draw())
-    assert [len(drawn) for drawn, *_ in parts] == [2] * 2 + [1] * 8  # as many, for sharded weights
-    for kind, count in enumerate((3, 6)):  # drawn, real
+    assert [len(share.drawn) for share in parts] == [2] * 2 + [1] * 8  # as many, for sharded weights
+    for kind, count in (("drawn", 3), ("real", 6)):
         for some in (parts[:2], parts[2:]):
-            together = [picture for part in some for picture in part[kind]][:count]
-            for one, other in zip(alone[kind], together, strict=True):
+            together = [image for share in some for image in getattr(share, kind)][:count]
+            for one, other in zip(getattr(alone, kind), together, strict=True):
                 assert np.abs(one.astype(int) - other).max() <= 1
 
 
@@ -202,7 +203,7 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     saved = [checkpoint_at(config, step) for step in steps]
     for one, axis in zip(saved, (0, 1, 0), strict=True):
         monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
-        at_checkpoints.validate(one, config.to_dict())
+        at_checkpoints.validate(one, at_checkpoints.Evaluation(config))
     found = results.read(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
     # CLIP computes on another number of threads there.
@@ -211,14 +212,14 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     assert not any({"unfinished", "to_score", "failed", "skipped"} & one.keys() for one in found)
     (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.step_of(kept) == max(found, key=lambda one: (one["clip_score"], one["step"]))["step"]
-    assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".pickle")
+    assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".npz")
 
 
 def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, counted):
     config = build_run()
     monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
     at_checkpoints.OnWorkers(PROMPTS)(build_unet("tiny").eval(), config, 10)
-    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), config.to_dict(), None, None)
+    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), at_checkpoints.Evaluation(config))
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert not {"unfinished", "to_score"} & found.keys()
 
@@ -234,10 +235,10 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
         parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
         checkpoint.async_save(folder, **parts, step=10, stager=stager)()
         with state.averaged() as unet:
-            by_trainers = at_checkpoints.Evaluator(unet, config, []).losses(10)
+            by_trainers = at_checkpoints.Evaluator(unet, at_checkpoints.Evaluation(config, [])).losses(10)
     finally:
         dist.destroy_process_group()
-    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), config.to_dict(), [], None)
+    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), at_checkpoints.Evaluation(config, []))
     in_fp32 = evaluate_unet(dataclasses.replace(config, precision="fp32"), config.seed, prompts=[])
     loss, error = in_fp32["validation_loss"], abs(in_fp32["validation_loss"] - by_trainers["validation_loss"])
     assert 0 < error < 0.01 * loss
@@ -265,7 +266,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
     incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
     storage.write_text(incomplete, "half")
-    found = at_checkpoints.validate(old, config.to_dict())
+    found = at_checkpoints.validate(old, at_checkpoints.Evaluation(config))
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
     assert len(results.scores(config.run_uri)) == 0
@@ -296,4 +297,5 @@ def test_the_best_by_agreement_needs_a_judge(build_run):
         at_checkpoints.validation_config(build_run(best_by="agreement"))
     config = build_run(best_by="agreement")
     made = at_checkpoints.validation_config(config, PROMPTS, captioned_shapes.agreement)
-    assert made.fn.keywords["prompts"] == PROMPTS and made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
+    assert made.fn.keywords["evaluation"] == at_checkpoints.Evaluation(config, PROMPTS, captioned_shapes.agreement)
+    assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}

@@ -16,7 +16,7 @@ from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job, Segment, segment_entry
-from helpers.evaluation.losses import losses_by_noise, validation_loss
+from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, Manifest, encode_embedding, read_files, read_manifest, write_manifest
 from helpers.latents.plan import plan_run

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.config.notebook import TrainingConfig
 from helpers.distributed import local
-from helpers.evaluation import losses
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import UNIT
@@ -165,7 +165,7 @@ def run_strategy(folder, name, config, manifest, rows, rank, world):
     lines = train(state, manifest, rows, 0, MIDDLE, rank, world)
     writing = begin_save(f"{folder}/{name}", state, MIDDLE)
     with state.averaged() as unet:  # between two steps, whose losses stay
-        validated = losses.validation_loss(unet, manifest, held_out(rows), config)
+        validated = validation_loss(unet, manifest, held_out(rows), config)
     lines += train(state, manifest, rows, MIDDLE, STEPS, rank, world)
     writing()
     restored = TrainStep(config, manifest)
@@ -248,7 +248,7 @@ def test_it_trains_as_one_process_does(one, run):
 def test_it_validates_as_one_process_does(run, recipe, manifest, rows):
     """By all ranks together, with the averaged weights."""
     unet = checkpoint.load_weights(run[1], build_unet(recipe().unet_config))
-    expected = losses.validation_loss(unet, manifest, held_out(rows), recipe())
+    expected = validation_loss(unet, manifest, held_out(rows), recipe())
     for found in run[0]:
         assert found["validated"] == pytest.approx(expected, rel=1e-5)
 
@@ -366,7 +366,7 @@ def test_an_evaluation_changes_no_modules_mode_layout_or_compiled_code(
     before, made = look(), len(graphs)
     with state.averaged() as unet:
         assert not any(module.training for module in unet.modules())
-        losses.validation_loss(unet, manifest, held_out(rows), state.config)
+        validation_loss(unet, manifest, held_out(rows), state.config)
     assert look() == before and not frozen.training
     train(state, manifest, rows, 2, 4)
     assert made == len(graphs) == 9

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from helpers.config.notebook import TrainingConfig
-from helpers.evaluation import losses
+from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, write_manifest
 from helpers.latents.read import read_row_ranges
@@ -25,9 +25,9 @@ def unet():
 def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(unet, build_manifest, build_latents):
     """The same every time, whatever the seed; weighted and not; and `validation_loss` is their mean."""
     manifest, rows = build_manifest(), build_latents(80)
-    found = losses.losses_by_noise(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
+    found = losses_by_noise(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
     torch.manual_seed(5)
-    again = losses.losses_by_noise(unet, manifest, rows, TrainingConfig(seed=7), timesteps_per_row=2)
+    again = losses_by_noise(unet, manifest, rows, TrainingConfig(seed=7), timesteps_per_row=2)
     np.testing.assert_array_equal(found, again)
     assert all(parameter.grad is None for parameter in unet.parameters())
     expected, schedule = np.zeros((2, 80, 2)), diffusion.noise_schedule()
@@ -43,12 +43,12 @@ def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(unet, build_
                     expected[number, row, column] = loss.item()
     assert found[:, 0].tolist() == [250, 750]
     np.testing.assert_allclose(found[:, 1:], expected.mean(axis=1), rtol=1e-4)
-    means = losses.validation_loss(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
+    means = validation_loss(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
     assert means == tuple(found[:, 1:].mean(axis=0)) and means[0] != means[1]
 
 
 def test_no_validation_rows_give_zero_not_a_crash(unet, build_manifest, build_latents):
-    assert losses.validation_loss(unet, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
+    assert validation_loss(unet, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
 
 
 def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypatch):
