@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import storage
+from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
 from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
@@ -181,12 +181,13 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
     """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
-    for name, value in json.loads(json.dumps(config.deciding("rows", "stored", "learned"))).items():
-        if (before := earlier.get(name, value)) != value:
-            raise ValueError(
-                f"run_name={config.run_name!r} was started with {name}={before!r}, not {value!r}: set it back to "
-                "resume the run, or give another run_name."
-            )
+    now = config.deciding("rows", "stored", "learned")
+    if found := first_difference({**now, **earlier}, now, names=now):
+        name, before, value = found
+        raise ValueError(
+            f"run_name={config.run_name!r} was started with {name}={before!r}, not {value!r}: set it back to "
+            "resume the run, or give another run_name."
+        )
 
 
 def check_mixture(manifests: dict[str, Manifest]) -> None:
@@ -199,14 +200,14 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
                 f"{first.num_captions}: encode both with as many captions."
             )
         names = ("encoder", "text_cleaning", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
-        for name in (*names, "id_type"):
-            mine, theirs = getattr(manifest, name), getattr(first, name)
-            if mine != theirs:
-                what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
-                raise ValueError(
-                    f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
-                    "encode both with the same settings."
-                )
+        both = ({name: getattr(one, name) for name in (*names, "id_type")} for one in (manifest, first))
+        if found := first_difference(*both):
+            name, mine, theirs = found
+            what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
+            raise ValueError(
+                f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
+                "encode both with the same settings."
+            )
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
@@ -297,17 +298,16 @@ def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
         )
 
     def settings(of: Manifest) -> dict[str, Any]:
-        shapes = {spec.name: spec.shape for spec in [*of.latents_at(resolution), of.embeddings]}
+        shapes = {spec.name: str(spec.shape) for spec in [*of.latents_at(resolution), of.embeddings]}
         names = ("encoder", "text_cleaning", "scaling_factor", "shift_factor")
         return {**{name: getattr(of, name) for name in names}, **shapes}
 
-    ours = settings(trained_on)
-    for name, value in settings(manifest).items():
-        if ours.get(name) != value:
-            raise ValueError(
-                f"validation_uri={uri!r} has {name}={value}, and the run's data has {ours.get(name)}: encode both with "
-                "the same settings."
-            )
+    if found := first_difference(settings(manifest), settings(trained_on)):
+        name, value, ours = found
+        raise ValueError(
+            f"validation_uri={uri!r} has {name}={value}, and the run's data has {ours}: encode both with the same "
+            "settings."
+        )
 
 
 def check_init_from(config: TrainingConfig) -> None:
@@ -325,12 +325,14 @@ def check_init_from(config: TrainingConfig) -> None:
             f"{storage.join(config.storage, 'runs')} nor a folder with a U-Net in diffusers layout: give one of these, "
             "or None."
         )
-    for name, value in load_unet_config(config.unet_config).items():
-        if name != "sample_size" and theirs.get(name, value) != value:
-            raise ValueError(
-                f"init_from={config.init_from!r} is a denoiser with {name}={theirs[name]}, and "
-                f"unet_config={config.unet_config!r} has {value}: start from one of the same shape."
-            )
+    ours = load_unet_config(config.unet_config)
+    names = [name for name in ours if name != "sample_size"]
+    if found := first_difference({**ours, **theirs}, ours, names):
+        name, value, own = found
+        raise ValueError(
+            f"init_from={config.init_from!r} is a denoiser with {name}={value}, and unet_config={config.unet_config!r} "
+            f"has {own}: start from one of the same shape."
+        )
 
 
 def describe_data(data: DataSets) -> list[dict]:
@@ -352,16 +354,15 @@ def describe_data(data: DataSets) -> list[dict]:
 
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
     """Raises ValueError if a run's data has changed since it was started; both as `describe_data` returns them."""
-    now = json.loads(json.dumps(now))  # `before` comes from a JSON file: tuples have become lists
     for uri, *both in zip(config.proportions, before, now, strict=False):
         one, other = ({"encoder": data["encoder"], **data["made_with"]} for data in both)
-        for name in one.keys() & other.keys() - {"input_crc32"}:
-            if one[name] != other[name]:
-                raise ValueError(
-                    f"run_name={config.run_name!r} was started on data of {uri} made with {name}={one[name]!r}, not "
-                    f"{other[name]!r}: set it back to resume the run, or give another run_name."
-                )
-    if before != now:
+        if found := first_difference(one, other, one.keys() & other.keys() - {"input_crc32"}):
+            name, value_before, value = found
+            raise ValueError(
+                f"run_name={config.run_name!r} was started on data of {uri} made with {name}={value_before!r}, not "
+                f"{value!r}: set it back to resume the run, or give another run_name."
+            )
+    if first_difference({"data": before}, {"data": now}):
         raise ValueError(
             f"run_name={config.run_name!r} was started on other data than {', '.join(config.proportions)} holds now: "
             "give another run_name."
