@@ -22,7 +22,7 @@ import torch
 from ..config.training import TrainingConfig
 from ..evaluation.validation_loss import losses_by_noise
 from ..latents import held_out
-from ..latents.manifest import Manifest, read_manifest
+from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import load_plan
 from ..latents.read import latents_reader, read_chunks, worker_units
 from ..model import diffusion
@@ -57,7 +57,7 @@ def run(
     rows = held_out.first(config, NUM_ROWS)
     if rows is None:
         raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = DataSets.open(config.proportions).first
     records = []
     for seed in seeds:  # seed by seed, so that results are paired even after an interruption
         for name, setting in configs.items():
@@ -72,7 +72,7 @@ def run(
 def train(config: TrainingConfig) -> torch.nn.Module:
     """The averaged denoiser of a run that trains in this process, without Ray, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = TrainStep(config, read_manifest(next(iter(config.proportions))), device)
+    trained = TrainStep(config, DataSets.open(config.proportions).first, device)
     for step, units in enumerate(batches(config)):
         trained.step(step, units)
     trained.ema.swap()
@@ -81,15 +81,15 @@ def train(config: TrainingConfig) -> torch.nn.Module:
 
 def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     """The global batches of a run's steps, as Ray Train's workers get them, read in this process."""
-    plan, steps = load_plan(config), range(config.max_steps)
-    manifest = read_manifest(next(iter(config.proportions)))
+    data, steps = DataSets.open(config.proportions), range(config.max_steps)
+    plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
     options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": latents_reader(plan)}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):
         latents = plan.latents_at(step)
         yield [
-            Unit.from_arrow(rows, manifest, latents, unit % config.units_per_step * config.unit_rows)
+            Unit.from_arrow(rows, data.first, latents, unit % config.units_per_step * config.unit_rows)
             for unit, rows in units.items()
         ]
 

@@ -15,7 +15,6 @@ import ray.train.torch
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from ..latents.manifest import read_manifest
 from . import checkpoint, faults
 from .meter import Meter
 from .metrics import MetricsLog
@@ -38,7 +37,7 @@ def train_loop_per_worker(
     """
     source = source or StepSource(config)
     source.start()
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = source.data.first
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 

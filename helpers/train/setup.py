@@ -13,7 +13,7 @@ from .. import storage
 from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
-from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
@@ -50,18 +50,18 @@ def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
     return storage.read_json(uri) if begun else None
 
 
-def open_run(config: TrainingConfig) -> Manifest:
-    """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
+def open_run(config: TrainingConfig) -> DataSets:
+    """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
 
     Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
     changing anything, raises what `check_run` and `models.pin_model` raise, and RuntimeError if another driver holds
     the run.
     """
-    manifests = read_manifests(config.proportions)
-    shapes = describe_shapes(check_run(config, manifests))
+    data = DataSets.open(config.proportions)
+    shapes = describe_shapes(check_run(config, data))
     pin_clip(config)
-    for uri, manifest in manifests.items():
+    for uri, manifest in data.manifests.items():
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
@@ -78,14 +78,14 @@ def open_run(config: TrainingConfig) -> Manifest:
         storage.join(config.run_uri, "config.json"),
         {
             "parameters": config.to_dict(),
-            "data": describe_data(manifests, config),
+            "data": describe_data(data),
             "shapes": shapes,
             "versions": {"python": platform.python_version(), **versions},
             "git_revision": git_revision(),
         },
     )
     limit_health_checks(config.hang_timeout)
-    return next(iter(manifests.values()))
+    return data
 
 
 def pin_clip(config: TrainingConfig) -> None:
@@ -157,25 +157,25 @@ def describe_shapes(plan: Plan) -> list[dict]:
     ]
 
 
-def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
+def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
     An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
     """
-    check_mixture(manifests)
-    for uri, manifest in manifests.items():
+    check_mixture(data.manifests)
+    for uri, manifest in data.manifests.items():
         check_latents(manifest, config, uri)
         if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
             raise ValueError(
                 f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
                 f"holds {manifest.num_captions} captions a row: give one for each, or None."
             )
-    check_validation_set(config, next(iter(manifests.values())))
-    plan = plan_run(manifests, config)
+    check_validation_set(config, data.first)
+    plan = plan_run(data, config)
     check_init_from(config)
     if earlier := read_earlier(config):
         check_resume(config, earlier["parameters"])
-        check_same_data(config, earlier["data"], describe_data(manifests, config))
+        check_same_data(config, earlier["data"], describe_data(data))
     return plan
 
 
@@ -335,7 +335,7 @@ def check_init_from(config: TrainingConfig) -> None:
         )
 
 
-def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:
+def describe_data(data: DataSets) -> list[dict]:
     """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
     return [
         {
@@ -345,10 +345,10 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
             **({"shift_factor": manifest.shift_factor} if manifest.shift_factor else {}),
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,
-            "proportion": proportion,
+            "proportion": data.proportions[uri],
             "made_with": manifest.made_with,
         }
-        for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
+        for uri, manifest in data.manifests.items()
     ]
 
 

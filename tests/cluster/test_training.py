@@ -18,7 +18,6 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents import read
-from helpers.latents.plan import load_plan
 from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
 from helpers.model.denoisers import build_denoiser
@@ -27,6 +26,7 @@ from helpers.sample import pipeline
 from helpers.train import checkpoint, results, resume, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics, speed_summary
+from tests.conftest import plan_for
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
 
@@ -160,7 +160,7 @@ def test_two_workers_reproduce_a_bare_loop(run):
 def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
     """Their numbers are then made one after another, while the first ones read."""
     config, _ = run
-    plan = load_plan(config)
+    plan = plan_for(config)
 
     def ids():
         rows = latents_dataset(plan, 3, 3 * plan.steps_per_epoch)

@@ -20,7 +20,6 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
-from helpers.latents.plan import load_plan
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
@@ -28,6 +27,7 @@ from helpers.train import setup
 from helpers.train.kept import open_job
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
+from tests.conftest import plan_for
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
 
@@ -210,7 +210,7 @@ def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, 
     for row in rows.to_pylist():
         for text_column, column in (("caption", "caption_embeddings"), ("caption_2", "caption_embeddings_2")):
             written[row["id"], row[text_column]] = row[column]
-    plan, spec, seen = load_plan(training(config.storage, validation_share=0)), made.latents(32), {}
+    plan, spec, seen = plan_for(training(config.storage, validation_share=0)), made.latents(32), {}
     chunks = plan.chunk_range(0, 12 * plan.steps_per_epoch)
     steps = {"first_step": 0, "end_step": 12 * plan.steps_per_epoch, "read": read.latents_reader(plan)}
     for block in read.read_chunks({"id": range(len(chunks))}, plan=plan, first_chunk=0, **steps):
@@ -269,11 +269,11 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     raw = config_of(model(), OnlineConfig, **options, keep_latents=True)
     run = training(str(tmp_path), latents_uri=str(tmp_path / "online"), unet_config=unet_config)
     made = prepare_online.prepare(raw, run)
-    plan = load_plan(run)
+    plan = plan_for(run)
     assert made.shift_factor == 0.11 and made.embeddings.ragged
     validation = manifest.read_manifest(f"{run.latents_uri}/{held_out.FOLDER}")
     assert (validation.shift_factor, validation.encoder) == (0.11, made.encoder)
-    kept = open_job(run, plan)
+    kept = open_job(run, plan, made)
     assert kept.description["shift_factor"] == 0.11 and kept.parameters["maximum_tokens"] == 16
     state = TrainStep(run, made)
     found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
@@ -322,8 +322,8 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     for column in values["columns"]:
         del column["ragged"]
     assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
-    run = training(str(tmp_path))
-    assert "shift_factor" not in setup.describe_data({made_uri(tmp_path): made}, run)[0]
+    data = manifest.DataSets({made_uri(tmp_path): made}, {made_uri(tmp_path): 1.0})
+    assert "shift_factor" not in setup.describe_data(data)[0]
     job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
     job.check_same(json.loads(json.dumps(job.parameters)))
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))

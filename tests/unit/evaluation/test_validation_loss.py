@@ -5,7 +5,7 @@ import torch
 from helpers.config.notebook import TrainingConfig
 from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import write_manifest
+from helpers.latents.manifest import DataSets, write_manifest
 from helpers.latents.read import read_row_ranges
 from helpers.model import diffusion
 from helpers.model.denoisers import build_denoiser
@@ -89,11 +89,11 @@ def test_a_validation_set_unlike_the_data_is_refused_before_the_run_starts(tmp_p
     if changes is not None:
         write_manifest(config.validation_uri, build_manifest(**changes), [])
     with pytest.raises(ValueError) as error:
-        setup.check_run(config, {config.latents_uri: build_manifest()})
+        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))
     assert str(error.value).startswith(f"validation_uri={config.validation_uri!r} {said}")
 
 
 def test_training_data_are_no_validation_set(tmp_path, build_manifest):
     config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "latents")
     with pytest.raises(ValueError, match="is what the run trains on: give another data set, or leave it empty.$"):
-        setup.check_run(config, {config.latents_uri: build_manifest()})
+        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))

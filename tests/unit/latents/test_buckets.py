@@ -18,7 +18,7 @@ from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job, Segment, segment_entry
 from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import Manifest, encode_embedding, read_files, read_manifest, write_manifest
+from helpers.latents.manifest import DataSets, Manifest, encode_embedding, read_files, read_manifest, write_manifest
 from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.lesson import looks
@@ -183,7 +183,7 @@ def test_shapes_of_as_many_values_travel_in_one_column(folder):
     uri, manifest = folder
     columns = [spec for spec in manifest.columns if spec.resolution is None or spec.size[0] != spec.size[1]]
     manifest, config = dataclasses.replace(manifest, columns=columns), config_of(uri, resolution=32)
-    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    plan = plan_run(DataSets({uri: manifest}, config.proportions), config, {uri: read_files(uri)})
     found = [units[0].moments.shape[2:] for units in batches(plan, config, manifest, plan.steps_per_epoch).values()]
     assert set(found) == {(4, 6, 2), (4, 2, 6)}
 
@@ -193,7 +193,7 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
     """With the stored latents of the step's shape, though shapes travel in one column."""
     uri, manifest = folder
     config = config_of(uri, resolution=resolution)
-    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    plan = plan_run(DataSets({uri: manifest}, config.proportions), config, {uri: read_files(uri)})
     state, shapes = TrainStep(config, manifest), set()
     place = {row_id: row for row, row_id in enumerate(encoded["id"].to_pylist())}
     for step, units in batches(plan, config, manifest, plan.steps_per_epoch).items():

@@ -20,6 +20,7 @@ from helpers.config.notebook import TrainingConfig
 from helpers.distributed import local
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
+from helpers.latents.manifest import DataSets
 from helpers.latents.read import UNIT
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
 from helpers.model.sharding import has_compiler
@@ -472,8 +473,9 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     monkeypatch.setattr(Unit, "from_arrow", record)
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
-    monkeypatch.setattr(sources, "read_manifests", lambda uris: dict.fromkeys(uris, manifest))
-    steps = sources.StepSource(config).steps(0, rejects)
+    source = sources.StepSource(config)
+    source.data = DataSets({config.latents_uri: manifest}, config.proportions)
+    steps = source.steps(0, rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)
