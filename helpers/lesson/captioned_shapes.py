@@ -10,7 +10,7 @@ A caption names everything that its picture shows, so `detect` can read the attr
 - Picture number `index` is a function of (seed, index) alone. The exact place of an object within its ninth of
   the picture is random, so many pictures share a caption.
 - Held out: captions whose CRC-32 is divisible by 10 (295 and 4,887 of them) are never drawn with
-  split="train", which is what `write_parquet` writes. Evaluate on `held_out_prompts`.
+  split="train", which is what `write_data_set` writes. Evaluate on `held_out_prompts`.
 
 Needs numpy, Pillow and pyarrow. Licence: Apache-2.0, like the code.
 """
@@ -182,7 +182,7 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
             return found
 
 
-def draw(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
+def draw_scene(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
     """Draws `scene` as an RGB picture of `size` x `size` pixels, 4x supersampled.
 
     `rng_or_seed` (an argument of `numpy.random.default_rng`) decides the random offsets of the objects.
@@ -218,12 +218,12 @@ def _centres(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float]
     return list(zip(across, along, strict=True))
 
 
-def sample(
+def draw_sample(
     index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train", size: int = 64
 ) -> tuple[Image.Image, str]:
     """Picture number `index` (RGB, `size` x `size`) and its caption. Arguments as in `scene`."""
     what = scene(index, seed, two_object_share, split)
-    return draw(what, [seed, index, 1], size), what.caption
+    return draw_scene(what, [seed, index, 1], size), what.caption
 
 
 def held_out_prompts(num: int, seed: int = 0) -> list[str]:
@@ -496,7 +496,7 @@ def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
 _MARKER = b"captioned_shapes"
 
 
-def write_parquet(
+def write_data_set(
     folder: str | os.PathLike,
     num_rows: int,
     seed: int = 0,
@@ -534,7 +534,7 @@ def write_parquet(
     for path in sorted(folder.glob("*.parquet")):
         found = (pq.read_schema(path).metadata or {}).get(_MARKER)
         if found is None:
-            raise ValueError(f"{path} was not written by write_parquet; choose a folder without other Parquet files")
+            raise ValueError(f"{path} was not written by write_data_set; choose a folder without other Parquet files")
         if found == marker and path.name in starts:
             del starts[path.name]
         else:
@@ -553,12 +553,12 @@ def write_parquet(
 
 
 def _write_remote(uri: str, *arguments) -> str:
-    """`write_parquet` to an object store: in a local copy, whose changes are copied back."""
+    """`write_data_set` to an object store: in a local copy, whose changes are copied back."""
     with tempfile.TemporaryDirectory() as local:
         if storage.exists(uri):
             storage.copy_folder(uri, local)
         before = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
-        write_parquet(local, *arguments)
+        write_data_set(local, *arguments)
         after = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
         for name in before.keys() - after.keys():
             storage.delete(storage.join(uri, name))
@@ -597,7 +597,7 @@ def _widen(picture: Image.Image, index: int) -> Image.Image:
 def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float) -> pa.Table:
     rows = []
     for index in indices:
-        picture, caption = sample(index, seed, two_object_share, "train", size)
+        picture, caption = draw_sample(index, seed, two_object_share, "train", size)
         picture = _widen(picture, index)
         data = _encode(picture, "PNG" if index % 4 == 3 else "JPEG")
         number = int((index + 1) * spoilt_share)  # rises by one at each damaged row

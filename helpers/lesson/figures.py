@@ -5,6 +5,8 @@ alternative text that says what is on it. Figures are about 10 inches wide at 10
 arrays or PIL images. ValueError for what cannot be drawn.
 """
 
+import itertools
+
 import numpy as np
 import pandas as pd
 from matplotlib import ticker
@@ -267,7 +269,7 @@ def _short(number):
     return f"{number:.3g}"
 
 
-def blocks(frame):
+def block_costs(frame):
     """Parameters and forward FLOPs by block, same order. `frame`: columns block, parameters, gflops."""
     frame = _frame(frame, "the blocks' frame", "block", "parameters", "gflops")
     fig = DescribedFigure(1.0 + 0.3 * len(frame))
@@ -367,7 +369,7 @@ def interrupted_run(straight, attempts):
     )
 
 
-def throughput(metrics, rate, waiting):
+def training_throughput(metrics, rate, waiting):
     """images/s over steps, and the share of time that training waits for data.
 
     `metrics`: columns step, images_per_second (all workers together), data_wait_share (0 to 1). `rate`, `waiting`: of
@@ -462,10 +464,10 @@ def throughput_over_encoders(measured, predicted, *, ceiling, others="trainers")
     )
 
 
-def bus_bandwidth(table, *, expected=None):
+def bandwidth_by_size(table, *, expected=None):
     """Bus bandwidth over the size of the message, one line a collective.
 
-    `table`: columns collective, bytes, "bus bandwidth, GB/s" (`network.measure`). `expected`: label -> GB/s.
+    `table`: columns collective, bytes, "bus bandwidth, GB/s" (`network.measure_bandwidth`). `expected`: label -> GB/s.
     """
     table = _frame(table, "the table", "collective", "bytes", "bus bandwidth, GB/s")
     fig = DescribedFigure(3.6)
@@ -500,7 +502,7 @@ def time_shares(table):
     return fig.described(f"Where the time of runs goes: {_said_shares(lost)}.")
 
 
-def agreement(scores, *, goal):
+def agreement_by_attribute(scores, *, goal):
     """Share of pictures that show what their prompt says, by attribute; "all" (every attribute right) set apart.
 
     `scores`: label -> attribute -> share (0 to 1), with "all" last. `goal`: a share, for "all".
@@ -527,3 +529,130 @@ def agreement(scores, *, goal):
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(scores), borderaxespad=0)
     said = [f"{label} {', '.join(f'{k} {v:.0%}' for k, v in shares.items())}" for label, shares in scores.items()]
     return fig.described(f"Share of pictures that agree with their prompt: {'; '.join(said)}.")
+
+
+# ---- trials, preferences, memorisation
+
+
+def paired_differences(results, compared):
+    """Trials paired by seed. Left: the first metric, one line per seed. Right: differences with their intervals.
+
+    `results`: columns setting, seed, metric, value (`trials.run`). `compared`: `trials.compare_settings` of them.
+    Differences are in percent of the first setting's mean; one whose interval includes 0 may be chance.
+    """
+    names, metric = list(dict.fromkeys(results["setting"])), results["metric"].iloc[0]
+    metrics, others = list(dict.fromkeys(compared["metric"])), names[1:]
+    fig = DescribedFigure(max(3.2, 1.2 + 0.25 * len(metrics) * len(others)))
+    by_seed, right = _axes(fig, 1, 2, width_ratios=[1, 2])
+    values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")[names]
+    by_seed.plot(range(len(names)), values.T, "o-", color="0.6", lw=1)
+    by_seed.set(xticks=range(len(names)), xticklabels=names, ylabel=metric, xlim=(-0.4, len(names) - 0.6))
+    by_seed.set_title(f"{len(values)} seeds, a line each", fontsize=SMALL)
+    right.axvline(0, color="0.3", lw=1)
+    for number, (name, color) in enumerate(zip(others, itertools.cycle(CYCLE), strict=False)):
+        rows = compared[compared["setting"] == name].set_index("metric").loc[metrics]
+        low, middle, high = (100 * rows[column] / rows["baseline"].abs() for column in ("low", "difference", "high"))
+        heights = np.arange(len(metrics)) + 0.2 * (number - (len(others) - 1) / 2)
+        right.errorbar(middle, heights, xerr=[middle - low, high - middle], fmt="o", color=color, capsize=3, label=name)
+    right.set(yticks=range(len(metrics)), yticklabels=metrics, xlabel=f"difference from {names[0]}, %")
+    right.invert_yaxis()
+    right.legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(others))
+    said = [
+        f"{row.setting}, {row.metric}: {row.difference:.3g} ({row.low:.3g} to {row.high:.3g})"
+        for row in compared.itertuples()
+    ]
+    return fig.described(f"Differences from {names[0]} over {len(values)} seeds: {'; '.join(said)}.")
+
+
+def preferences(report, *, title=""):
+    """Which of two models readers prefer, by question, with 95 % intervals; as in MosaicML's Figure 5.
+
+    `report`: what `side_by_side.report` returned. Points are shares of the choices that prefer one of the two.
+    """
+    first, undecided, second = report.columns[:3]
+    fig = DescribedFigure(2.2, width=7)
+    ax, said = _axes(fig, grid="x"), []
+    for number, (question, row) in enumerate(report.iterrows()):
+        low, share, high = 100 * row["low"], 100 * row["preferred"], 100 * row["high"]
+        if row[first] + row[second] == 0:
+            said.append(f"{question}: {second} preferred by no one")
+            continue
+        ax.errorbar(share, number, xerr=[[share - low], [high - share]], fmt="o", color=BLUE, capsize=6)
+        said.append(f"{question}: {second} preferred by {share:.0f}% ({low:.0f}% to {high:.0f}%)")
+    ax.axvline(50, color=GREY, ls="--", lw=1)
+    counts = [
+        f"{name}\n{row[first]:.0f} : {row[second]:.0f}, {undecided} {row[undecided]:.0f}"
+        for name, row in report.iterrows()
+    ]
+    ax.set(yticks=range(len(report)), yticklabels=counts, ylim=(len(report) - 0.5, -0.5), xlim=(0, 100))
+    ax.set(xlabel=f"{second} preferred to {first}, %")
+    ax.set_title(title, parse_math=False)
+    return fig.described(f"{title + '. ' if title else ''}{'; '.join(said)}; of those who prefer {first} or {second}.")
+
+
+def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, near=0.01):
+    """Generated pictures above their nearest training pictures, with the distances.
+
+    `pictures` and `neighbours`: one for each row of `nearest` (columns query, distance, nearer: `memorisation.search`);
+    those with the smallest distance are shown. `held_out`: distances of held-out rows to their nearest training rows.
+    Pictures nearer than all but a share `near` of these are framed in red: they may be copies.
+    """
+    if not len(nearest):
+        raise ValueError("nearest has no rows: search for at least one picture.")
+    order = np.argsort(nearest["distance"].to_numpy(), kind="stable")[:columns]
+    height = 2 * WIDTH / columns * _aspect([pictures[number] for number in order]) + 0.6
+    fig = DescribedFigure(height + 2.8)
+    top, bottom = fig.subfigures(2, 1, height_ratios=[height, 2.8])
+    grid = top.subplots(2, columns, squeeze=False)
+    for ax in grid[:, len(order) :].flat:
+        ax.set_axis_off()
+    suspects = (nearest["nearer"] <= near).to_numpy()
+    for (above, below), number in zip(grid.T, order, strict=False):
+        _show(above, pictures[number])
+        _show(below, neighbours[number])
+        below.set_xlabel(f"{nearest['distance'].iloc[number]:.2f}", fontsize=SMALL)
+        if suspects[number]:
+            for ax in (above, below):
+                ax.spines[:].set(visible=True, color=RED, linewidth=3)
+    grid[0, 0].set_ylabel("generated", fontsize=SMALL)
+    grid[1, 0].set_ylabel("nearest in\ntraining data", fontsize=SMALL)
+    ax = _axes(bottom)
+    ax.hist(held_out, 30, color=SKY, label=f"{len(held_out)} held-out rows")
+    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=24, mew=1.5)
+    ax.set(xlabel="distance to the nearest training row (generated pictures: marks on the axis)", ylabel="rows", xlim=0)
+    ax.legend(frameon=False)
+    baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
+    median = nearest["distance"].median()
+    return fig.described(
+        f"Nearest training rows of {len(nearest)} generated pictures: median distance {median:.2f}{baseline}. "
+        f"{suspects.sum()} are nearer than all but {near:.0%} of the held-out rows."
+    )
+
+
+# ---- guidance
+
+
+def guidance_curve(tables, *, distance="cmmd"):
+    """A distance from real pictures against the CLIP score, along guidance scales.
+
+    `tables`: what `generation.guidance_sweep` returned, or {name: table} of several models or checkpoints. `distance`:
+    "cmmd", "fid" or "kid". Each point is labelled with its guidance scale; down and to the right is better. Raises
+    ValueError for a table without the distance.
+    """
+    tables = tables if isinstance(tables, dict) else {"this model": tables}
+    fig = DescribedFigure(4.2, width=7)
+    ax, said = _axes(fig, grid="both"), []
+    for (name, table), color in zip(tables.items(), itertools.cycle(CYCLE), strict=False):
+        if distance not in table:
+            raise ValueError(f"A sweep has no column {distance!r}: give guidance_sweep real pictures to compare with.")
+        table = table.sort_values("guidance_scale")
+        ax.plot(table["clip_score"], table[distance], "o-", color=color, label=name)
+        for number, (scale, score, value) in enumerate(table[["guidance_scale", "clip_score", distance]].to_numpy()):
+            offset = (5, 4) if number % 2 else (-10, -13)  # neighbours on the curve may lie close to each other
+            ax.annotate(f"{scale:g}", (score, value), offset, textcoords="offset points", fontsize=SMALL)
+            said.append(f"{name}, {scale:g}: {score:.1f}, {value:.3g}")
+    ax.margins(0.08)
+    ax.set(xlabel="CLIP score", ylabel=distance.upper())
+    if len(tables) > 1:
+        ax.legend(frameon=False)
+    return fig.described(f"{distance.upper()} against CLIP score by guidance scale: {'; '.join(said)}.")

@@ -93,7 +93,7 @@ _WHY = {
 }
 
 
-def compare(parameters: dict, also: tuple = ()) -> pd.DataFrame:
+def compare_parameters(parameters: dict, also: tuple = ()) -> pd.DataFrame:
     """What the full run changes in a notebook's `parameters` (name -> value), one row each, grouped by subject.
 
     `also`: names of parameters that the notebook does not have, but on whose machines it depends. Columns: "this

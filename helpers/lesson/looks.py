@@ -261,7 +261,7 @@ def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
     return pa.Table.from_pylist([counts])
 
 
-def held_out_prompts(config: TrainingConfig, num_prompts: int):
+def prompts_and_detector(config: TrainingConfig, num_prompts: int):
     """`(prompts, detector)`: captions that training does not see, and a function that scores pictures of them.
 
     For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data: the

@@ -61,7 +61,7 @@ def bus_bandwidth(collective: str, num_bytes: int, seconds: float, ranks: int) -
     return 1e-9 * COLLECTIVES[collective] * (ranks - 1) / ranks * num_bytes / seconds
 
 
-def measure(device: torch.device | str, sizes: Iterable[int] | None = None, rounds: int = 5) -> list[dict]:
+def measure_bandwidth(device: torch.device | str, sizes: Iterable[int] | None = None, rounds: int = 5) -> list[dict]:
     """Time the `COLLECTIVES` over message `sizes` (bytes; None: `GPU_SIZES` or `CPU_SIZES`); call it on every rank.
 
     Returns rows with collective, bytes, microseconds, "bus bandwidth, GB/s". Raises ValueError for a single worker.
@@ -83,12 +83,12 @@ def measure(device: torch.device | str, sizes: Iterable[int] | None = None, roun
 def measure_per_worker(values: dict) -> None:
     """Training function of Ray Train: rank 0 writes `network.json` to `values["run_uri"]`.
 
-    `values` may also have `sizes` and `rounds`, as for `measure`. The file holds `ranks`, `ranks_per_node`, `device`,
-    `hardware`, `rows` (`measure`) and `nodes` (`describe_node` of each node).
+    `values` may also have `sizes` and `rounds`, as for `measure_bandwidth`. The file holds `ranks`, `ranks_per_node`,
+    `device`, `hardware`, `rows` (`measure_bandwidth`) and `nodes` (`describe_node` of each node).
     """
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     distributed.use_cores(context.get_local_world_size())
-    rows = measure(device, values.get("sizes"), values.get("rounds", 5))
+    rows = measure_bandwidth(device, values.get("sizes"), values.get("rounds", 5))
     here = describe_node() if context.get_local_rank() == 0 else None  # after NCCL has loaded what it uses
     nodes = distributed.gather_objects(here)
     if context.get_world_rank() == 0:

@@ -1,8 +1,8 @@
 """How long a training run takes, what it costs and what limits it, before any machine is rented.
 
-A `Scenario` describes the data, the machines and their rates; `compare` estimates each of the `PATHS` by which its
-latents can be made, `break_even` says from how many epochs on one is cheaper than another, and `best_interval` chooses
-the time between checkpoints.
+A `Scenario` describes the data, the machines and their rates. `compare_paths` estimates each of the `PATHS` by which
+its latents can be made, `break_even` says from how many epochs on one is cheaper than another, and `best_interval`
+chooses the time between checkpoints.
 
 Every field is an assumption with a unit; the source of a default is given beside it. Rates say where they come from:
 "measured", "published", "derived" from published numbers, or "estimated" from FLOPs. All results are averages. Not
@@ -132,7 +132,7 @@ def trainer_encodes(resolution: int, recipe: str = "sd2") -> Rate:
     return Rate(rate, "estimated", f"FLOPs; {fact.source}")
 
 
-def measure(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8) -> dict[str, Rate]:
+def measure_rates(config: TrainingConfig, raw: PreprocessingConfig, *, steps: int = 8) -> dict[str, Rate]:
     """Measure one encoder and one trainer in this process, on its GPU if it has one, one after the other.
 
     Random pictures and latents at the largest resolution of `config`: the encoder of `raw` takes batches of
@@ -401,7 +401,7 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
     )
 
 
-def compare(scenario: Scenario) -> pd.DataFrame:
+def compare_paths(scenario: Scenario) -> pd.DataFrame:
     """`estimate` for each of the `PATHS`: one row each, with `dollars_another_epoch`, the cost of one more epoch."""
     rows = []
     for path in PATHS:

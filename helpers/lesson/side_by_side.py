@@ -95,7 +95,7 @@ class SideBySide(widgets.VBox):
 
     def __init__(self, pairs: Sequence[Pair], uri: str, names: Sequence[str]):
         super().__init__()
-        self.pairs, self.uri, self.names = {str(pair.number): pair for pair in pairs}, uri, check_names(names)
+        self.pairs, self.uri, self.names = {str(pair.number): pair for pair in pairs}, uri, check_model_names(names)
         self.choices = read_choices(uri, names) if storage.exists(uri) else pd.DataFrame(columns=COLUMNS)
         judged = set(self.choices[["pair", "prompt", "pictures"]].itertuples(index=False, name=None))
         if judged - {(number, pair.prompt, pair.checksum) for number, pair in self.pairs.items()}:
@@ -140,7 +140,7 @@ def enlarged_png(picture: np.ndarray) -> bytes:
     return to_png(picture.repeat(factor, axis=0).repeat(factor, axis=1))
 
 
-def check_names(names: Sequence[str]) -> tuple[str, str]:
+def check_model_names(names: Sequence[str]) -> tuple[str, str]:
     if len(names) != 2 or len({*names, NO_PREFERENCE, ""}) < 4:
         raise ValueError(f"names={names!r} must be two different names, neither empty nor {NO_PREFERENCE!r}.")
     return tuple(names)
@@ -156,7 +156,7 @@ def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
         choices = pd.read_csv(io.StringIO(storage.read_text(uri)), dtype=str, keep_default_na=False)
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise ValueError(f"{uri} is not a CSV table in UTF-8 ({' '.join(str(error).split())}).") from None
-    allowed = [*check_names(names), NO_PREFERENCE, ""]
+    allowed = [*check_model_names(names), NO_PREFERENCE, ""]
     for question in QUESTIONS:
         if question not in choices:
             raise ValueError(f"{uri} has no column {question!r}: it needs {' and '.join(QUESTIONS)}.")
@@ -187,7 +187,7 @@ def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95
     preference; if several readers judge the same prompt, their choices are not independent and the interval is too
     narrow.
     """
-    rows, (first, second) = {}, check_names(names)
+    rows, (first, second) = {}, check_model_names(names)
     for question in QUESTIONS:
         counts = {answer: int((choices[question] == answer).sum()) for answer in (first, NO_PREFERENCE, second)}
         decided = counts[first] + counts[second]

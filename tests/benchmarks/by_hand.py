@@ -23,7 +23,7 @@ def main():
     given = record.options(__doc__, rows=6000, steps=2000, prompts=295)
     prompts = captioned_shapes.held_out_prompts(given.prompts)
     with tempfile.TemporaryDirectory() as folder:
-        captioned_shapes.write_parquet(f"{folder}/raw", given.rows, spoilt_share=0.005)
+        captioned_shapes.write_data_set(f"{folder}/raw", given.rows, spoilt_share=0.005)
         half = given.steps // 2
         started = time.perf_counter()
         print(by_hand.run(folder, max_steps=given.steps, stop_at=half, checkpoint_every=half))

@@ -51,7 +51,7 @@ def main():
     session.connect()
     with tempfile.TemporaryDirectory() as folder:
         config = PreprocessingConfig(storage=folder)
-        captioned_shapes.write_parquet(config.raw_uri, given.rows)
+        captioned_shapes.write_data_set(config.raw_uri, given.rows)
 
         def job(number):
             return through_ray(PreprocessingConfig(storage=folder, latents_uri=f"{folder}/latents-{number}"))

@@ -88,7 +88,7 @@ class Progress:
 
 def draw(folder, rows, parts=10):
     """Drawn pictures in as many folders, by all cores: each folder's seed makes rows, and ids, of its own."""
-    write = functools.partial(captioned_shapes.write_parquet, num_rows=rows // parts, rows_per_file=10_000)
+    write = functools.partial(captioned_shapes.write_data_set, num_rows=rows // parts, rows_per_file=10_000)
     with concurrent.futures.ProcessPoolExecutor() as pool:
         for drawing in [pool.submit(write, f"{folder}/{part}", seed=part) for part in range(parts)]:
             drawing.result()

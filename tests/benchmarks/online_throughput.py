@@ -58,9 +58,9 @@ def online_stream(plan, first_step, end_step, *, num_encoders, started):
     )
 
 
-def loop(started, values, **options):
+def loop(started, config, **options):
     open(started, "w").close()
-    made_up.train_in(TRAINER_SECONDS, values, **options)
+    made_up.train_in(TRAINER_SECONDS, config, **options)
 
 
 def measure(uri, name, num_steps, stream=None):

@@ -54,7 +54,7 @@ def lesson_recipe():
 def drawn_rows(num_rows):
     """The lesson's drawn pictures, as they are read from files."""
     with tempfile.TemporaryDirectory() as folder:
-        captioned_shapes.write_parquet(folder, num_rows)
+        captioned_shapes.write_data_set(folder, num_rows)
         paths = inputs.list_inputs(folder)
         return inputs.with_path(pa.concat_tables([pq.read_table(path) for path in paths]), paths[0])
 
@@ -104,8 +104,8 @@ class Training:
         self.done = until
 
     def draw(self, prompts):
-        with self.train_step.averaged() as unet:
-            pipeline = build_pipeline(unet, self.manifest, self.config)
+        with self.train_step.averaged() as denoiser:
+            pipeline = build_pipeline(denoiser, self.manifest, self.config)
             return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
@@ -116,7 +116,7 @@ def shape_score(pictures, prompts):
 
 def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
-    samples = [captioned_shapes.sample(index, seed=7, split="held_out") for index in range(number)]
+    samples = [captioned_shapes.draw_sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
     moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
     reconstructed = decoder.reconstruct("tiny-sd", moments)

@@ -21,7 +21,7 @@ import time
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import FILES, MANIFEST, Manifest, read_manifests
+from helpers.latents.manifest import FILES, MANIFEST, DataSets, Manifest
 from helpers.latents.plan import load_plan, plan_run
 from helpers.train import setup
 from tests.benchmarks import record
@@ -85,18 +85,18 @@ def measure(num_files, rows_per_file, num_buckets):
         write_manifest(folder, num_files, rows_per_file, num_buckets)
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
         clock()
-        manifests = read_manifests(config.proportions)
+        data = DataSets.open(config.proportions)
         clock("read the manifest")
-        setup.describe_data(manifests, config)
+        setup.describe_data(data)
         clock("describe the data in config.json")
         driver_gib = peak_gib()
         clock()
-        plan = load_plan(config)
+        plan = load_plan(data, config)
         clock("read files.json, plan")
         plan.chunk_rows(plan.chunks_per_epoch - 1)
         clock("order the epoch, cut its last chunk")
         memory_gib, plan_seconds = peak_gib(), sum(seconds.values())
-        head = plan_run(read_manifests(config.proportions), config)
+        head = plan_run(DataSets.open(config.proportions), config)
         clock("plan on a training worker")
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []

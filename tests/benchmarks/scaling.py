@@ -35,7 +35,7 @@ def measure_per_worker(values):
     bandwidth = float("nan")
     if distributed.world_size() > 1:
         size = 2**30 if get_device().type == "cuda" else 2**22
-        bandwidth = network.measure(get_device(), [size])[0]["bus bandwidth, GB/s"]
+        bandwidth = network.measure_bandwidth(get_device(), [size])[0]["bus bandwidth, GB/s"]
     if context.get_world_rank() == 0:
         found["bus bandwidth, GB/s"] = bandwidth
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)

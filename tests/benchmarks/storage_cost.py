@@ -19,7 +19,7 @@ import pyarrow as pa
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, stages
-from helpers.evaluation.losses import validation_loss
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
 from helpers.lesson import captioned_shapes
 from tests.benchmarks import record
@@ -53,8 +53,8 @@ def main():
         for seed in range(given.seeds):
             run = Training(recipe, seed, table, manifest)
             run.advance(given.steps)
-            with run.train_step.averaged() as unet:
-                losses.append(validation_loss(unet, full_manifest, held_out, run.config)[1])
+            with run.train_step.averaged() as denoiser:
+                losses.append(validation_loss(denoiser, full_manifest, held_out, run.config)[1])
             right.append(captioned_shapes.agreement(run.draw(prompts), prompts)["all"])
         sizes = [bytes_on_disk(latents, resolution) for resolution in (256, 512)]
         summary[f"latents={latents!r}: bytes a row of SD2's at 256 and 512 pixels; after {given.steps} steps"] = (

@@ -76,7 +76,7 @@ def main():
     session.connect()
     with tempfile.TemporaryDirectory() as folder:
         data = PreprocessingConfig(storage=folder, resolutions=[64])
-        captioned_shapes.write_parquet(data.raw_uri, 4000)
+        captioned_shapes.write_data_set(data.raw_uri, 4000)
         encode(data)
 
         def config(name):
@@ -85,7 +85,7 @@ def main():
             return TrainingConfig(**run, validate_every=0, validation_share=0)
 
         def without_ray(_):
-            return bare(config("bare"), setup.open_run(config("bare")))
+            return bare(config("bare"), setup.open_run(config("bare")).first)
 
         measures = {
             "bare": without_ray,

@@ -19,7 +19,7 @@ def encoded(cluster, tmp_path_factory):
     """A finished job over drawn pictures, some of them spoilt: (config, manifest)."""
     folder = str(tmp_path_factory.mktemp("storage"))
     config = PreprocessingConfig(storage=folder, dollars_per_hour=2.5, validation_share=0.05)
-    captioned_shapes.write_parquet(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
+    captioned_shapes.write_data_set(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
     return config, encode(config)
 
 

@@ -278,7 +278,7 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
 def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch):
     """With a filter, whose rows are counted, and a limit, which bounds what is read. No input is counted again."""
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], row_filter="width > 64", limit=70)
-    captioned_shapes.write_parquet(config.raw_uri, 80, rows_per_file=40)
+    captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
         config = PreprocessingConfig.from_dict({config.to_dict()!r})
         job = preprocess.prepare(config, rows_per_segment=40)

@@ -179,7 +179,7 @@ def test_small_and_long_pictures_are_used_only_if_asked():
 
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 2500, rows_per_file=500)
+    captioned_shapes.write_data_set(config.raw_uri, 2500, rows_per_file=500)
     job = prepare.prepare(config)
 
     def interrupt(done, total):
@@ -233,7 +233,7 @@ def test_wrong_input_is_one_sentence(finished, tmp_path, change, error, sentence
 
 def test_files_of_somebody_else_are_not_deleted(tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 20)
+    captioned_shapes.write_data_set(config.raw_uri, 20)
     (tmp_path / "latents/data").mkdir(parents=True)
     (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
 def test_an_input_that_changed_is_refused(tmp_path):
     """A job cleans up behind an interrupted one, and leaves the files that it did not write."""
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
-    captioned_shapes.write_parquet(config.raw_uri, 20)
+    captioned_shapes.write_data_set(config.raw_uri, 20)
     job = prepare.prepare(config)
 
     def interrupted(segment):
@@ -258,7 +258,7 @@ def test_an_input_that_changed_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         job.run(interrupted)
     assert (tmp_path / "latents/data/notes.txt").exists()
-    captioned_shapes.write_parquet(config.raw_uri, 30)
+    captioned_shapes.write_data_set(config.raw_uri, 30)
     with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
         prepare.prepare(config)
 
@@ -314,7 +314,7 @@ def test_another_autoencoder_and_text_encoder_store_captions_without_padding(clu
     models["text_encoder_model"] = tiny_model(tmp_path / "t5", text="T5EncoderModel")
     text = {"maximum_tokens": 20, "text_cleaning": "lower"}
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents="mean", **models, **text)
-    captioned_shapes.write_parquet(config.raw_uri, 150)
+    captioned_shapes.write_data_set(config.raw_uri, 150)
     manifest = encode(config)
     rows, spec = read_latents(config.latents_uri), manifest.embeddings
     assert manifest.written == len(rows) == 150 and spec.shape == (20, WIDTH)

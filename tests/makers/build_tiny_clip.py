@@ -158,7 +158,7 @@ def retrieval_scores(clip: scores.CLIP, seed: int = 0) -> dict[str, float]:
         captions = [held_out[i] for i in rng.permutation(len(held_out))[:NUM_UNSEEN]]
         scenes = [captioned_shapes.parse(caption) for caption in captions]
         seeds = [[SPLIT_SEEDS["unseen"] + seed, number, 6] for number in range(len(scenes))]
-        pictures = [np.asarray(captioned_shapes.draw(*what)) for what in zip(scenes, seeds, strict=True)]
+        pictures = [np.asarray(captioned_shapes.draw_scene(*what)) for what in zip(scenes, seeds, strict=True)]
         seen, texts = clip.images(pictures), clip.texts(captions)
         found[name] = float(((seen @ texts.T).argmax(1) == np.arange(len(seen))).mean())
         for _ in range(5):

@@ -74,7 +74,7 @@ SPLIT_SEEDS = {"train": 1000, "unseen": 2000}  # + seed: seeds of the pictures; 
 
 def draw_shapes(num: int, seed: int, two_object_share: float, split: str) -> tuple[torch.Tensor, list[str]]:
     """`num` pictures of captioned shapes, uint8 (N, 3, 64, 64), and their captions."""
-    rows = [captioned_shapes.sample(i, seed, two_object_share, split) for i in range(num)]
+    rows = [captioned_shapes.draw_sample(i, seed, two_object_share, split) for i in range(num)]
     pixels_NHWC = np.stack([np.asarray(picture) for picture, _ in rows])
     return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).contiguous(), [caption for _, caption in rows]
 
@@ -337,7 +337,9 @@ def draw_families(num_families: int, seed: int, size: int = 4) -> tuple[torch.Te
             if not captioned_shapes.is_held_out(other.caption):
                 family[other.caption] = other
         scenes.extend(family.values())
-    pixels_NHWC = np.stack([np.asarray(captioned_shapes.draw(scene, [seed, i, 4])) for i, scene in enumerate(scenes)])
+    pixels_NHWC = np.stack(
+        [np.asarray(captioned_shapes.draw_scene(scene, [seed, i, 4])) for i, scene in enumerate(scenes)]
+    )
     return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).contiguous(), [scene.caption for scene in scenes]
 
 

@@ -29,7 +29,7 @@ PROMPTS = [f"a <b>red</b> square & {number} circles" for number in range(3)]
 
 MAKE = f"""
 import numpy as np
-from helpers.evaluation import figures
+from helpers.lesson import figures
 from helpers.lesson import side_by_side
 prompts, names = {PROMPTS!r}, {NAMES!r}
 a, b = ([np.full((64, 64, 3), 80 * model + number, np.uint8) for number in range(3)] for model in (1, 2))

@@ -38,7 +38,9 @@ def test_transformers_opens_it_with_tiny_sds_text_encoder():
 def test_the_right_caption_is_nearest_among_held_out_ones(clip):
     """Pictures and captions that were not trained on."""
     prompts = captioned_shapes.held_out_prompts(100)
-    pictures = [np.asarray(captioned_shapes.draw(captioned_shapes.parse(p), [9, i])) for i, p in enumerate(prompts)]
+    pictures = [
+        np.asarray(captioned_shapes.draw_scene(captioned_shapes.parse(p), [9, i])) for i, p in enumerate(prompts)
+    ]
     similar = clip.images(pictures) @ clip.texts(prompts).T
     assert (similar.argmax(1) == np.arange(100)).mean() >= 0.9
     assert np.diag(similar).mean() > similar.mean() + 0.3
@@ -49,7 +51,9 @@ def test_the_clip_score_falls_with_the_share_of_wrong_pictures(clip):
     rng, prompts = np.random.default_rng(0), captioned_shapes.held_out_prompts(40)
     scenes = [captioned_shapes.parse(prompt) for prompt in prompts]
     wrong = [build_tiny_sd.change_one_attribute(scene, rng) for scene in scenes]
-    right, other = ([np.asarray(captioned_shapes.draw(s, i)) for i, s in enumerate(kind)] for kind in (scenes, wrong))
+    right, other = (
+        [np.asarray(captioned_shapes.draw_scene(s, i)) for i, s in enumerate(kind)] for kind in (scenes, wrong)
+    )
     texts, found = clip.texts(prompts), []
     for number in range(0, 41, 8):
         pictures = other[:number] + right[number:]

@@ -33,20 +33,20 @@ def test_every_caption_is_parsed_back_to_its_scene():
 @settings(max_examples=50, deadline=None)
 @given(index=st.integers(0, 2**40), seed=st.integers(0, 2**31))
 def test_the_same_index_gives_the_same_picture(index, seed):
-    (picture, caption), (again, caption_again) = (captioned_shapes.sample(index, seed, 0.5) for _ in range(2))
+    (picture, caption), (again, caption_again) = (captioned_shapes.draw_sample(index, seed, 0.5) for _ in range(2))
     assert caption == caption_again and picture.tobytes() == again.tobytes()
     assert (picture.mode, picture.size) == ("RGB", (64, 64))
     assert caption == captioned_shapes.scene(index, seed, 0.5).caption
 
 
 def test_captions_do_not_change_between_releases():
-    captions = [captioned_shapes.sample(i)[1] for i in range(50)]
+    captions = [captioned_shapes.draw_sample(i)[1] for i in range(50)]
     assert captions[0] == "a small green circle at the bottom on a purple background"
     assert hashlib.sha256("".join(captions).encode()).hexdigest().startswith("044e4d88c214c877")
 
 
 def test_other_indices_and_seeds_give_other_pictures():
-    pictures = {captioned_shapes.sample(index, seed)[0].tobytes() for index in range(50) for seed in range(2)}
+    pictures = {captioned_shapes.draw_sample(index, seed)[0].tobytes() for index in range(50) for seed in range(2)}
     assert len(pictures) == 100
 
 
@@ -69,13 +69,13 @@ def test_held_out_prompts_are_fixed_distinct_and_balanced():
 @pytest.mark.parametrize("two_object_share", [0.0, 1.0])
 def test_the_detector_reads_2000_of_2000_drawn_pictures(two_object_share):
     pictures, captions = zip(
-        *(captioned_shapes.sample(i, 5, two_object_share, "all") for i in range(2000)), strict=True
+        *(captioned_shapes.draw_sample(i, 5, two_object_share, "all") for i in range(2000)), strict=True
     )
     assert captioned_shapes.agreement(list(pictures), list(captions))["all"] == 1.0
 
 
 def test_the_detector_does_not_credit_the_wrong_caption():
-    pictures, captions = zip(*(captioned_shapes.sample(i, split="all") for i in range(300)), strict=True)
+    pictures, captions = zip(*(captioned_shapes.draw_sample(i, split="all") for i in range(300)), strict=True)
     scores = captioned_shapes.agreement(list(pictures), list(captions[1:] + captions[:1]))
     assert scores["all"] <= 0.01 and scores["color"] < 0.25 and scores["position"] < 0.25
 
@@ -104,7 +104,7 @@ def as_jpeg(picture):
     ids=["noise", "jpeg", "blur", "32x32", "100x100", "256x256"],
 )
 def test_the_detector_reads_degraded_pictures(degrade):
-    pictures, captions = zip(*(captioned_shapes.sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
+    pictures, captions = zip(*(captioned_shapes.draw_sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
     assert captioned_shapes.agreement([degrade(p) for p in pictures], list(captions))["all"] >= 0.97
 
 
@@ -126,7 +126,7 @@ def test_the_detector_answers_for_any_picture(seed, height, width, kind):
 
 def test_wrong_attributes_are_named_with_what_was_expected():
     caption = "a small red square in the top left on a white background"
-    picture = captioned_shapes.draw(captioned_shapes.parse(caption), 0)
+    picture = captioned_shapes.draw_scene(captioned_shapes.parse(caption), 0)
     assert captioned_shapes.wrong_attributes(picture, caption) == {}
     assert captioned_shapes.wrong_attributes(np.asarray(picture), caption.replace("red square", "blue circle")) == {
         "color": ("red", "blue"),
@@ -138,7 +138,7 @@ def test_wrong_attributes_are_named_with_what_was_expected():
 
 
 def test_shape_overlap_of_drawn_pictures_is_near_one():
-    pictures, captions = zip(*(captioned_shapes.sample(i, 7, 0.2, "held_out") for i in range(40)), strict=True)
+    pictures, captions = zip(*(captioned_shapes.draw_sample(i, 7, 0.2, "held_out") for i in range(40)), strict=True)
     overlaps = [captioned_shapes.shape_overlap(*pair) for pair in zip(pictures, captions, strict=True)]
     assert 0.96 < np.mean(overlaps) < 0.975 and min(overlaps) > 0.9 and max(overlaps) <= 1
 
@@ -168,7 +168,7 @@ def test_right_of_and_left_of_read_the_same():
 
 
 def test_the_parquet_is_laion_like_and_decodes(tmp_path):
-    assert captioned_shapes.write_parquet(tmp_path, 50, rows_per_file=20) == str(tmp_path)
+    assert captioned_shapes.write_data_set(tmp_path, 50, rows_per_file=20) == str(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"shapes-0000{i}.parquet" for i in range(3)]
     table = pq.read_table(tmp_path)
     assert table.schema.remove_metadata() == pa.schema(
@@ -180,11 +180,11 @@ def test_the_parquet_is_laion_like_and_decodes(tmp_path):
     assert [(row["width"], row["height"]) for row in rows] == [p.size for p in pictures]
     assert {p.size for p in pictures} == {(64, 64), (96, 64), (64, 96)}  # the centre square is the drawn picture
     assert captioned_shapes.agreement(pictures, [row["caption"] for row in rows])["all"] == 1.0
-    assert [row["caption"] for row in rows] == [captioned_shapes.sample(i)[1] for i in range(50)]
+    assert [row["caption"] for row in rows] == [captioned_shapes.draw_sample(i)[1] for i in range(50)]
 
 
 def test_damaged_rows_are_as_many_as_asked_for(tmp_path):
-    captioned_shapes.write_parquet(tmp_path, 70, spoilt_share=0.2)
+    captioned_shapes.write_data_set(tmp_path, 70, spoilt_share=0.2)
     rows = pq.read_table(tmp_path).to_pylist()
 
     def is_whole(row):
@@ -205,14 +205,14 @@ def test_hashes_are_unique_and_not_negative():
 
 
 def test_writing_twice_writes_nothing(tmp_path):
-    captioned_shapes.write_parquet(tmp_path, 30, rows_per_file=10)
+    captioned_shapes.write_data_set(tmp_path, 30, rows_per_file=10)
     before = contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())]
-    captioned_shapes.write_parquet(tmp_path, 30, rows_per_file=10)
+    captioned_shapes.write_data_set(tmp_path, 30, rows_per_file=10)
     assert before == (contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())])
 
 
 def test_the_data_set_needs_neither_torch_nor_ray():
-    code = "import sys, helpers.lesson.captioned_shapes as shapes; shapes.detect(shapes.sample(0)[0])"
+    code = "import sys, helpers.lesson.captioned_shapes as shapes; shapes.detect(shapes.draw_sample(0)[0])"
     code += "; print({'torch', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
@@ -231,7 +231,7 @@ def test_drawbench_prompts_use_known_words_in_new_captions():
 
 def test_the_detector_counts_unexpected_objects():
     caption = "a small red square in the top left on a white background"
-    picture = captioned_shapes.draw(captioned_shapes.parse(caption), 0)
+    picture = captioned_shapes.draw_scene(captioned_shapes.parse(caption), 0)
     for number, colour in ((2, "red"), (2, "blue"), (3, "green")):
         if number == 3:
             picture.paste(captioned_shapes.COLORS["blue"], (10, 40, 24, 54))
@@ -245,10 +245,10 @@ def test_the_detector_counts_unexpected_objects():
 @pytest.mark.parametrize("change", [{"num_rows": 8}, {"seed": 1}, {"two_object_share": 1.0}, {}])
 def test_another_call_or_a_missing_file_ends_with_the_same_bytes(tmp_path, change):
     arguments = {"num_rows": 30, "rows_per_file": 10}
-    captioned_shapes.write_parquet(tmp_path / "a", **arguments)
+    captioned_shapes.write_data_set(tmp_path / "a", **arguments)
     (tmp_path / "a" / "shapes-00001.parquet").unlink()
     for folder in "ab":
-        captioned_shapes.write_parquet(tmp_path / folder, **(arguments | change))
+        captioned_shapes.write_data_set(tmp_path / folder, **(arguments | change))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
@@ -262,8 +262,8 @@ def test_another_call_or_a_missing_file_ends_with_the_same_bytes(tmp_path, chang
         (lambda _: captioned_shapes.detect(np.zeros((64, 64, 3), np.float32)), "uint8"),
         (lambda _: captioned_shapes.agreement([Image.new("RGB", (64, 64))], []), "1 pictures and 0 prompts"),
         (lambda _: captioned_shapes.held_out_prompts(296), "there are 295"),
-        (lambda folder: captioned_shapes.write_parquet(folder, 0), "num_rows=0"),
-        (lambda folder: captioned_shapes.write_parquet(folder, 10), "mine.parquet was not written by"),
+        (lambda folder: captioned_shapes.write_data_set(folder, 0), "num_rows=0"),
+        (lambda folder: captioned_shapes.write_data_set(folder, 10), "mine.parquet was not written by"),
     ],
 )
 def test_bad_values_are_refused_by_name(tmp_path, call, said):

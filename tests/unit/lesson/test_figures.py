@@ -37,7 +37,10 @@ SHARES = pd.DataFrame({"data": [0.1, 0.2], "communication": [0.3, np.nan], "chec
 STEPS = {"decoded": np.zeros((30, 50, 3), np.uint8), "square": np.zeros((8, 8, 3), np.uint8)}
 # Each figure with what its alternative text says.
 EVERY = {
-    "bus_bandwidth": (lambda: figures.bus_bandwidth(NETWORK, expected={"EFA": 50.0}), "all-reduce 2 GB/s at most"),
+    "bandwidth_by_size": (
+        lambda: figures.bandwidth_by_size(NETWORK, expected={"EFA": 50.0}),
+        "all-reduce 2 GB/s at most",
+    ),
     "pictures": (
         lambda: figures.pictures([PICTURE, PICTURE[..., 0]] * 4, [CAPTION] * 8, marks=["", "not a circle"] * 4),
         "8 pictures, 4 of them right",
@@ -53,7 +56,7 @@ EVERY = {
         "Over 2 seconds encoders compute for 96% of their time (median), at 600 images/s; 1 to 3 encoders",
     ),
     "noise_schedule_curves": (lambda: figures.noise_schedule_curves(ALPHAS, min_snr_gamma=5), "from 1.00 to 0.07"),
-    "blocks": (lambda: figures.blocks(BLOCKS), "down: 866 M parameters, 100 M FLOPs; mid: 500 k parameters"),
+    "block_costs": (lambda: figures.block_costs(BLOCKS), "down: 866 M parameters, 100 M FLOPs; mid: 500 k parameters"),
     "interrupted_run": (
         lambda: figures.interrupted_run(RUN, ATTEMPTS),
         "a worker is killed after step 45, 20 steps done again",
@@ -63,8 +66,8 @@ EVERY = {
         lambda: figures.training_phases({"32 px": RUN[:30], "64 px": RUN[:10]}),
         "64 px: from 0.968 to 0.95 over steps 31 to 40; 64 px at step 30",
     ),
-    "throughput": (
-        lambda: figures.throughput(METRICS, 600, 0.02),
+    "training_throughput": (
+        lambda: figures.training_throughput(METRICS, 600, 0.02),
         "600 images/s; 2.0% of the time waiting for data",
     ),
     "before_after": (
@@ -79,7 +82,10 @@ EVERY = {
         lambda: figures.throughput_over_encoders(ENCODERS[:2], ENCODERS, ceiling=350),
         "trainers alone allow 350 images/s; measured: 100 with 1, 200 with 2",
     ),
-    "agreement": (lambda: figures.agreement(SCORES, goal=0.85), "after color 100%, shape 90%, all 88%"),
+    "agreement_by_attribute": (
+        lambda: figures.agreement_by_attribute(SCORES, goal=0.85),
+        "after color 100%, shape 90%, all 88%",
+    ),
     "time_shares": (
         lambda: figures.time_shares(SHARES),
         "a: computes 60%, waits for data 10%, communication 30%, checkpoints 0%; b: computes 70%",
@@ -93,7 +99,10 @@ def line(ax, label):
 
 def test_every_figure_is_tested_here():
     functions = inspect.getmembers(figures, inspect.isfunction)
-    assert {name for name, f in functions if f.__module__ == figures.__name__ and name[0] != "_"} == set(EVERY)
+    elsewhere = {"paired_differences", "preferences", "nearest_neighbours", "guidance_curve"}
+    assert {name for name, f in functions if f.__module__ == figures.__name__ and name[0] != "_"} == set(
+        EVERY
+    ) | elsewhere
 
 
 @pytest.mark.parametrize(("draw", "said"), EVERY.values(), ids=EVERY)
@@ -173,7 +182,7 @@ def test_of_a_step_that_was_redone_the_last_row_counts():
 
 
 def test_agreement_sets_all_apart_and_draws_its_goal():
-    ax = figures.agreement(SCORES, goal=0.85).axes[0]
+    ax = figures.agreement_by_attribute(SCORES, goal=0.85).axes[0]
     heights = [bar.get_height() for container in ax.containers for bar in container]
     assert heights == pytest.approx([10, 30, 0, 100, 90, 88])
     assert any(list(curve.get_ydata()) == [85, 85] for curve in ax.lines)
@@ -194,10 +203,10 @@ def test_bars_of_shares_are_full():
         (lambda: figures.latents_panel(PICTURE, np.zeros((8, 2, 2)), PICTURE), "(8, 2, 2)"),
         (lambda: figures.before_after([PICTURE], [], ["a"]), "0 after"),
         (lambda: figures.noise_schedule_curves([2.0]), "alphas_cumprod"),
-        (lambda: figures.blocks(BLOCKS.drop(columns="gflops")), "'gflops'"),
+        (lambda: figures.block_costs(BLOCKS.drop(columns="gflops")), "'gflops'"),
         (lambda: figures.loss_curves({}), "runs is empty"),
         (lambda: figures.loss_curves({"mine": RUN[:0]}), "run 'mine' has no rows"),
-        (lambda: figures.agreement({}, goal=1), "scores is empty"),
+        (lambda: figures.agreement_by_attribute({}, goal=1), "scores is empty"),
     ],
 )
 def test_what_cannot_be_drawn_is_named_in_one_sentence(call, named):
@@ -208,3 +217,17 @@ def test_what_cannot_be_drawn_is_named_in_one_sentence(call, named):
 
 def test_the_diagram_is_what_its_module_draws():
     assert pathlib.Path(architecture.FILE).read_text() == architecture.svg()
+
+
+SWEEP = pd.DataFrame({"guidance_scale": [1.0, 2.0, 7.5], "clip_score": [20.0, 25, 27], "cmmd": [0.5, 0.3, 0.4]})
+
+
+def test_the_guidance_curve_labels_each_point_with_its_scale():
+    figure = figures.guidance_curve(SWEEP)
+    ax = figure.axes[0]
+    assert ax.get_ylabel() == "CMMD" and [text.get_text() for text in ax.texts] == ["1", "2", "7.5"]
+    assert "7.5: 27.0, 0.4" in figure.alt_text
+    both = figures.guidance_curve({"early": SWEEP, "late": SWEEP})
+    assert [text.get_text() for text in both.axes[0].get_legend().get_texts()] == ["early", "late"]
+    with pytest.raises(ValueError, match="no column 'cmmd': give guidance_sweep real pictures to compare with"):
+        figures.guidance_curve(SWEEP.drop(columns="cmmd"))

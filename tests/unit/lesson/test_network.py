@@ -34,7 +34,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 
 
 def test_every_collective_is_measured_at_every_size(four_ranks):
-    rows = network.measure("cpu", [1000, 4096], rounds=1)
+    rows = network.measure_bandwidth("cpu", [1000, 4096], rounds=1)
     assert [(row["collective"], row["bytes"]) for row in rows] == [
         (name, size) for name in network.COLLECTIVES for size in (992, 4096)
     ]
@@ -45,7 +45,7 @@ def test_every_collective_is_measured_at_every_size(four_ranks):
 
 def test_one_worker_has_no_network():
     with pytest.raises(ValueError, match="^num_training_workers=1 has no network to measure: give at least 2.$"):
-        network.measure("cpu")
+        network.measure_bandwidth("cpu")
 
 
 def test_this_node_is_described_as_json():

@@ -54,7 +54,7 @@ def test_the_published_costs_follow_from_the_published_rates_to_0_3_percent(row)
 @given(CHANGES)
 def test_no_path_is_faster_than_its_trainers(changes):
     one = scenario(**changes)
-    table = planner.compare(one)
+    table = planner.compare_paths(one)
     fastest = one.rows * one.epochs / one.training_rate / 3600
     assert list(table.index) == list(planner.PATHS)
     assert (table["training_hours"] >= fastest * (1 - 1e-9)).all()
@@ -194,7 +194,7 @@ def test_the_profiles_have_the_planned_models_and_encoders_that_feed_the_trainer
         captions = profile.get("caption_column", "caption")
         assert len(one.stored_tokens) == (1 if isinstance(captions, str) else len(captions))
         online = planner.phase(name, resolution, encoders=profile["num_encoders"])
-        assert row["hours, online"] == planner.compare(online)["hours"]["online"]
+        assert row["hours, online"] == planner.compare_paths(online)["hours"]["online"]
 
 
 def test_the_notebook_says_what_the_comparison_of_the_recipes_says(recipes):
@@ -217,7 +217,7 @@ def test_the_notebook_says_what_the_comparison_of_the_recipes_says(recipes):
 def test_own_rates_are_measured_by_one_function(one_thread):
     config = TrainingConfig(resolution=32, global_batch_size=8, units_per_step=2, num_training_workers=2)
     raw = PreprocessingConfig(resolutions=[32], encoder_batch_size=4)
-    rates = planner.measure(config, raw, steps=2)
+    rates = planner.measure_rates(config, raw, steps=2)
     assert set(rates) == {"encoder", "trainer"}
     assert all(rate.origin == "measured" and "CPU" in rate.source for rate in rates.values())
 

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from helpers.evaluation import figures
-from helpers.lesson import side_by_side
+from helpers.lesson import figures, side_by_side
 from helpers.lesson.side_by_side import NO_PREFERENCE, SideBySide
 from helpers.sample import pipeline
 from tests.pipelines import untrained_pipeline

@@ -1,4 +1,4 @@
-"""A run over time, several runs, one prompt over the checkpoints: what the figures show."""
+"""A run over time: what its figure shows."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation import figures
+from helpers.evaluation.run_figure import run_over_time
 from helpers.train import results
 from helpers.train.metrics import MetricsLog
 
@@ -55,7 +55,7 @@ def drawn(fig):
 
 
 def test_a_run_over_time_is_one_figure(build_run):
-    fig = drawn(figures.run_over_time(build_run("first")))
+    fig = drawn(run_over_time(build_run("first")))
     labels = {ax.get_ylabel() for ax in fig.axes}
     assert {"loss", "loss by noise level", "CLIP score", "agreement"} <= labels and "CMMD" not in labels
     pictures = [ax for ax in fig.axes if ax.images]
@@ -63,21 +63,11 @@ def test_a_run_over_time_is_one_figure(build_run):
     assert "loss from 0.245 to 0.0186" in fig.alt_text and "agreement from 0.333 to 1" in fig.alt_text
 
 
-def test_runs_are_compared_by_their_names(build_run):
-    fig = drawn(figures.compare_runs({"one": build_run("a"), "another": build_run("b", 2.0)}))
-    legends = [text.get_text() for ax in fig.axes if ax.get_legend() for text in ax.get_legend().get_texts()]
-    assert set(legends) == {"one", "another"}
-    assert "one: " in fig.alt_text and "another: " in fig.alt_text
-
-
-@pytest.mark.parametrize("draw", [figures.run_over_time, lambda uri: figures.compare_runs({"one": uri})])
-def test_a_run_that_was_not_evaluated_shows_its_loss(build_run, draw):
-    fig = drawn(draw(build_run("first", evaluated=())))
+def test_a_run_that_was_not_evaluated_shows_its_loss(build_run):
+    fig = drawn(run_over_time(build_run("first", evaluated=())))
     assert [ax.get_ylabel() for ax in fig.axes] == ["loss"]
 
 
-def test_what_cannot_be_drawn_is_one_sentence(build_run, tmp_path):
+def test_a_run_without_a_step_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="no step in .*/nobody: give the folder of a run"):
-        figures.run_over_time(str(tmp_path / "nobody"))
-    with pytest.raises(ValueError, match="runs is empty"):
-        figures.compare_runs({})
+        run_over_time(str(tmp_path / "nobody"))
