@@ -219,6 +219,10 @@ class TrainingConfig(Parameters):
         """Rows of a unit, the smallest part of a global batch that one worker gets."""
         return self.global_batch_size // self.units_per_step
 
+    def validates_at(self, step: int) -> bool:
+        """Whether the checkpoint of a step is due for validation: every `validate_every` steps, and the last one."""
+        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.max_steps)
+
     @property
     def run_uri(self) -> str:
         return storage.join(self.storage, "runs", self.run_name)

@@ -25,6 +25,7 @@ from helpers.model.unet import build_unet
 from helpers.runtime import session
 from helpers.sample import pipeline
 from helpers.train import checkpoint, results, resume, setup
+from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics, speed_summary
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
@@ -111,7 +112,7 @@ def validating_loop(folder):
             return super().__call__(unet, config, step)
 
     def loop(config, **options):
-        resume.has_spare_gpu = lambda *_: False
+        train_loop.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(config.prompts))
         train_loop_per_worker(config, **options)
 

@@ -194,7 +194,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devic
         for rank, (device, link) in enumerate(zip(devices, links, strict=True))
     ]
     storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
-    assert faults.exclude(config, everyone) == sick
+    assert faults.exclude(config.run_uri, everyone) == sick
     assert sorted(drained) == [f"node {rank}" for rank in sick or []]
     assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
 
