@@ -27,6 +27,7 @@ from diffusers import DiffusionPipeline
 from ray.data import ActorPoolStrategy
 
 from .. import storage
+from ..config.parameters import first_difference
 from ..encode import encoder
 from ..encode.models import model_folder, pin_model
 from ..latents import schema
@@ -75,7 +76,7 @@ class Placement:
     batch_size: int = 32  # pictures per pass of the pipeline
 
 
-class Job:
+class GenerationJob:
     """The parts of a list of prompts, and which of them are done. Hub ids are pinned to a commit (`models.pin_model`).
 
     Raises ValueError if `uri` holds pictures of other prompts, settings or weights.
@@ -91,13 +92,12 @@ class Job:
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
         self.values = {**dataclasses.asdict(self.settings), **values, "weights": fingerprint(settings.pipeline)}
-        before = before or self.values
-        for name, value in self.values.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{uri!r} holds pictures that were made with {name}={before.get(name)!r}, not {value!r}: give "
-                    "another folder, or delete that one."
-                )
+        if before and (found := first_difference(before, self.values)):
+            name, value_before, value = found
+            raise ValueError(
+                f"{uri!r} holds pictures that were made with {name}={value_before!r}, not {value!r}: give another "
+                "folder, or delete that one."
+            )
 
     def pending(self) -> list[int]:
         """Numbers of the parts still to be made."""
@@ -155,7 +155,7 @@ def load_pipeline(pipeline: str, dtype: torch.dtype = torch.float32) -> Diffusio
 
 
 class PartGenerator:
-    """A Ray Data actor: parts (`Job.part`) -> their files; returns how many pictures each has."""
+    """A Ray Data actor: parts (`GenerationJob.part`) -> their files; returns how many pictures each has."""
 
     def __init__(self, settings: Settings, placement: Placement):
         self.settings, self.batch_size = settings, placement.batch_size
@@ -191,8 +191,8 @@ class PartGenerator:
 # ---- what a notebook calls
 
 
-def generate(
-    jobs: list[Job], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None
+def generate_all(
+    jobs: list[GenerationJob], placement: Placement | None = None, progress: Callable[[int, int], None] | None = None
 ) -> int:
     """Make the pictures that are missing in the jobs' folders; returns how many were made.
 
@@ -230,14 +230,14 @@ def embeddings(table: pa.Table, column: str) -> np.ndarray:
     return schema.from_binary(table[column], (-1,), np.float32)[0]
 
 
-def read_columns(uri: str, columns: list[str]) -> pa.Table:
+def read_saved(uri: str, columns: list[str]) -> pa.Table:
     """Columns of all parts of a folder, in the order of the prompts. Raises ValueError if parts are missing."""
     values = storage.read_json(storage.join(uri, JOB))
     files = storage.list_files(storage.join(uri, PARTS), ".parquet")
     expected = -(-values["prompts"] // values["rows_per_part"])
     if len(files) < expected:
         raise ValueError(
-            f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate` again, which makes the others."
+            f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate_all` again, which makes the others."
         )
 
     filesystem, _ = storage.open_filesystem(uri)
@@ -254,7 +254,7 @@ def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = No
 
     Raises ValueError and ImportError as `scores` does.
     """
-    table = read_columns(uri, [IMAGE_EMBEDDING, TEXT_EMBEDDING])
+    table = read_saved(uri, [IMAGE_EMBEDDING, TEXT_EMBEDDING])
     pictures = embeddings(table, IMAGE_EMBEDDING)
     values = {"pictures": len(pictures)}
     values["clip_score"] = scores.clip_score(pictures, embeddings(table, TEXT_EMBEDDING))
@@ -263,7 +263,7 @@ def score(uri: str, real: np.ndarray | None = None, real_folder: str | None = No
     if real_folder:
         side = storage.read_json(storage.join(uri, JOB))["resolution"]
         with tempfile.TemporaryDirectory() as folder:
-            for number, picture in enumerate(read_columns(uri, [PICTURE])[PICTURE]):
+            for number, picture in enumerate(read_saved(uri, [PICTURE])[PICTURE]):
                 pathlib.Path(folder, f"{number:09d}.png").write_bytes(picture.as_py())
             values |= scores.fid_and_kid(folder, real_folder, samples_resize_and_crop=side)
     return values
@@ -285,5 +285,7 @@ def guidance_sweep(
     """
     folders = {scale: storage.join(uri, f"guidance-{scale:g}") for scale in sorted(set(scales))}
     settings_of = {scale: dataclasses.replace(settings, guidance_scale=scale) for scale in folders}
-    generate([Job(prompts, folder, settings_of[scale]) for scale, folder in folders.items()], placement, progress)
+    generate_all(
+        [GenerationJob(prompts, folder, settings_of[scale]) for scale, folder in folders.items()], placement, progress
+    )
     return pd.DataFrame([{"guidance_scale": scale, **score(folder, **real)} for scale, folder in folders.items()])

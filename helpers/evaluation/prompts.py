@@ -77,13 +77,13 @@ def read_file(uri: str) -> list[tuple[int, object]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if kind == ".txt":
         return lines
-    values = parse_json(text, uri) if lines else []
+    values = read_json_list(text, uri) if lines else []
     if isinstance(values, dict):
         values = coco_captions(values, uri)
     return [(n, v[choose_column(list(v), uri)] if isinstance(v, dict) else v) for n, v in enumerate(values, 1)]
 
 
-def parse_json(text: str, uri: str) -> list | dict:
+def read_json_list(text: str, uri: str) -> list | dict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -17,7 +17,6 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from ..latents.manifest import read_manifest
 from . import checkpoint, faults
 from .meter import Meter
 from .metrics import MetricsLog
@@ -35,13 +34,13 @@ def train_loop_per_worker(
     Args:
         config: of the run.
         source: of the steps; None: stored latents, `StepSource(config)`.
-        evaluate: `evaluate(unet, config, step)` evaluates the averaged weights by all workers between two steps, where
-            no GPU is left for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints
+        evaluate: `evaluate(denoiser, config, step)` evaluates the averaged weights, on all workers between two steps,
+            if no GPU is left for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints
             are not evaluated.
     """
     source = source or StepSource(config)
     source.start()
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = source.data.first
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
@@ -114,8 +113,8 @@ def prepare_validation(train_step: TrainStep, step: int, evaluate: Callable | No
         return True
     if evaluate is None:
         return False
-    with train_step.averaged() as unet:
-        evaluate(unet, config, step)
+    with train_step.averaged() as denoiser:
+        evaluate(denoiser, config, step)
     return True
 
 

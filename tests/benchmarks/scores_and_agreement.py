@@ -18,8 +18,8 @@ import torch
 
 from helpers.config.notebook import PreprocessingConfig
 from helpers.evaluation import scores
-from helpers.evaluation.losses import validation_loss
 from helpers.evaluation.scores import CLIP
+from helpers.evaluation.validation_loss import validation_loss
 from helpers.lesson import captioned_shapes
 from helpers.sample import decoder
 from helpers.train import results
@@ -37,8 +37,8 @@ def score_checkpoints(run, at, prompts, clip):
         run.advance(step)
         pictures = run.draw(prompts)
         embedded = clip.images(pictures)
-        with run.train_step.averaged() as unet:
-            loss = validation_loss(unet, run.manifest, run.held_out, run.config)[0]
+        with run.train_step.averaged() as denoiser:
+            loss = validation_loss(denoiser, run.manifest, run.held_out, run.config)[0]
         found.append(
             {
                 "step": step,
