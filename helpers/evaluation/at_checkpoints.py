@@ -33,7 +33,7 @@ from ..latents import held_out, schema
 from ..latents.manifest import Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import ray_errors
+from ..runtime import retries
 from ..sample import decoder
 from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
 from ..train import checkpoint, faults, results
@@ -155,7 +155,7 @@ def run_task(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = ray_errors.summarize_error(str(error))
+        reason = retries.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
 
 

@@ -47,20 +47,17 @@ class Unit:
     mask_UL: torch.Tensor | None = None
 
     @classmethod
-    def from_arrow(
-        cls, table: pa.Table, manifest: Manifest, latents: int | schema.ColumnSpec, first_position: int
-    ) -> Unit:
-        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
+    def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
+        """A unit of the rows' latents in one column. Rows without latents in it, or whose `keep` is False, are masked.
 
-        `latents`: the column; a resolution stands for its squares.
+        `first_position`: the first row's position in the global batch.
         """
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        name = spec.name if spec.name in table.column_names else schema.LATENTS
-        moments, valid = spec.decode(table[name])
+        name = latents.name if latents.name in table.column_names else schema.LATENTS
+        moments, valid = latents.decode(table[name])
         text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
-        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, latents)
         if scales is not None:
             unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
         if manifest.embeddings.ragged:
@@ -69,28 +66,19 @@ class Unit:
         return unit
 
     @classmethod
-    def masked(cls, manifest: Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
+    def masked(cls, manifest: Manifest, latents: schema.ColumnSpec, num_rows: int) -> Unit:
         """Masked rows without ids: what a worker computes while others have more rows of the step."""
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        specs, none = [latents, manifest.embeddings], np.zeros(num_rows, dtype=bool)
         columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
         table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
-        return dataclasses.replace(cls.from_arrow(table, manifest, spec, 0), ids=[])
+        return dataclasses.replace(cls.from_arrow(table, manifest, latents, 0), ids=[])
 
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
+        by_row = {name: value for name, value in vars(self).items() if name != "latents_spec" and value is not None}
         for start in range(0, len(self.keep_U), rows):
-            chosen = slice(start, start + rows)
-            yield Unit(
-                self.moments[chosen],
-                self.text[chosen],
-                self.keep_U[chosen],
-                self.positions_U[chosen],
-                self.ids[chosen],
-                self.latents_spec,
-                None if self.scales_U is None else self.scales_U[chosen],
-                None if self.mask_UL is None else self.mask_UL[chosen],
-            )
+            chosen = {name: value[start : start + rows] for name, value in by_row.items()}
+            yield dataclasses.replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""

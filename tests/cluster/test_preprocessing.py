@@ -294,7 +294,7 @@ def test_means_and_8_bit_captions_take_half_the_space(finished, tmp_path):
     few = few.filter(few["image_latents_64"].is_valid())
     full = full.filter(pc.is_in(full["id"], few["id"].combine_chunks()))
     assert few["id"].equals(full["id"])
-    mine, theirs = (Unit.from_arrow(rows, m, 64, 0) for rows, m in ((few, found), (full, manifest)))
+    mine, theirs = (Unit.from_arrow(rows, m, m.latents(64), 0) for rows, m in ((few, found), (full, manifest)))
     torch.testing.assert_close(mine.moments[:, 0], theirs.moments[:, 0], rtol=2e-3, atol=2e-3)  # other batches
     torch.testing.assert_close(mine.to("cpu")[1], theirs.text, rtol=1 / 15, atol=0.01)
     sizes = [m.latents(64).row_bytes + m.embeddings.row_bytes for m in (found, manifest)]

@@ -246,9 +246,9 @@ def test_dropped_and_masked_rows_are_trained_with_the_empty_caption_and_its_mask
 
     monkeypatch.setattr(diffusion, "row_losses", noted)
     table = pq.read_table(f"{made_uri(tmp_path)}/data").slice(0, 8)
-    unit = Unit.from_arrow(table.append_column("keep", pa.array([True] * 6 + [False] * 2)), made, 32, 0)
+    unit = Unit.from_arrow(table.append_column("keep", pa.array([True] * 6 + [False] * 2)), made, made.latents(32), 0)
     state.row_losses(unit, 0)
-    state.row_losses(Unit.masked(made, 32, 4), 0)
+    state.row_losses(Unit.masked(made, made.latents(32), 4), 0)
     (text, dropped, mask), (empty_text, _, empty_mask) = seen
     expected = torch.from_numpy(made.empty_mask)
     replaced = dropped | ~unit.keep_U
