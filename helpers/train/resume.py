@@ -45,7 +45,7 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
 
     with checkpoint_dir(checkpoint_to_resume) as folder:
         if folder:
-            return checkpoint.load(folder, model=train_step.model, optimizer=train_step.optimizer, ema=train_step.ema)
+            return checkpoint.load(folder, train_step)
     if config.init_from is not None:
         with checkpoint_dir(lambda: first_checkpoint(config) or as_checkpoint(config.init_from)) as folder:
             checkpoint.load_initial_weights(folder, train_step.denoiser)

@@ -54,15 +54,7 @@ class CheckpointManager:
         """
         self.wait()
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
-        finish = checkpoint.async_save(
-            folder,
-            model=self.train_step.model,
-            optimizer=self.train_step.optimizer,
-            ema=self.train_step.ema,
-            step=step,
-            group=self.group,
-            stager=self.stager,
-        )
+        finish = checkpoint.async_save(folder, self.train_step, step=step, stager=self.stager, group=self.group)
         self.uploaded.clear()
         ray.train.report(
             {"step": step},

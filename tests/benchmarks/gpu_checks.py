@@ -93,12 +93,11 @@ def checkpoints(given, device):
     """As `CheckpointManager` saves: one stager for all, the next step is trained while a checkpoint is written."""
     train_step, units = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
     stager, group = checkpoint.open_stager(), checkpoint.cpu_group()
-    parts = {name: getattr(train_step, name) for name in ("model", "optimizer", "ema")}
     straight, held, wrong = [train_step.step(0, units)["loss"]], {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):
             held[step] = everything(train_step)
-            finish = checkpoint.async_save(f"{folder}/{step}", **parts, step=step, stager=stager, group=group)
+            finish = checkpoint.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
             straight.append(train_step.step(step, units)["loss"])
             finish()
         stager.close()
@@ -106,7 +105,7 @@ def checkpoints(given, device):
         worst = 0.0
         for step in (1, 2):
             other, _ = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-            checkpoint.load(f"{folder}/{step}", model=other.model, optimizer=other.optimizer, ema=other.ema)
+            checkpoint.load(f"{folder}/{step}", other)
             wrong += sum(not torch.equal(*pair) for pair in zip(everything(other), held[step], strict=True))
             resumed = [other.step(number, units)["loss"] for number in range(step, 4)]
             worst = max([worst, *(abs(one / two - 1) for one, two in zip(resumed, straight[step:], strict=True))])

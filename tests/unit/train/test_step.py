@@ -102,17 +102,13 @@ def held_out(rows):
     return rows.filter(rows["keep"])[:7]
 
 
-def parts(state):
-    return {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-
-
 def save(folder, state, step):
     begin_save(folder, state, step)()
 
 
 def begin_save(folder, state, step):
     stager = checkpoint.open_stager()
-    return checkpoint.async_save(folder, **parts(state), step=step, stager=stager, group=checkpoint.cpu_group())
+    return checkpoint.async_save(folder, state, step=step, stager=stager, group=checkpoint.cpu_group())
 
 
 def column(lines, name="loss"):
@@ -170,7 +166,7 @@ def run_strategy(folder, name, config, manifest, rows, rank, world):
     lines += train(state, manifest, rows, MIDDLE, STEPS, rank, world)
     writing()
     restored = TrainStep(config, manifest)
-    step = checkpoint.load(f"{folder}/{name}", **parts(restored))
+    step = checkpoint.load(f"{folder}/{name}", restored)
     resumed = train(restored, manifest, rows, step, STEPS, rank, world)
     same_state = same(everything(state), everything(restored))
     # At last only the last rank meets a NaN.
@@ -191,7 +187,7 @@ def run_strategy(folder, name, config, manifest, rows, rank, world):
 def continue_from(folder, name, config, manifest, rows, rank, world):
     """Losses of two steps from a checkpoint: they show its weights, then its optimizer state."""
     state = TrainStep(config, manifest)
-    step = checkpoint.load(f"{folder}/{name}", **parts(state))
+    step = checkpoint.load(f"{folder}/{name}", state)
     return column(train(state, manifest, rows, step, step + 2, rank, world)).tolist()
 
 
@@ -333,7 +329,7 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, group_of_o
     save(tmp_path / "c", state, MIDDLE)
     found += train(state, manifest, rows, MIDDLE)
     again = TrainStep(state.config, manifest)
-    assert train(again, manifest, rows, checkpoint.load(tmp_path / "c", **parts(again))) == found[MIDDLE:]
+    assert train(again, manifest, rows, checkpoint.load(tmp_path / "c", again)) == found[MIDDLE:]
     assert column(found) == pytest.approx(column(one[0]), rel=0.02) and (column(found) != column(one[0])).any()
     denoiser = checkpoint.load_weights(tmp_path / "c", build_denoiser(state.config.unet_config, seed=9), "model")
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
@@ -627,7 +623,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, one, recipe, manifest, rows
     straight += train(state, manifest, rows, MIDDLE)
     assert straight == one[0]  # neither saving nor the EMA changes a run
     restored = TrainStep(recipe(ema_start=ema_start, checkpoint_every=3, validate_every=0), manifest)
-    assert checkpoint.load(tmp_path, **parts(restored)) == checkpoint.step_of(tmp_path) == MIDDLE
+    assert checkpoint.load(tmp_path, restored) == checkpoint.step_of(tmp_path) == MIDDLE
     assert train(restored, manifest, rows, MIDDLE) == straight[MIDDLE:]
     assert same(everything(state), everything(restored))
 
@@ -664,7 +660,7 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
     found = train(state, manifest, rows, 0, 2)
     for step in (2, 3):
         held[step] = everything(state)
-        finish = checkpoint.async_save(tmp_path / str(step), **parts(state), step=step, stager=stager)
+        finish = checkpoint.async_save(tmp_path / str(step), state, step=step, stager=stager)
         found += train(state, manifest, rows, step, step + 1)
         assert checkpoint.find_corruption(tmp_path / str(step))  # not there before it is finished
         trained.set()
@@ -674,5 +670,5 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
     assert found + train(state, manifest, rows, 4) == one[0] and places[0] == places[1]
     for step in (2, 3):
         restored = TrainStep(recipe(ema_start=ema_start), manifest)
-        assert checkpoint.load(tmp_path / str(step), **parts(restored)) == step
+        assert checkpoint.load(tmp_path / str(step), restored) == step
         assert same(everything(restored), held[step]) and train(restored, manifest, rows, step) == one[0][step:]
