@@ -3,7 +3,7 @@
 Three files to read first, each from top to bottom
     encode/encoder.py   the actor that turns pictures and captions into latents and embeddings
     train/loop.py       the function that each training worker runs
-    model/unet.py       the denoiser: sharding, compiling, precision
+    model/sharding.py   the denoiser: sharding, compiling, precision
 
 The stages, in the order of a row; a stage imports only those above it, and the two files
     config/         the notebooks' parameters, checked

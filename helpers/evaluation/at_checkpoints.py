@@ -31,7 +31,8 @@ from ..config.training import TrainingConfig
 from ..encode import captions
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest
-from ..model.unet import build_unet, cast_inputs
+from ..model.denoisers import build_denoiser
+from ..model.sharding import cast_inputs
 from ..runtime import ray_errors
 from ..sample import decoder
 from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
@@ -181,20 +182,20 @@ def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> 
     """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
     config, device = evaluation.config, "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
-        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
-            compute_in_bf16(unet)
-        result = evaluate_unet(unet, evaluation, checkpoint.step_of(folder))
+            compute_in_bf16(denoiser)
+        result = evaluate_denoiser(denoiser, evaluation, checkpoint.step_of(folder))
         if results.is_best(config, result):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 
-def compute_in_bf16(unet: torch.nn.Module) -> None:
+def compute_in_bf16(denoiser: torch.nn.Module) -> None:
     """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
-    unet.to(torch.bfloat16)
-    unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+    denoiser.to(torch.bfloat16)
+    denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    denoiser.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
 
 
 def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
@@ -230,9 +231,9 @@ class OnWorkers:
     def __init__(self, prompts: list[str] | None = None):
         self.prompts, self.evaluator = prompts, None
 
-    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
+    def __call__(self, denoiser: torch.nn.Module, config: TrainingConfig, step: int) -> None:
         started = time.perf_counter()
-        self.evaluator = self.evaluator or Evaluator(unet, Evaluation(config, self.prompts))
+        self.evaluator = self.evaluator or Evaluator(denoiser, Evaluation(config, self.prompts))
         result = self.evaluator.losses(step)
         storage.write_bytes(share_uri(config, step, distributed.rank()), self.evaluator.draw().to_bytes())
         if distributed.rank() == 0:
@@ -283,13 +284,13 @@ class Images:
             return cls(drawn, real, str(arrays["error"]))
 
 
-def evaluate_unet(unet: torch.nn.Module, evaluation: Evaluation, step: int) -> dict[str, Any]:
+def evaluate_denoiser(denoiser: torch.nn.Module, evaluation: Evaluation, step: int) -> dict[str, Any]:
     """Evaluate a denoiser in this process; returns the content of the run's `validation/{step}.json`.
 
     The losses are written before the first image is drawn, so that they survive if drawing fails. Failures are recorded
     and the rest continues.
     """
-    started, evaluator = time.perf_counter(), Evaluator(unet, evaluation)
+    started, evaluator = time.perf_counter(), Evaluator(denoiser, evaluation)
     result, images = evaluator.losses(step), evaluator.draw()
     result["seconds"] = time.perf_counter() - started
     return score_and_write(result, images, evaluator.evaluation)
@@ -302,8 +303,8 @@ class Evaluator:
         evaluation: as given, with captions of held-out rows if it had no prompts.
     """
 
-    def __init__(self, unet: torch.nn.Module, evaluation: Evaluation):
-        self.unet, self.config, self.device = unet, evaluation.config, next(unet.parameters()).device
+    def __init__(self, denoiser: torch.nn.Module, evaluation: Evaluation):
+        self.denoiser, self.config, self.device = denoiser, evaluation.config, next(denoiser.parameters()).device
         self.manifest, self.rows = read_encoder_manifest(self.config), held_out.of_run(self.config)
         self.evaluation = evaluation
         if evaluation.prompts is None:
@@ -312,12 +313,12 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return build_pipeline(self.unet, self.manifest, self.config)
+        return build_pipeline(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
-        result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
-        result |= validation_set_losses(self.unet, self.config)
+        result = {"step": step, **held_out_losses(self.denoiser, self.manifest, self.rows, self.config)}
+        result |= validation_set_losses(self.denoiser, self.config)
         if distributed.rank() == 0:
             results.write(self.config.run_uri, {**result, "unfinished": True})
         return result
@@ -364,7 +365,7 @@ class Evaluator:
         return images
 
 
-def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
     """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without a
     `validation_uri`.
 
@@ -373,12 +374,12 @@ def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict
     if not config.validation_uri:
         return {}
     rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
     return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def held_out_losses(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     manifest: Manifest,
     rows: pa.Table | held_out.ValidationSet | None,
     config: TrainingConfig,
@@ -386,7 +387,7 @@ def held_out_losses(
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:
         return {}
-    losses = losses_by_noise(unet, manifest, rows, config)
+    losses = losses_by_noise(denoiser, manifest, rows, config)
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}

@@ -24,6 +24,7 @@ import torch
 from ray.data import ActorPoolStrategy
 
 from .. import storage
+from ..config.parameters import first_difference
 from ..encode import encoder
 from ..encode.models import pin_model
 from ..latents import schema
@@ -87,13 +88,12 @@ class GenerationJob:
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
         self.values = {**dataclasses.asdict(self.settings), **values, "weights": fingerprint(settings.pipeline)}
-        before = before or self.values
-        for name, value in self.values.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{uri!r} holds images that were made with {name}={before.get(name)!r}, not {value!r}: give "
-                    "another folder, or delete that one."
-                )
+        if before and (found := first_difference(before, self.values)):
+            name, value_before, value = found
+            raise ValueError(
+                f"{uri!r} holds images that were made with {name}={value_before!r}, not {value!r}: give another "
+                "folder, or delete that one."
+            )
 
     def pending(self) -> list[int]:
         """Numbers of the parts still to be made."""

@@ -25,7 +25,7 @@ from ..config.training import TrainingConfig
 from ..encode import captions, encoder
 from ..latents.manifest import Manifest, read_manifest
 from ..model import denoisers, diffusion
-from ..model.unet import build_unet
+from ..model.denoisers import build_denoiser
 from ..train import checkpoint
 from . import decoder
 
@@ -42,9 +42,9 @@ def read_encoder_manifest(config: TrainingConfig) -> Manifest:
     return read_manifest(next(iter(config.proportions)))
 
 
-def build_pipeline(unet: ModelMixin, manifest: Manifest, config: TrainingConfig) -> DiffusionPipeline:
+def build_pipeline(denoiser: ModelMixin, manifest: Manifest, config: TrainingConfig) -> DiffusionPipeline:
     """diffusers' pipeline of a denoiser, and of the VAE, text encoder and tokenizer that encoded its data."""
-    adapter = denoisers.adapter_of(unet)
+    adapter = denoisers.adapter_of(denoiser)
     tokenizer = copy.deepcopy(captions.load_tokenizer(manifest.text_encoder_model))
     tokenizer.model_max_length, _ = manifest.embeddings.shape
     vae = encoder.load_vae(manifest.vae_model)
@@ -55,7 +55,7 @@ def build_pipeline(unet: ModelMixin, manifest: Manifest, config: TrainingConfig)
         "text_encoder": encoder.load_text_encoder(manifest.text_encoder_model),
         "tokenizer": tokenizer,
         "scheduler": build_sampler(config),
-        adapter.component: unet.eval(),
+        adapter.component: denoiser.eval(),
     }
     with without_warnings():
         pipeline = getattr(diffusers, adapter.pipeline)(**models, **adapter.left_out)
@@ -68,7 +68,7 @@ def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
 
 
 def build_sampler(config: TrainingConfig) -> SchedulerMixin:
-    """diffusers' scheduler that `config.sampler` names, for the objective that the U-Net was trained with."""
+    """diffusers' scheduler that `config.sampler` names, for the objective that the denoiser was trained with."""
     sampler = getattr(diffusers, SAMPLERS[config.sampler])
     if config.prediction_type == "flow":
         return sampler(
@@ -145,14 +145,14 @@ def sample(
     height: int | None = None,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Images of prompts from a checkpoint's EMA weights, or from an untrained U-Net if `saved` is None; see `generate`.
+    """Images of prompts from a checkpoint's EMA weights; if `saved` is None, from an untrained denoiser.
 
     Runs on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width` and
     `height` are given.
     """
     manifest = read_encoder_manifest(config)
-    unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
-    pipeline = build_pipeline(unet, manifest, config)
+    denoiser = build_denoiser(config.unet_config, seed=config.seed) if saved is None else load_denoiser(config, saved)
+    pipeline = build_pipeline(denoiser, manifest, config)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     size = {"resolution": config.largest_resolution, "width": width, "height": height}
     sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
@@ -171,11 +171,11 @@ def to_png(picture: np.ndarray) -> bytes:
     return data.getvalue()
 
 
-def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> ModelMixin:
+def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> ModelMixin:
     """The denoiser of a Ray Train checkpoint, with its averaged weights ("ema") or its last ones ("model")."""
-    unet = build_unet(config.unet_config)
+    denoiser = build_denoiser(config.unet_config)
     with saved.as_directory() as folder:
-        return checkpoint.load_weights(folder, unet, which)
+        return checkpoint.load_weights(folder, denoiser, which)
 
 
 def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
@@ -221,7 +221,7 @@ def export_checkpoint(
 ) -> str:
     """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
     manifest = read_encoder_manifest(config)
-    pipeline = build_pipeline(load_unet(config, saved, which), manifest, config)
+    pipeline = build_pipeline(load_denoiser(config, saved, which), manifest, config)
     uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
     storage.write_text(storage.join(uri, "README.md"), describe_call(pipeline, config))
     return uri

@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes, looks, trials
 from helpers.runtime import session
@@ -47,7 +47,7 @@ def main():
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
-            buckets[name] = setup.describe_shapes(load_plan(config))
+            buckets[name] = setup.describe_shapes(load_plan(DataSets.open(config.proportions), config))
             pipeline = build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
             pictures = generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]

@@ -109,8 +109,8 @@ class Training:
         self.done = until
 
     def draw(self, prompts):
-        with self.train_step.averaged() as unet:
-            pipeline = build_pipeline(unet, self.manifest, self.config)
+        with self.train_step.averaged() as denoiser:
+            pipeline = build_pipeline(denoiser, self.manifest, self.config)
             return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 

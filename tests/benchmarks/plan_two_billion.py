@@ -21,7 +21,7 @@ import time
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import FILES, MANIFEST, Manifest, read_manifests
+from helpers.latents.manifest import FILES, MANIFEST, DataSets, Manifest
 from helpers.latents.plan import load_plan, plan_run
 from helpers.train import setup
 from tests.benchmarks import record
@@ -73,18 +73,18 @@ def measure(num_files, rows_per_file, num_buckets):
         size = pathlib.Path(folder, FILES).stat().st_size
         started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
-        manifests = read_manifests(config.proportions)
+        data = DataSets.open(config.proportions)
         seconds = {"read the manifest": time.perf_counter() - started}
-        setup.describe_data(manifests, config)
+        setup.describe_data(data)
         seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
         driver_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        plan = load_plan(config)
+        plan = load_plan(data, config)
         seconds["read files.json, plan"] = time.perf_counter() - started - sum(seconds.values())
         plan.chunk_rows(plan.chunks_per_epoch - 1)
         seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         started = time.perf_counter()
-        head = plan_run(read_manifests(config.proportions), config)
+        head = plan_run(DataSets.open(config.proportions), config)
         worker_seconds = time.perf_counter() - started
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []

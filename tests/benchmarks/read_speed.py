@@ -32,7 +32,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import DataSets
 from helpers.latents.plan import load_plan
 from helpers.latents.read import execution_options, latents_dataset
 from helpers.runtime import session
@@ -53,9 +53,10 @@ def planned(uri, num_rows):
         validation_share=0,
         max_steps=num_rows // UNIT_ROWS,
     )
-    data = latents_dataset(load_plan(config), 0, config.max_steps)
-    data.context.execution_options = execution_options(config)  # as Ray Train sets them
-    return data, read_manifest(uri)
+    data = DataSets.open(config.proportions)
+    rows = latents_dataset(load_plan(data, config), 0, config.max_steps)
+    rows.context.execution_options = execution_options(data.row_bytes, UNIT_ROWS)  # as Ray Train sets them
+    return rows, data.first
 
 
 class Worker:

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from helpers.config.notebook import TrainingConfig
+from helpers.latents.manifest import DataSets
 from helpers.latents.plan import load_plan
 from helpers.latents.read import UNIT, latents_dataset
 from helpers.runtime import session
@@ -26,7 +27,7 @@ def first_batch(config, step):
     # All CPUs at once can only be had when the last measurement's tasks are gone.
     ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
-    plan = load_plan(config)
+    plan = load_plan(DataSets.open(config.proportions), config)
     data = latents_dataset(plan, step, plan.steps_per_epoch)
     wanted = step * plan.units_per_step
     # Closed, or the rest of the epoch would be read beside the next measurement.

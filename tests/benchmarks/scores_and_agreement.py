@@ -37,8 +37,8 @@ def score_checkpoints(run, at, prompts, clip):
         run.advance(step)
         pictures = run.draw(prompts)
         embedded = clip.images(pictures)
-        with run.train_step.averaged() as unet:
-            loss = validation_loss(unet, run.manifest, run.held_out, run.config)[0]
+        with run.train_step.averaged() as denoiser:
+            loss = validation_loss(denoiser, run.manifest, run.held_out, run.config)[0]
         found.append(
             {
                 "step": step,

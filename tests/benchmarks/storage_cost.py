@@ -100,8 +100,8 @@ def main():
         for seed in range(given.seeds):
             run = Training(recipe, seed, table, manifest)
             run.advance(given.steps)
-            with run.train_step.averaged() as unet:
-                losses.append(validation_loss(unet, full_manifest, held_out, run.config)[1])
+            with run.train_step.averaged() as denoiser:
+                losses.append(validation_loss(denoiser, full_manifest, held_out, run.config)[1])
             right.append(captioned_shapes.agreement(run.draw(prompts), prompts)["all"])
         said = f"{statistics.mean(losses):.4f}, {statistics.mean(right):.0%}"
         summary[f"{name}: validation loss and held-out prompts right after {given.steps} steps"] = said

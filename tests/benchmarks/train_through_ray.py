@@ -85,7 +85,7 @@ def main():
             return TrainingConfig(**run, validate_every=0, validation_share=0)
 
         def without_ray(_):
-            return bare(config("bare"), setup.open_run(config("bare")))
+            return bare(config("bare"), setup.open_run(config("bare")).first)
 
         measures = {
             "bare": without_ray,

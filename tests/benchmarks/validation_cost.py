@@ -66,8 +66,8 @@ def main():
         for number in range(1, given.evaluations + 1):
             counted.clear()
             started = time.perf_counter()
-            with trainer.averaged() as unet:
-                on_workers(unet, config, number * config.validate_every)
+            with trainer.averaged() as denoiser:
+                on_workers(denoiser, config, number * config.validate_every)
             pause = time.perf_counter() - started
             found.append({"pause": pause, "share": pause / between, **{name: counted[name] for name in NAMES}})
             print(found[-1], flush=True)

@@ -14,7 +14,7 @@ from helpers import storage
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import estimates, full_run, published_results
 from helpers.model import denoisers
-from helpers.model.unet import load_unet_config
+from helpers.model.denoisers import load_denoiser_config
 from helpers.runtime import progress
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING
 
@@ -144,15 +144,15 @@ def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
 def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes(resolution):
     """What needs no weights; the rest is checked when the job starts."""
     profile = full_run.read_profile(f"full-today-{resolution}")
-    unet, recipe = load_unet_config(profile["unet_config"]), estimates.RECIPES["today"]
-    adapter = denoisers.ADAPTERS[unet["_class_name"]]
-    assert unet["in_channels"] == recipe.channels and unet[adapter.text_width] == recipe.text.hidden_size
+    denoiser, recipe = load_denoiser_config(profile["unet_config"]), estimates.RECIPES["today"]
+    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
+    assert denoiser["in_channels"] == recipe.channels and denoiser[adapter.text_width] == recipe.text.hidden_size
     assert recipe.text_class.__name__ in adapter.text_encoders and denoisers.KL in adapter.vaes and adapter.shifts
     assert adapter.masks_padding and adapter.text_cleaning == profile["text_cleaning"]
     assert profile["sampler"] in adapter.samplers
     shapes = PreprocessingConfig.from_parameters(applied(f"full-today-{resolution}", PREPROCESSING)).shapes
     sides = [side for size in shapes.values() for shape in size for side in shape]
-    assert not [side for side in sides if side % (8 * adapter.divisor(unet))] and len(sides) == 20
+    assert not [side for side in sides if side % (8 * adapter.divisor(denoiser))] and len(sides) == 20
     assert all(profile[f"{part}_revision"] for part in ("encoder", "vae"))
 
 
@@ -219,7 +219,7 @@ def test_what_a_notebook_runs_on_a_gpu_is_given_the_runs_config(notebook):
 @pytest.mark.parametrize("notebook", [PREPROCESSING, TRAINING, ONLINE])
 def test_the_head_of_a_full_run_builds_no_unet(notebook):
     """Cells hand functions that do to a GPU's machine, by `session.run_on_device`."""
-    builders = {"TrainStep", "build_unet", "build_model", "load_unet", "build_pipeline", "export_checkpoint"}
+    builders = {"TrainStep", "build_denoiser", "build_model", "load_denoiser", "build_pipeline", "export_checkpoint"}
     builders |= {"load_pipeline", "StableDiffusionPipeline"}
 
     def called_here(node):

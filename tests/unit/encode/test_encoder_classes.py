@@ -20,14 +20,14 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
-from helpers.latents.plan import load_plan
 from helpers.model import diffusion
-from helpers.model.unet import load_unet_config
+from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
 from helpers.train import setup
 from helpers.train.kept import open_job
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
+from tests.conftest import plan_for
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
 
@@ -185,7 +185,7 @@ def unet_config(tmp_path_factory):
     """A U-Net for the latents and captions of the tiny model with 16 channels."""
     path = tmp_path_factory.mktemp("unet") / "unet.json"
     sizes = {"in_channels": 16, "out_channels": 16, "cross_attention_dim": WIDTH, "sample_size": 8}
-    path.write_text(json.dumps({**load_unet_config("tiny"), **sizes}))
+    path.write_text(json.dumps({**load_denoiser_config("tiny"), **sizes}))
     return str(path)
 
 
@@ -209,7 +209,7 @@ def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, 
     for row in rows.to_pylist():
         for text_column, column in (("caption", "caption_embeddings"), ("caption_2", "caption_embeddings_2")):
             written[row["id"], row[text_column]] = row[column]
-    plan, spec, seen = load_plan(training(config.storage, validation_share=0)), made.latents(32), {}
+    plan, spec, seen = plan_for(training(config.storage, validation_share=0)), made.latents(32), {}
     chunks = plan.chunk_range(0, 12 * plan.steps_per_epoch)
     steps = {"first_step": 0, "end_step": 12 * plan.steps_per_epoch, "read": read.latents_reader(plan)}
     for block in read.read_chunks({"id": range(len(chunks))}, plan=plan, first_chunk=0, **steps):
@@ -268,16 +268,16 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     raw = config_of(model(), OnlineConfig, **options, keep_latents=True)
     run = training(str(tmp_path), latents_uri=str(tmp_path / "online"), unet_config=unet_config)
     made = prepare_online.prepare(raw, run)
-    plan = load_plan(run)
+    plan = plan_for(run)
     assert made.shift_factor == 0.11 and made.embeddings.ragged
     validation = manifest.read_manifest(f"{run.latents_uri}/{held_out.FOLDER}")
     assert (validation.shift_factor, validation.encoder) == (0.11, made.encoder)
-    kept = open_job(run, plan)
+    kept = open_job(run, plan, made)
     assert kept.description["shift_factor"] == 0.11 and kept.parameters["maximum_tokens"] == 16
     state = TrainStep(run, made)
     found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
     assert np.isfinite([loss for loss, _ in found]).all()
-    assert np.isfinite(validation_loss(state.unet, made, held_out.of_run(run), run)).all()
+    assert np.isfinite(validation_loss(state.denoiser, made, held_out.of_run(run), run)).all()
     stored, _ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
     on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
     on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")
@@ -321,8 +321,8 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     for column in values["columns"]:
         del column["ragged"]
     assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
-    run = training(str(tmp_path))
-    assert "shift_factor" not in setup.describe_data({made_uri(tmp_path): made}, run)[0]
+    data = manifest.DataSets({made_uri(tmp_path): made}, {made_uri(tmp_path): 1.0})
+    assert "shift_factor" not in setup.describe_data(data)[0]
     job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
     job.check_same(json.loads(json.dumps(job.parameters)))
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))

@@ -10,7 +10,7 @@ from PIL import Image
 
 from helpers import storage
 from helpers.evaluation import generation, scores
-from helpers.model import unet
+from helpers.model.denoisers import build_denoiser
 from helpers.sample.pipeline import export_pipeline, generate, to_png
 from tests.pipelines import untrained_pipeline
 
@@ -66,7 +66,7 @@ def test_a_folder_of_other_pictures_is_refused(tmp_path, settings, pipeline):
 def test_a_retrained_pipeline_in_the_same_folder_is_noticed(pipeline, tmp_path):
     storage.copy_folder(pipeline, tmp_path)
     assert generation.fingerprint(str(tmp_path)) == generation.fingerprint(pipeline)
-    unet.build_unet("tiny", seed=1).save_pretrained(tmp_path / "unet")
+    build_denoiser("tiny", seed=1).save_pretrained(tmp_path / "unet")
     assert generation.fingerprint(str(tmp_path)) != generation.fingerprint(pipeline)
     assert generation.fingerprint("hub/id@revision") is None
 
