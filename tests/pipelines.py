@@ -55,6 +55,12 @@ def definitions(notebook):
     return found
 
 
+def defaults(notebook):
+    """{parameter: its default} of a notebook."""
+    found = definitions(notebook).items()
+    return {name: ast.literal_eval(statement.value) for name, (statement, is_parameter) in found if is_parameter}
+
+
 def free_names(statement):
     """The names that a statement takes from the notebook: what it loads, but a function's own variables."""
     if isinstance(statement, ast.FunctionDef):
@@ -90,7 +96,7 @@ def from_notebook(notebook, name, **values):
 
 def parameters(notebook, config, **changes):
     """The values of `config` that are parameters of the notebook, and the others that are given."""
-    known = {name for name, (_, is_parameter) in definitions(notebook).items() if is_parameter}
+    known = defaults(notebook)
     return {**{name: value for name, value in config.to_dict().items() if name in known}, **changes}
 
 

@@ -56,7 +56,6 @@ def main():
                 f"crops cut away {cut:.1%}; agreement over {len(prompts)} held-out prompts {right:.3f}, shape overlap "
                 f"{shape_score(pictures, prompts):.3f}"
             )
-            print(f"{name}: {summary[name]}", flush=True)
     record.write("aspect_buckets", summary, buckets=buckets)
 
 
