@@ -26,12 +26,7 @@ from helpers.lesson import captioned_shapes
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, split
 
-OPTIONS = {
-    "default": {},
-    "latents=mean": {"latents": "mean"},
-    "text_precision=fp8": {"text_precision": "fp8"},
-    "both": {"latents": "mean", "text_precision": "fp8"},
-}
+OPTIONS = {"default": {}, "latents=mean": {"latents": "mean"}}
 TEXT = (77, 1024)
 
 
@@ -62,17 +57,14 @@ def print_bytes():
     print("bytes a row            256 px    512 px   (of the fp32 columns)")
     for resolution in (256, 512):
         latents = int(np.prod(latents_spec(resolution).shape[1:]))
-        print(
-            f"  parts at {resolution}: mean {latents * 2:,}, std {latents * 2:,}, text fp16 {np.prod(TEXT) * 2:,}, "
-            f"text fp8 {schema.ColumnSpec(schema.EMBEDDINGS, TEXT, 'fp8').row_bytes:,}"
-        )
+        print(f"  parts at {resolution}: mean {latents * 2:,}, std {latents * 2:,}, text {np.prod(TEXT) * 2:,}")
     before = {r: 4 * int(np.prod(latents_spec(r).shape[1:])) + 4 * int(np.prod(TEXT)) for r in (256, 512)}
     print(f"  fp32 columns         {before[256]:9,} {before[512]:9,}")
     for name, options in OPTIONS.items():
         found = []
         for resolution in (256, 512):
             latents = latents_spec(resolution, options.get("latents", "moments"))
-            text = schema.ColumnSpec(schema.EMBEDDINGS, TEXT, options.get("text_precision", "fp16"))
+            text = schema.ColumnSpec(schema.EMBEDDINGS, TEXT)
             found.append(bytes_on_disk({spec.name: spec.row_bytes for spec in (latents, text)}))
         shares = [size / before[resolution] for size, resolution in zip(found, (256, 512), strict=True)]
         print(f"  {name:20} {found[0]:9,.0f} {found[1]:9,.0f}   ({shares[0]:.1%}, {shares[1]:.1%})")
