@@ -30,12 +30,13 @@ from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..encode import captions
 from ..latents import held_out, schema
-from ..latents.manifest import Manifest
+from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
 from ..runtime import ray_errors
 from ..sample import decoder
-from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
+from ..sample.from_checkpoint import pipeline_of_run
+from ..sample.pipeline import generate, save_images, to_png
 from ..train import checkpoint, faults, results
 from . import scores
 from .prompts import read_prompts
@@ -93,7 +94,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = captions.load_tokenizer(read_encoder_manifest(config).text_encoder_model)
+    tokenizer = captions.load_tokenizer(DataSets.open(config.proportions).first.text_encoder_model)
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -305,7 +306,8 @@ class Evaluator:
 
     def __init__(self, denoiser: torch.nn.Module, evaluation: Evaluation):
         self.denoiser, self.config, self.device = denoiser, evaluation.config, next(denoiser.parameters()).device
-        self.manifest, self.rows = read_encoder_manifest(self.config), held_out.of_run(self.config)
+        self.manifest = DataSets.open(self.config.proportions).first
+        self.rows = held_out.of_run(self.config)
         self.evaluation = evaluation
         if evaluation.prompts is None:
             texts = [] if self.rows is None else self.rows[schema.CAPTION].to_pylist()
@@ -313,7 +315,7 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return build_pipeline(self.denoiser, self.manifest, self.config)
+        return pipeline_of_run(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
@@ -438,7 +440,7 @@ def measures(images: Images, evaluation: Evaluation) -> dict[str, Callable[[], d
         return {"cmmd": scores.cmmd(embed_drawn(), embed_held_out(images.real, config))}
 
     found = {"agreement": rate_agreement} if evaluation.agreement else {}
-    if uses_clip(config, read_encoder_manifest(config)):
+    if uses_clip(config, DataSets.open(config.proportions).first):
         found["clip_score"] = clip_score
         if images.real or storage.exists(embeddings_uri(config)):
             found["cmmd"] = cmmd
@@ -480,5 +482,5 @@ def save_grid(drawn: list[np.ndarray], evaluation: Evaluation, step: int) -> Non
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
     storage.write_bytes(storage.join(uri, "grid.png"), to_png(np.concatenate(rows)))
-    save_pictures(shown, uri)
+    save_images(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(evaluation.prompts[:GRID], ensure_ascii=False))

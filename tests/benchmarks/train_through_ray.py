@@ -97,7 +97,6 @@ def main():
     summary, ratios = {}, {}
     for name, what in names.items():
         ratios[name], summary[what] = record.compare(rates, name, "bare")
-        print(f"{what}: {summary[what]}")
     record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios)
 
 

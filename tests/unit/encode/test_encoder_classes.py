@@ -76,7 +76,6 @@ def test_latents_are_those_of_the_class_itself(model, name):
     torch.testing.assert_close(drawn, (expected - shift) * vae.config.scaling_factor, rtol=1e-3, atol=1e-3)
     assert (shift != 0) == (name == "AutoencoderKL")
     assert decoder.reconstruct(model(name), found).shape == (3, 32, 32, 3)
-    assert decoder.decoding_bytes(vae.to_json_string(), tuple(expected.shape[1:])) > 32 * 32 * 3 * 4
 
 
 @pytest.mark.parametrize("text", TEXTS)
