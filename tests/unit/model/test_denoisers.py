@@ -237,7 +237,7 @@ def test_the_larger_transformer_has_600_m_parameters():
 def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
     """Whatever its values are, no loss changes; a caption's tokens do change it."""
     manifest, rows = ragged
-    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, 64, 0)
+    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, manifest.latents(64), 0)
     awake(state.denoiser)
     expected = state.row_losses(unit, 0)
     unit.text[~unit.mask_UL] = 100.0
