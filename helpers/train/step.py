@@ -33,8 +33,7 @@ class Unit:
 
     moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
     for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
-    row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
-    multiplied by these; None: it is not. mask_UL: True for tokens; None: text is padded with tokens.
+    row. latents_spec: the column that the moments are from. mask_UL: True for tokens; None: text is padded with tokens.
     """
 
     moments: torch.Tensor
@@ -43,7 +42,6 @@ class Unit:
     positions_U: np.ndarray
     ids: list
     latents_spec: schema.ColumnSpec
-    scales_U: torch.Tensor | None = None
     mask_UL: torch.Tensor | None = None
 
     @classmethod
@@ -54,12 +52,10 @@ class Unit:
         """
         name = latents.name if latents.name in table.column_names else schema.LATENTS
         moments, valid = latents.decode(table[name])
-        text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
+        text, _ = manifest.embeddings.decode(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
         unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, latents)
-        if scales is not None:
-            unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
         if manifest.embeddings.ragged:
             num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
             unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
@@ -81,11 +77,9 @@ class Unit:
             yield dataclasses.replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""
+        """`(moments, text, keep_U, mask_UL)` on a device."""
         values = self.moments, self.text, self.keep_U
         moments, text, keep = (value.to(device, non_blocking=True) for value in values)
-        if self.scales_U is not None:
-            text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
         mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
         return moments, text, keep, mask
 

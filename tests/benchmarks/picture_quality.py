@@ -33,7 +33,8 @@ from helpers.latents.manifest import Manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
 from helpers.sample import decoder
-from helpers.sample.pipeline import build_pipeline, generate
+from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.sample.pipeline import generate
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import TRAINING, defaults
@@ -105,7 +106,7 @@ class Training:
 
     def draw(self, prompts):
         with self.train_step.averaged() as denoiser:
-            pipeline = build_pipeline(denoiser, self.manifest, self.config)
+            pipeline = pipeline_of_run(denoiser, self.manifest, self.config)
             return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
