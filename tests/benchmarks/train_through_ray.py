@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def first_batch(config, manifest):
     table = read.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
-    return Unit.from_arrow(table, manifest, config.resolution, 0)
+    return Unit.from_arrow(table, manifest, manifest.latents(config.resolution), 0)
 
 
 def bare(config, manifest):
@@ -97,7 +97,6 @@ def main():
     summary, ratios = {}, {}
     for name, what in names.items():
         ratios[name], summary[what] = record.compare(rates, name, "bare")
-        print(f"{what}: {summary[what]}")
     record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios)
 
 

@@ -64,7 +64,6 @@ def main():
             f"held-out loss {row.value:.4f} against {row.baseline:.4f}; "
             f"difference {row.difference:.4f}, 95 % interval {row.low:.4f} to {row.high:.4f}, {row.seeds} seeds"
         )
-        print(f"{what}: {summary[what]}")
     record.write("two_phases", summary, losses=results.to_dict("records"))
 
 

@@ -18,7 +18,8 @@ from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
-from helpers.sample.pipeline import build_pipeline, denoiser_of, describe_call, export_pipeline, generate
+from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
+from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
 from tests.models import tiny_model
@@ -214,7 +215,7 @@ def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
 def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
     """Whatever its values are, no loss changes; a caption's tokens do change it."""
     manifest, rows = ragged
-    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, 64, 0)
+    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, manifest.latents(64), 0)
     awake(state.denoiser)
     expected = state.row_losses(unit, 0)
     unit.text[~unit.mask_UL] = 100.0
@@ -358,7 +359,7 @@ def with_encoders(config, folder, vae, text):
     (folder / "denoiser.json").write_text(json.dumps({**values, "out_channels": channels}))
     config = dataclasses.replace(config, unet_config=str(folder / "denoiser.json"))
     manifest = dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
-    return build_pipeline(build_denoiser(config.unet_config), manifest, config)
+    return pipeline_of_run(build_denoiser(config.unet_config), manifest, config)
 
 
 @pytest.mark.parametrize(

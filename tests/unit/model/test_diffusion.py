@@ -322,7 +322,12 @@ class Perfect(torch.nn.Module):
 )
 def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(changes, kind):
     config = TrainingConfig(**changes)
-    sampler = pipeline.build_sampler(config)
+    sampler = pipeline.build_sampler(
+        config.sampler,
+        config.prediction_type,
+        zero_terminal_snr=config.zero_terminal_snr,
+        timestep_shift=config.timestep_shift,
+    )
     sampler.set_timesteps(20)
     schedule = None if kind == "flow" else diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
     latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)

@@ -1,13 +1,11 @@
 """A step of one process: its loss, its update, what is masked or skipped."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from helpers.latents import schema
-from helpers.train.step import TrainStep, Unit
+from helpers.train.step import Unit
 from tests.conftest import SHAPES
 from tests.steps import COLUMN, INFINITY, KEEP, NAN, column, everything, same, train, units, with_bits, with_keep
 
@@ -78,21 +76,6 @@ def test_without_a_keep_column_rows_without_latents_are_masked(manifest, build_l
     assert unit.moments.dtype == unit.text.dtype == torch.float16 and unit.latents_spec == manifest.latents(64)
     pieces = list(unit.split(3))
     assert [piece.ids for piece in pieces] == [[0, 1, 2], [3]] and pieces[1].positions_U.tolist() == [15]
-
-
-def test_8_bit_captions_are_decoded_on_the_device(recipe, manifest, rows):
-    """The worker's thread copies bytes; the step sees the fp16 values that `ColumnSpec.decode` gives."""
-    spec = schema.ColumnSpec(schema.EMBEDDINGS, SHAPES[schema.EMBEDDINGS], "fp8")
-    in_8_bits = dataclasses.replace(manifest, columns=[manifest.latents(64), spec])
-    values, _ = manifest.embeddings.decode(rows[schema.EMBEDDINGS])
-    place = rows.column_names.index(schema.EMBEDDINGS)
-    stored = rows.set_column(place, schema.EMBEDDINGS, spec.encode(values))
-    decoded = rows.set_column(place, schema.EMBEDDINGS, schema.to_binary(spec.decode(stored[spec.name])[0]))
-    unit = Unit.from_arrow(stored.slice(0, 4), in_8_bits, manifest.latents(64), 0)
-    assert unit.text.dtype == torch.float8_e4m3fn and unit.text.shape == (4, *spec.shape)
-    config = recipe(micro_batch_size=1)
-    found = train(TrainStep(config, in_8_bits), stored, 0, 2)
-    assert found == train(TrainStep(config, manifest), decoded, 0, 2)
 
 
 def test_dropped_captions_are_trained_as_the_empty_one(build_step, rows):
