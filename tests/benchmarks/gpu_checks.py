@@ -18,7 +18,6 @@ import tempfile
 
 import torch
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.config.notebook import TrainingConfig
@@ -28,6 +27,7 @@ from helpers.model.sharding import build_model
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
+from tests.steps import everything, 
 
 FAST = {"precision": "bf16", "channels_last": True}
 
@@ -45,13 +45,6 @@ def losses(given, device, **changes):
     train_step, units = new_step(given, device, **changes)
     found = [train_step.step(number, units) for number in range(2)]
     return [found[0]["loss"], found[0]["grad_norm"], found[1]["loss"], found[1]["grad_norm"]]
-
-
-def everything(train_step):
-    """Copies of weights, moments and averages."""
-    moments = [value for one in train_step.optimizer.state.values() for value in one.values()]
-    tensors = [*train_step.denoiser.parameters(), *moments, *train_step.ema.state_dict().values()]
-    return [(one.to_local() if isinstance(one, DTensor) else one).detach().clone() for one in tensors]
 
 
 def same_losses(given, device, **changes):
