@@ -27,7 +27,7 @@ from helpers.model.sharding import build_model
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
-from tests.steps import everything, 
+from tests.steps import everything
 
 FAST = {"precision": "bf16", "channels_last": True}
 
