@@ -23,7 +23,7 @@ COPIED = {
     "model.sharding": "the denoiser, sharded and compiled",
     "model.diffusion": "the objective",
     "train.loop": "the function that each Ray Train worker runs",
-    "sample.pipeline": "pictures from prompts, export as a diffusers pipeline",
+    "sample.pipeline": "images from prompts by diffusers' pipeline, its export",
 }
 PACKAGES = {"PIL": "pillow"}  # imported name -> what pip calls it, where they differ
 

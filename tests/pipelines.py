@@ -21,7 +21,7 @@ from helpers.lesson import ablations, captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
 from helpers.runtime.progress import interruptible
-from helpers.sample.pipeline import build_pipeline as diffusers_pipeline
+from helpers.sample.from_checkpoint import pipeline_of_run
 from helpers.train import kept, metrics, setup, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
@@ -113,7 +113,7 @@ def untrained_pipeline(config=None, seed=0):
     config = config or TrainingConfig()
     manifest, _ = ablations.random_batch(config, num_tokens=24)
     manifest.encoder["model"] = "tiny-sd"
-    return diffusers_pipeline(build_denoiser(config.unet_config, seed=seed), manifest, config)
+    return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config)
 
 
 def build_pipeline(job, config, transform=stages.transform, latent_encoder=encoder.LatentEncoder):

@@ -17,7 +17,8 @@ from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes, looks, trials
 from helpers.runtime import session
-from helpers.sample.pipeline import build_pipeline, generate
+from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.sample.pipeline import generate
 from helpers.train import setup
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import lesson_recipe, shape_score
@@ -48,7 +49,7 @@ def main():
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
             buckets[name] = setup.describe_shapes(load_plan(DataSets.open(config.proportions), config))
-            pipeline = build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
+            pipeline = pipeline_of_run(trials.train(config), read_manifest(raw.latents_uri), config)
             pictures = generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (

@@ -33,7 +33,8 @@ from helpers.latents.manifest import Manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
 from helpers.sample import decoder
-from helpers.sample.pipeline import build_pipeline, generate
+from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.sample.pipeline import generate
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import TRAINING, defaults
@@ -95,7 +96,7 @@ class Training:
             self.order = np.concatenate([self.order, self.random.permutation(len(self.rows))])
         places, self.order = self.order[:size], self.order[size:]
         side = self.config.largest_resolution
-        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, side, 0)
+        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, self.manifest.latents(side), 0)
 
     def advance(self, until):
         """Take steps until so many are done."""
@@ -105,7 +106,7 @@ class Training:
 
     def draw(self, prompts):
         with self.train_step.averaged() as denoiser:
-            pipeline = build_pipeline(denoiser, self.manifest, self.config)
+            pipeline = pipeline_of_run(denoiser, self.manifest, self.config)
             return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 

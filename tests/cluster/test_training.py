@@ -22,8 +22,9 @@ from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
-from helpers.sample import pipeline
+from helpers.sample import from_checkpoint, pipeline
 from helpers.train import checkpoint, results, resume, setup
+from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics, speed_summary
 from tests.conftest import plan_for
@@ -111,7 +112,7 @@ def validating_loop(folder):
             return super().__call__(denoiser, config, step)
 
     def loop(config, **options):
-        resume.has_spare_gpu = lambda *_: False
+        train_loop.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(config.prompts))
         train_loop_per_worker(config, **options)
 
@@ -200,7 +201,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = pipeline.export_checkpoint(config, resume.last_checkpoint(config), which)
+        uri = from_checkpoint.export_checkpoint(config, resume.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -228,7 +229,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     # Step 10 is skipped if step 16 is saved before its evaluation begins.
     assert results.scores(config.run_uri)["step"].iloc[-1] == 16
-    wide = pipeline.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = from_checkpoint.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
@@ -245,11 +246,11 @@ def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = pipeline.export_checkpoint(config, result.checkpoint)
+    uri = from_checkpoint.export_checkpoint(config, result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = pipeline.sample(config, [prompt], result.checkpoint)[0]
+    mine = from_checkpoint.sample(config, [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
     theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
