@@ -194,8 +194,7 @@ def compute_in_bf16(denoiser: torch.nn.Module) -> None:
 
 
 def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
-    """Score the images that the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is
-    better."""
+    """Score the images that the trainers drew (`OnWorkers`), on CPUs; copy the best checkpoint to `best/`."""
     config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
