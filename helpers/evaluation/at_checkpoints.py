@@ -167,8 +167,7 @@ def newest_due(config: TrainingConfig) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
     for uri in checkpoint.list_checkpoints(config.run_uri):
         step = step_of_name(uri)
-        due = config.validate_every and (step % config.validate_every == 0 or step == config.max_steps)
-        if due and checkpoint.find_corruption(uri) is None:
+        if config.validates_at(step) and checkpoint.find_corruption(uri) is None:
             return step
     return 0
 
