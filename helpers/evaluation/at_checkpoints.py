@@ -32,7 +32,7 @@ from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import ray_errors
+from ..runtime import retries
 from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
@@ -155,7 +155,7 @@ def run_task(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = ray_errors.summarize_error(str(error))
+        reason = retries.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
 
 
