@@ -14,18 +14,17 @@ The plan is a pure function of the data sets' row groups, their proportions, the
 
 The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
 first unit. If `units_per_step` is not a multiple of the number of workers, some get one unit more than others in a
-step; the others compute masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole
-step are left out of that epoch; so are the remaining rows of the larger data sets once the first data set of a mixture
-runs out.
+step; the others compute masked rows meanwhile (`TrainStep.step`). An epoch leaves out the last rows that do not fill a
+step. An epoch of a mixture ends with the first data set that runs out; it leaves out the rest of the others.
 
-A step trains on pictures of one shape. A row group holds rows of one bucket (`manifest.Manifest`), which may reach
-several sizes and is then divided between them. Each shape has its own sequence of row groups. A step's shape depends
-only on its number: each resolution gets its share of the steps and each shape a number in proportion to its rows,
-evenly spread over the epoch. An epoch ends when a resolution runs out. It uses a row at one size only, and leaves over
-less than a batch of each shape, except in resolutions with more rows than their share needs. A chunk holds the rows of
-its steps, of all shapes.
+A step trains on images of one shape. A row group holds rows of one bucket (`manifest.Manifest`). A bucket may reach
+several resolutions; its rows are then allocated to them (`allocate_rows`), and an epoch uses a row at one of them only.
+Each shape has its own sequence of row groups. A step's shape depends only on the step's number: each resolution gets
+its share of the steps, and each shape a number of these in proportion to its rows, evenly spread over the epoch. An
+epoch ends when a resolution runs out. It leaves out less than a batch of each shape, except in resolutions with more
+rows than their share needs. A chunk holds the rows of its steps, of all shapes.
 
-Where rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
+If rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PER
 class BucketRows(NamedTuple):
     """The rows of a bucket that are trained on at one shape.
 
-    Each epoch shuffles the bucket's row groups, by `key` and the epoch, and concatenates them; these are rows `start`
-    to `stop` of the result. Another shape may use other rows of the same row groups.
+    Each epoch shuffles the bucket's row groups, by `key` and the epoch, and concatenates them. Rows `start` to `stop`
+    of the result are used. Another shape may use other rows of the same row groups.
     """
 
     groups: np.ndarray
@@ -242,10 +241,10 @@ class Plan:
     # ---- the steps of each shape
 
     @functools.cached_property
-    def by_resolution(self) -> dict[int, np.ndarray]:
-        """{resolution: the numbers of its shapes}"""
+    def by_resolution(self) -> list[np.ndarray]:
+        """The numbers of the shapes of each resolution."""
         sizes = [shape.latents.resolution for shape in self.shapes]
-        return {size: np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)}
+        return [np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)]
 
     def steps_of_rows(self) -> np.ndarray:
         """(shapes,) limit on the steps of each shape: whole batches of its rows."""
@@ -258,7 +257,7 @@ class Plan:
         further limit.
         """
         steps = np.full(len(self.shapes), np.inf)
-        for numbers in self.by_resolution.values():
+        for numbers in self.by_resolution:
             shapes = [self.shapes[number] for number in numbers]
             if len(shapes) > 1:
                 sources = [source for shape in shapes for source in shape.sources]
@@ -274,13 +273,11 @@ class Plan:
         proportion to what rows and mixture allow.
         """
         allowed = np.minimum(self.steps_of_rows(), self.steps_of_mixture())
-        by_resolution = list(self.by_resolution.values())
-        shares = [self.shapes[numbers[0]].share for numbers in by_resolution]
-        total = min(
-            int(allowed[numbers].sum() / share + 1e-9) for numbers, share in zip(by_resolution, shares, strict=True)
-        )
+        shares = [self.shapes[numbers[0]].share for numbers in self.by_resolution]
+        available = [allowed[numbers].sum() for numbers in self.by_resolution]
+        total = min(int(steps / share + 1e-9) for steps, share in zip(available, shares, strict=True))
         steps = np.zeros(len(self.shapes), np.int64)
-        for numbers, count in zip(by_resolution, apportion(total, shares), strict=True):
+        for numbers, count in zip(self.by_resolution, apportion(total, shares), strict=True):
             steps[numbers] = apportion(count, allowed[numbers])
         return steps
 
@@ -291,9 +288,9 @@ class Plan:
         Resolutions are spread evenly over the epoch, and shapes over the steps of their resolution.
         """
         steps = self.shape_steps
-        resolution_of_step = spread([steps[numbers].sum() for numbers in self.by_resolution.values()])
+        resolution_of_step = spread([steps[numbers].sum() for numbers in self.by_resolution])
         schedule = np.empty(len(resolution_of_step), np.int16)
-        for place, numbers in enumerate(self.by_resolution.values()):
+        for place, numbers in enumerate(self.by_resolution):
             schedule[resolution_of_step == place] = numbers[spread(steps[numbers])]
         earlier = np.empty(len(schedule), np.int64)
         for number, count in enumerate(steps):
@@ -520,15 +517,9 @@ def plan_run(data: DataSets, settings: PlanSettings, files: dict[str, Files] | N
     shapes = [Shape(sources, shares[sources[0].latents.resolution]) for sources in shapes.values()]
     num_rows = sum(shape.num_rows for shape in shapes)
     chunk_units, block_steps = chunk_and_block_sizes(data.first, settings, num_rows)
+    workers, captions = settings.worker_counts, settings.caption_shares or (1.0,) * data.first.num_captions
     plan = Plan(
-        shapes,
-        settings.unit_rows,
-        settings.units_per_step,
-        chunk_units,
-        settings.seed,
-        block_steps,
-        settings.worker_counts,
-        settings.caption_shares or (1.0,) * data.first.num_captions,
+        shapes, settings.unit_rows, settings.units_per_step, chunk_units, settings.seed, block_steps, workers, captions
     )
     missing = set(shares) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:

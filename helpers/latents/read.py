@@ -35,15 +35,15 @@ from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
 
 UNIT, KEEP = "unit", "keep"
-CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # columns of which a row has one for each of its captions
-# Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
-# that are small compared with BACKPRESSURE_BYTES read in parallel.
+CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of a row's captions
+# Per read task. A task costs about ten milliseconds whatever it reads. Blocks are used in order, so only tasks that are
+# small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
 # Ray Data lists tasks before the first one starts, at about a millisecond each, and holds what a task gets, some 7 kB,
 # until it starts. The tasks of longer plans are made on the way, this many at a time.
 LISTED_TASKS = 2_000
-OWN_ORDER = 2**20  # up to this many row groups, each reading process computes and holds their order, 12 bytes each
-READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; no request is late before that
+OWN_ORDER = 2**20  # row groups up to which each reading process computes their order itself, 12 bytes each
+READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; the earliest that a request counts as late
 # How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
 # whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
@@ -88,14 +88,14 @@ def build_dataset(
 
 
 def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle) -> ray.data.Dataset:
-    """The numbers of a long plan's chunks, a block for each reading task, a while before the task can start.
+    """The numbers of a long plan's chunks, a block for each reading task, made not long before the task starts.
 
-    Ray Data bounds its queues in bytes only. A number has eight, so nothing else would hold back the tasks that make
-    them.
+    Ray Data bounds its queues in bytes only. A chunk number has eight bytes, so Ray Data would never hold back the
+    tasks that make these numbers.
     """
     numbers = ray.data.range(num_chunks, override_num_blocks=-(-num_chunks // (chunks_per_task * LISTED_TASKS)))
-    wait = functools.partial(wait_for_readers, position=position)
-    numbers = numbers.map_batches(wait, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
+    hold = functools.partial(wait_for_readers, position=position)
+    numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
     return numbers.repartition(target_num_rows_per_block=chunks_per_task)
 
 
@@ -113,14 +113,14 @@ class ReadPosition:
 
 
 def wait_for_readers(batch: dict, *, position: ActorHandle) -> dict:
-    """For `map_batches`: the chunk numbers in `batch["id"]`, once a task reads one of as many numbers before them."""
+    """For `map_batches`: the batch, once the readers are at most one batch of chunk numbers behind it."""
     while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
         time.sleep(1)
     return batch
 
 
 def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
-    """`read_planned(batch)`, reported to `wait_for_readers`."""
+    """For `map_batches`: `read_planned(batch)`; `wait_for_readers` learns how far it is."""
     position.advance_to.remote(int(batch["id"][-1]))
     return read_planned(batch)
 
@@ -139,21 +139,21 @@ def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
 
 
 def fetch(shared: list[ray.ObjectRef]) -> None:
-    """Fetch what `share_plan` returned, in a list: a process that has done so starts to read without delay.
+    """Fetch what `share_plan` returned, so that this process reads without delay later.
 
-    Ray would replace a reference that is itself an argument by its value.
+    `shared`: in a list, because Ray replaces a reference that is itself an argument by its value.
     """
     _fetch(*shared)
 
 
 @functools.lru_cache(maxsize=4)
 def _fetch(shared: ray.ObjectRef) -> Any:
-    """The plan, or an epoch's orders, fetched once per process: its tasks then share the plan's cached values."""
+    """The plan, or an epoch's orders, fetched once per process, so that its tasks share the plan's cached values."""
     return ray.get(shared)
 
 
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
-    """The plan's blocks, rejoined if they are so large that Ray Data splits a stage's output."""
+    """The rows in the plan's blocks again, if the blocks are so large that Ray Data split them after a stage."""
     largest = rows.context.target_max_block_size
     if largest is None or plan.block_rows * row_bytes <= largest:
         return rows
@@ -163,8 +163,7 @@ def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.
 def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOptions:
     """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data prepared ahead.
 
-    Without the bound, a data pipeline faster than the trainers would fill half of the object store before Ray Data
-    holds back.
+    Without the bound, a data pipeline that is faster than the trainers would fill half of the object store.
 
     Args:
         row_bytes: of a row at its largest (`DataSets.row_bytes`).
@@ -191,11 +190,16 @@ def read_chunks(
         epoch = chunk // plan.chunks_per_epoch
         return ChunkReader(plan, chunk, read, _fetch(orders[epoch]) if orders else None)
 
-    readers = (start(first_chunk + int(number)) for number in batch["id"])
-    reading = collections.deque(itertools.islice(readers, 1 + CHUNKS_AHEAD))
-    while reading:
-        yield from reading.popleft().blocks(first_step, end_step)
-        reading.extend(itertools.islice(readers, 1))
+    for reader in take_ahead((start(first_chunk + int(number)) for number in batch["id"]), CHUNKS_AHEAD):
+        yield from reader.blocks(first_step, end_step)
+
+
+def take_ahead(items: Iterator, count: int) -> Iterator:
+    """The items of an iterator that starts some work with each; the next `count` are started before one is used."""
+    started = collections.deque(itertools.islice(items, 1 + count))
+    while started:
+        yield started.popleft()
+        started.extend(itertools.islice(items, 1))
 
 
 class ChunkReader:
@@ -278,7 +282,7 @@ def latents_reader(plan: Plan) -> ReadRows:
 def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
     """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows.
 
-    Of several captions of a row only the one is read that the plan has drawn, as if it were the only one.
+    Of a row's captions, only the one that the plan drew is read, as if it were the only one.
     """
     columns = [schema.ID, schema.CAPTION, source.latents.name, schema.EMBEDDINGS]
     rows = read_row_ranges(row_ranges, columns, storage.join(source.files.uri, "data"))
@@ -288,20 +292,19 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
-    """Columns of row ranges of a folder's Parquet files, concatenated; each file is opened once.
+    """Columns of row ranges of a folder's Parquet files, concatenated; ranges of a file in a row open it once.
 
     The caption and its embedding are those of the caption that a range names.
     """
-    tables = [None] * len(row_ranges)
-    for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
+    tables = []
+    for file_name, of_file in itertools.groupby(row_ranges, key=lambda rows: rows.file_name):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
         with open_parquet(storage.join(folder_uri, file_name), pre_buffer=True) as file:
-            for position, rows in enumerate(row_ranges):
-                if rows.file_name == file_name:
-                    stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
-                    group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
-                    group = group.select(stored).rename_columns(columns)
-                    tables[position] = group.slice(rows.first_row, rows.num_rows)
+            for rows in of_file:
+                stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
+                group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
+                group = group.select(stored).rename_columns(columns)
+                tables.append(group.slice(rows.first_row, rows.num_rows))
     return pa.concat_tables(tables)
 
 

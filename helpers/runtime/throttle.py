@@ -42,7 +42,7 @@ class SchedulerThrottle(ExecutionCallback):
 class BlockStatsCleaner(ExecutionCallback):
     """Every `STEPS` steps, drops the statistics that Ray Data keeps of each block for `Dataset.stats()`.
 
-    They take some kilobytes a block, until the run ends. A run of Stable Diffusion's size has tens of millions of blocks.
+    They take some kilobytes a block, and a run of Stable Diffusion's size has tens of millions of blocks.
     """
 
     STEPS = 100  # of the scheduling loop; each takes a tenth of a second at most
