@@ -94,7 +94,7 @@ def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle
     tasks that make these numbers.
     """
     numbers = ray.data.range(num_chunks, override_num_blocks=-(-num_chunks // (chunks_per_task * LISTED_TASKS)))
-    hold = functools.partial(wait_for_readers, position=position)
+    hold = functools.partial(wait_for_reader, position=position)
     numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
     return numbers.repartition(target_num_rows_per_block=chunks_per_task)
 
@@ -112,7 +112,7 @@ class ReadPosition:
         return self.number
 
 
-def wait_for_readers(batch: dict, *, position: ActorHandle) -> dict:
+def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
     """For `map_batches`: the batch, once the readers are at most one batch of chunk numbers behind it."""
     while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
         time.sleep(1)
@@ -120,7 +120,7 @@ def wait_for_readers(batch: dict, *, position: ActorHandle) -> dict:
 
 
 def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
-    """For `map_batches`: `read_planned(batch)`; `wait_for_readers` learns how far it is."""
+    """For `map_batches`: `read_planned(batch)`; `wait_for_reader` learns how far it is."""
     position.advance_to.remote(int(batch["id"][-1]))
     return read_planned(batch)
 
