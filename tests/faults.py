@@ -21,7 +21,6 @@ from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
 from helpers.encode import encoder
 from helpers.runtime import session
 from helpers.train import checkpoint, results, resume, setup
@@ -97,8 +96,8 @@ def loop_with(*events):
     Not before the last checkpoint that is due is complete: the time that its upload takes is not what is tested.
     """
 
-    def loop(values, **options):
-        config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+    def loop(config, **options):
+        train_one = TrainStep.step
 
         def act_and_train(self, step, units):
             for action, at_step, rank, flag in events:
@@ -108,7 +107,7 @@ def loop_with(*events):
             return train_one(self, step, units)
 
         TrainStep.step = act_and_train
-        train_loop_per_worker(values, **options)
+        train_loop_per_worker(config, **options)
 
     return loop
 
@@ -123,8 +122,8 @@ def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
             content = path.read_bytes()
             (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
 
-    def loop(values, **options):
-        config, copy_folder = TrainingConfig.from_dict(values), storage.copy_folder
+    def loop(config, **options):
+        copy_folder = storage.copy_folder
         rank = ray.train.get_context().get_world_rank()
 
         def copy_or_die(folder, uri):
@@ -138,7 +137,7 @@ def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_die
-        inner(values, **options)
+        inner(config, **options)
 
     return loop
 
@@ -147,7 +146,7 @@ def loop_with_refused_uploads(attempt, steps):
     """The worker loop, in which rank 1 cannot upload its part of the checkpoints of some steps, in one attempt."""
     refused = [checkpoint.checkpoint_name(step, attempt) for step in steps]
 
-    def loop(values, **options):
+    def loop(config, **options):
         copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
 
         def copy_or_refuse(folder, uri):
@@ -156,7 +155,7 @@ def loop_with_refused_uploads(attempt, steps):
             copy_folder(folder, uri)
 
         storage.copy_folder = copy_or_refuse
-        train_loop_per_worker(values, **options)
+        train_loop_per_worker(config, **options)
 
     return loop
 
@@ -164,14 +163,14 @@ def loop_with_refused_uploads(attempt, steps):
 def loop_with_nan(at_step, rank=1):
     """The worker loop, in which one rank's losses of a step are not a number, in every attempt."""
 
-    def loop(values, **options):
+    def loop(config, **options):
         row_losses, here = TrainStep.row_losses, ray.train.get_context().get_world_rank()
 
         def spoilt(self, unit, step):
             return row_losses(self, unit, step) * (float("nan") if (step, here) == (at_step, rank) else 1)
 
         TrainStep.row_losses = spoilt
-        train_loop_per_worker(values, **options)
+        train_loop_per_worker(config, **options)
 
     return loop
 
@@ -179,11 +178,11 @@ def loop_with_nan(at_step, rank=1):
 def loop_with_sick_device(where, inner=train_loop_per_worker):
     """`inner`, in which the device of one rank, or of a node by its id, multiplies wrongly."""
 
-    def loop(values, **options):
+    def loop(config, **options):
         if where in (ray.train.get_context().get_world_rank(), this_node()):
             multiply = torch.bmm
             torch.bmm = lambda one, other: -multiply(one, other)
-        inner(values, **options)
+        inner(config, **options)
 
     return loop
 
@@ -191,7 +190,7 @@ def loop_with_sick_device(where, inner=train_loop_per_worker):
 def loop_with_slow_parts(seconds):
     """The worker loop, whose rank 0 takes so long for the first step of the second size, and for each upload."""
 
-    def loop(values, **options):
+    def loop(config, **options):
         if ray.train.get_context().get_world_rank() == 0:
             row_losses, copy_folder, sizes = TrainStep.row_losses, storage.copy_folder, set()
 
@@ -206,7 +205,7 @@ def loop_with_slow_parts(seconds):
                 copy_folder(folder, uri)
 
             TrainStep.row_losses, storage.copy_folder = compile_first, copy_slowly
-        train_loop_per_worker(values, **options)
+        train_loop_per_worker(config, **options)
 
     return loop
 

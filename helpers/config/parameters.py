@@ -10,8 +10,9 @@ import ast
 import dataclasses
 import difflib
 import functools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
@@ -164,3 +165,18 @@ class Parameters:
         """Set fields that follow from others, in `__post_init__`, or a model's commit, before a job or a run starts."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+
+def first_difference(
+    before: dict[str, Any], now: dict[str, Any], names: Iterable[str] | None = None
+) -> tuple[str, Any, Any] | None:
+    """`(name, value before, value now)` of the first entry in which two dicts differ; None if they are equal.
+
+    Values are compared as JSON stores them: a tuple equals a list. An entry that one dict lacks is None there.
+    `names`: the entries to compare; None: all.
+    """
+    before, now = json.loads(json.dumps([before, now], default=dataclasses.asdict))
+    for name in before | now if names is None else names:
+        if before.get(name) != now.get(name):
+            return name, before.get(name), now.get(name)
+    return None

@@ -143,7 +143,6 @@ def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema
         schema.ColumnSpec(
             schema.numbered(schema.EMBEDDINGS, number),
             text_shape,
-            config.text_precision,
             ragged=config.maximum_tokens is not None,
         )
         for number in range(1, 1 + (num_captions or config.captions_encoded))
@@ -205,7 +204,7 @@ class Encoder:
         self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
-        # As `unet.has_compiler`, without the modules that `unet` needs.
+        # As `sharding.has_compiler`, without the modules that `sharding` needs.
         self.compiled = compiled and any(map(shutil.which, ("g++", "clang++", "c++")))
         if channels_last:
             self.vae.to(memory_format=torch.channels_last)

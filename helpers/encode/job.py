@@ -23,6 +23,7 @@ import pyarrow as pa
 import ray
 
 from .. import storage
+from ..config.parameters import first_difference
 from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, read_manifest, read_segments, write_manifest
 from ..raw import inputs
 from ..runtime import lease, ray_errors
@@ -133,14 +134,13 @@ class Job:
 
     def check_same(self, earlier: dict) -> None:
         """Raises ValueError naming the first parameter that differs from those of an earlier run."""
-        for name in earlier | self.parameters:
-            before, value = earlier.get(name), self.parameters.get(name)
-            if before != value:
-                what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
-                raise ValueError(
-                    f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): give "
-                    "another latents_uri, or delete that folder."
-                )
+        if found := first_difference(earlier, self.parameters):
+            name, before, now = found
+            what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {now!r}"
+            raise ValueError(
+                f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): give "
+                "another latents_uri, or delete that folder."
+            )
 
     def save(self) -> None:
         """Write what a rerun needs to know of the job."""

@@ -1,23 +1,23 @@
-"""Evaluation of a run's checkpoints while it trains: held-out loss by noise level, pictures of fixed prompts, scores.
+"""Evaluation of a run's checkpoints while it trains: held-out loss by noise level, images of fixed prompts, scores.
 
 Ray Train calls `validate` for each checkpoint that is due, one at a time, in parallel with training. It ends a run
 whose validation is killed or runs out of memory, so `validate` only waits for a Ray task that does the work
-(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they compute losses and pictures between
-two steps (`OnWorkers`), and the task only scores them, on CPUs (`score_checkpoint`). Results: `runtime.results`;
-pictures: the run's `evaluation/{step}/`.
+(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they compute losses and images between
+two steps (`OnWorkers`), and the task only scores the images, on CPUs (`score_checkpoint`). Results: `train.results`;
+images: the run's `evaluation/{step}/`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
 import os
-import pickle
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -30,21 +30,37 @@ from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..encode import captions
 from ..latents import held_out, schema
-from ..latents.manifest import Manifest
-from ..model.unet import build_unet, cast_inputs
+from ..latents.manifest import DataSets, Manifest
+from ..model.denoisers import build_denoiser
+from ..model.sharding import cast_inputs
 from ..runtime import ray_errors
 from ..sample import decoder
-from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
-from ..train import checkpoint, results
+from ..sample.from_checkpoint import pipeline_of_run
+from ..sample.pipeline import generate, save_images, to_png
+from ..train import checkpoint, faults, results
 from . import scores
-from .losses import losses_by_noise
 from .prompts import read_prompts
+from .validation_loss import losses_by_noise
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
-GRID = 16  # pictures kept per checkpoint, of the first prompts
+GRID = 16  # images kept per checkpoint, of the first prompts
 Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
-# Pictures of the prompts, pictures of held-out rows, why there are none.
-Pictures = tuple[list[np.ndarray], list[np.ndarray], list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How a run's checkpoints are evaluated. The tasks that evaluate them are given this object.
+
+    Args:
+        config: `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
+        prompts: None: captions of held-out rows.
+        agreement: `agreement(images, prompts)` returns the share of images that show what their prompt says, as "all"
+            and by attribute, for data whose images a program can judge. None: not measured.
+    """
+
+    config: TrainingConfig
+    prompts: list[str] | None = None
+    agreement: Agreement | None = None
 
 
 def validation_config(
@@ -56,10 +72,8 @@ def validation_config(
     """The `validation_config` argument of `TorchTrainer`.
 
     Args:
-        config: `prompts`, `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
+        config, agreement: see `Evaluation`.
         prompts: used if `config.prompts` is None; None: captions of held-out rows.
-        agreement: `agreement(pictures, prompts)` returns the share of pictures that show what their prompt says, as
-            "all" and by attribute, for data whose pictures a program can judge. None: not measured.
         options: `where`, `timeout_s` and `work`, as for `validate`.
 
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
@@ -71,8 +85,8 @@ def validation_config(
         raise ValueError(
             "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
         )
-    fn = functools.partial(validate, config=config.to_dict(), prompts=prompts, agreement=agreement, **options)
-    # It only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
+    fn = functools.partial(validate, evaluation=Evaluation(config, prompts, agreement), **options)
+    # `validate` only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
     return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
@@ -80,7 +94,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = captions.load_tokenizer(read_encoder_manifest(config).text_encoder_model)
+    tokenizer = captions.load_tokenizer(DataSets.open(config.proportions).first.text_encoder_model)
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -90,44 +104,50 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
 
 def validate(
     saved: ray.train.Checkpoint,
-    config: dict,
-    prompts: list[str] | None = None,
-    agreement: Agreement | None = None,
+    evaluation: Evaluation,
     *,
-    work: Callable[..., dict[str, Any]] | None = None,
+    work: Callable[[ray.train.Checkpoint, Evaluation], dict[str, Any]] | None = None,
     where: dict[str, Any] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
     """Ray Train's validation function: has a checkpoint evaluated, and returns the results as its metrics.
 
-    The newest checkpoint goes first: older ones are recorded as skipped, but for those that only have to be scored. An
-    evaluation that fails, is killed or takes longer than `timeout_s` is recorded as failed, and the run continues.
+    The newest checkpoint is evaluated first; older ones are recorded as skipped. A checkpoint whose images the trainers
+    have drawn is always scored. An evaluation that fails, is killed or takes longer than `timeout_s` is recorded as
+    failed, and the run continues.
 
     Args:
-        config, prompts, agreement: as for `validation_config`, the config as a dict.
+        saved: the checkpoint.
+        evaluation: how it is evaluated.
         work: your own function in place of `evaluate_checkpoint`, with the same arguments.
         where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
             {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU of the trainers'
             kind. A task that only scores takes a CPU anywhere.
         timeout_s: seconds after which an evaluation is abandoned.
     """
-    config = TrainingConfig.from_dict(config)
-    step, newest = step_of_name(saved.path), newest_due(config)
-    to_score = "to_score" in results.of_step(config.run_uri, step)
-    if not saved and not to_score:  # a `faults.LostCheckpoint`
-        return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
-    if newest > step and not to_score:
-        return results.note(
-            config.run_uri, step, skipped=f"the checkpoint of step {newest} is newer and is evaluated instead"
-        )
-    work = score_checkpoint if to_score else work or evaluate_checkpoint
+    config, step = evaluation.config, step_of_name(saved.path)
     options = {"num_cpus": 1, "max_retries": 0}
-    if not to_score:
-        if config.use_gpu:  # a GPU's memory is freed when the task's process ends, after one call
-            options |= {"num_gpus": 1, "max_calls": 1, "accelerator_type": config.training_accelerator_type}
-        options |= where or {}
-    task = ray.remote(**options)(call)
-    working = task.remote(work, saved, config.to_dict(), prompts, agreement)
+    if "to_score" in results.of_step(config.run_uri, step):
+        return run_task(score_checkpoint, saved, evaluation, options, timeout_s)
+    if isinstance(saved, faults.LostCheckpoint):
+        return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
+    if (newest := newest_due(config)) > step:
+        skipped = f"the checkpoint of step {newest} is newer and is evaluated instead"
+        return results.note(config.run_uri, step, skipped=skipped)
+    if config.use_gpu:  # a GPU's memory is freed when the task's process ends, after one call
+        options |= {"num_gpus": 1, "max_calls": 1, "accelerator_type": config.training_accelerator_type}
+    return run_task(work or evaluate_checkpoint, saved, evaluation, options | (where or {}), timeout_s)
+
+
+def run_task(
+    work: Callable[[ray.train.Checkpoint, Evaluation], dict[str, Any]],
+    saved: ray.train.Checkpoint,
+    evaluation: Evaluation,
+    options: dict[str, Any],
+    timeout_s: float,
+) -> dict[str, Any]:
+    """What `work` returns, called in a Ray task; if the task fails, the step's result with the reason."""
+    working = ray.remote(**options)(call).remote(work, saved, evaluation)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
@@ -137,11 +157,11 @@ def validate(
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
         reason = ray_errors.summarize_error(str(error))
-    return results.note(config.run_uri, step, failed={"evaluation": reason})
+    return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
 
 
 def call(work: Callable, *arguments) -> dict[str, Any]:
-    """`work(*arguments)`: what Ray runs as a task must be a plain function, and `work` may be any callable."""
+    """`work(*arguments)`. Ray runs plain functions as tasks; `work` may be any callable."""
     return work(*arguments)
 
 
@@ -159,42 +179,37 @@ def newest_due(config: TrainingConfig) -> int:
     return 0
 
 
-def evaluate_checkpoint(
-    saved: ray.train.Checkpoint, config: dict, prompts: list[str] | None, agreement: Agreement | None
-) -> dict[str, Any]:
-    """Evaluate a checkpoint's averaged weights in this process; copy it to `best/` if no other is better."""
-    config = TrainingConfig.from_dict(config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
+    """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
+    config, device = evaluation.config, "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
-        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
-            compute_in_bf16(unet)
-        result = evaluate_unet(unet, config, checkpoint.step_of(folder), prompts, agreement)
+            compute_in_bf16(denoiser)
+        result = evaluate_denoiser(denoiser, evaluation, checkpoint.step_of(folder))
         if results.is_best(config, result):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 
-def compute_in_bf16(unet: torch.nn.Module) -> None:
+def compute_in_bf16(denoiser: torch.nn.Module) -> None:
     """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
-    unet.to(torch.bfloat16)
-    unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+    denoiser.to(torch.bfloat16)
+    denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    denoiser.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
 
 
-def score_checkpoint(
-    saved: ray.train.Checkpoint, config: dict, prompts: list[str] | None, agreement: Agreement | None
-) -> dict[str, Any]:
-    """Score what the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is better."""
-    config, name = TrainingConfig.from_dict(config), storage.name(saved.path)
+def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
+    """Score the images that the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is
+    better."""
+    config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
     result = results.of_step(config.run_uri, step_of_name(name))
     to_score = result.pop("to_score")
-    uris = [part_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
-    by_rank = [pickle.loads(storage.read_bytes(uri)) for uri in uris]
-    pictures = [[one for some in kind for one in some] for kind in zip(*by_rank, strict=True)]
-    result = finish(result, pictures, to_score["prompts"], config, agreement)
+    uris = [share_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
+    images = Images.joined([Images.from_bytes(storage.read_bytes(uri)) for uri in uris])
+    result = score_and_write(result, images, dataclasses.replace(evaluation, prompts=to_score["prompts"]))
     for uri in uris:
         storage.delete(uri)
     if results.is_best(config, result) and checkpoint.find_corruption(checkpoint_uri) is None:
@@ -206,9 +221,10 @@ def score_checkpoint(
 
 
 class OnWorkers:
-    """`evaluate` of `loop.train_loop_per_worker`: the workers compute losses and pictures, each its share.
+    """`evaluate` of `loop.train_loop_per_worker`: the workers compute losses and images, each its share.
 
-    They go on to train while a Ray task scores what they leave in the run's folder (`score_checkpoint`).
+    They continue to train while a Ray task scores the images, which they leave in the run's folder
+    (`score_checkpoint`).
 
     `prompts`: as `resolve_prompts` returns them.
     """
@@ -216,140 +232,156 @@ class OnWorkers:
     def __init__(self, prompts: list[str] | None = None):
         self.prompts, self.evaluator = prompts, None
 
-    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
+    def __call__(self, denoiser: torch.nn.Module, config: TrainingConfig, step: int) -> None:
         started = time.perf_counter()
-        self.evaluator = self.evaluator or Evaluator(unet, config, self.prompts)
+        self.evaluator = self.evaluator or Evaluator(denoiser, Evaluation(config, self.prompts))
         result = self.evaluator.losses(step)
-        storage.write_bytes(part_uri(config, step, distributed.rank()), pickle.dumps(self.evaluator.draw()))
+        storage.write_bytes(share_uri(config, step, distributed.rank()), self.evaluator.draw().to_bytes())
         if distributed.rank() == 0:
-            to_score = {"ranks": distributed.world_size(), "prompts": self.evaluator.prompts}
+            to_score = {"ranks": distributed.world_size(), "prompts": self.evaluator.evaluation.prompts}
             result |= {"seconds": time.perf_counter() - started, "unfinished": True, "to_score": to_score}
             results.write(config.run_uri, result)
 
 
-def part_uri(config: TrainingConfig, step: int, rank: int) -> str:
-    """Of a rank's share of the pictures, as `Evaluator.draw` returns them; deleted once they are scored."""
-    return storage.join(config.run_uri, "evaluation", f"{step:09d}", f"rank-{rank:05d}.pickle")
+def share_uri(config: TrainingConfig, step: int, rank: int) -> str:
+    """The file with a rank's share of the images (`Images.to_bytes`); it is deleted once they are scored."""
+    return storage.join(config.run_uri, "evaluation", f"{step:09d}", f"rank-{rank:05d}.npz")
 
 
 # ---- what is evaluated
 
 
-def evaluate_unet(
-    unet: torch.nn.Module, config: TrainingConfig, step: int, prompts: list[str] | None, agreement: Agreement | None
-) -> dict[str, Any]:
-    """Evaluate a U-Net in this process; returns what it writes to the run's `validation/{step}.json`.
+@dataclasses.dataclass
+class Images:
+    """Images to score, (H, W, 3) uint8: drawn from the prompts, and decoded from held-out rows.
 
-    The losses are written before the first picture is drawn, so that they survive if drawing fails. Failures are
-    recorded and the rest continues.
+    `error`: why there are none; empty: nothing failed.
     """
-    started, evaluator = time.perf_counter(), Evaluator(unet, config, prompts)
-    result, pictures = evaluator.losses(step), evaluator.draw()
+
+    drawn: list[np.ndarray]
+    real: list[np.ndarray]
+    error: str = ""
+
+    @classmethod
+    def joined(cls, shares: list[Self]) -> Self:
+        """The images of all ranks, and the first error."""
+        drawn = [image for share in shares for image in share.drawn]
+        real = [image for share in shares for image in share.real]
+        return cls(drawn, real, next((share.error for share in shares if share.error), ""))
+
+    def to_bytes(self) -> bytes:
+        """An `.npz` file: an array for each image, and the error as text."""
+        named = {
+            f"{kind}-{number}": image for kind in ("drawn", "real") for number, image in enumerate(vars(self)[kind])
+        }
+        file = io.BytesIO()
+        np.savez(file, error=self.error, **named)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            drawn, real = ([arrays[name] for name in arrays if name.startswith(kind)] for kind in ("drawn", "real"))
+            return cls(drawn, real, str(arrays["error"]))
+
+
+def evaluate_denoiser(denoiser: torch.nn.Module, evaluation: Evaluation, step: int) -> dict[str, Any]:
+    """Evaluate a denoiser in this process; returns the content of the run's `validation/{step}.json`.
+
+    The losses are written before the first image is drawn, so that they survive if drawing fails. Failures are recorded
+    and the rest continues.
+    """
+    started, evaluator = time.perf_counter(), Evaluator(denoiser, evaluation)
+    result, images = evaluator.losses(step), evaluator.draw()
     result["seconds"] = time.perf_counter() - started
-    return finish(result, pictures, evaluator.prompts, config, agreement)
+    return score_and_write(result, images, evaluator.evaluation)
 
 
 class Evaluator:
-    """Computes a U-Net's losses and pictures, on all ranks together; what that takes is read once.
+    """Computes a denoiser's losses and images, on all ranks together. It reads models and rows once.
 
-    `prompts`: None for captions of held-out rows.
+    Attributes:
+        evaluation: as given, with captions of held-out rows if it had no prompts.
     """
 
-    def __init__(self, unet: torch.nn.Module, config: TrainingConfig, prompts: list[str] | None):
-        self.unet, self.config, self.device = unet, config, next(unet.parameters()).device
-        self.manifest, self.rows = read_encoder_manifest(config), held_out.of_run(config)
-        if prompts is None and self.rows is not None:
-            prompts = list(dict.fromkeys(self.rows[schema.CAPTION].to_pylist()))[:NUM_PROMPTS]
-        self.prompts = prompts or []
+    def __init__(self, denoiser: torch.nn.Module, evaluation: Evaluation):
+        self.denoiser, self.config, self.device = denoiser, evaluation.config, next(denoiser.parameters()).device
+        self.manifest = DataSets.open(self.config.proportions).first
+        self.rows = held_out.of_run(self.config)
+        self.evaluation = evaluation
+        if evaluation.prompts is None:
+            texts = [] if self.rows is None else self.rows[schema.CAPTION].to_pylist()
+            self.evaluation = dataclasses.replace(evaluation, prompts=list(dict.fromkeys(texts))[:NUM_PROMPTS])
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return build_pipeline(self.unet, self.manifest, self.config)
+        return pipeline_of_run(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
-        result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
-        result |= validation_set_losses(self.unet, self.config)
+        result = {"step": step, **held_out_losses(self.denoiser, self.manifest, self.rows, self.config)}
+        result |= validation_set_losses(self.denoiser, self.config)
         if distributed.rank() == 0:
             results.write(self.config.run_uri, {**result, "unfinished": True})
         return result
 
-    def draw(self) -> Pictures:
-        """This rank's share.
+    def draw(self) -> Images:
+        """This rank's share of the images.
 
-        Pictures depend on the order of the prompts, not on the number of ranks. On a GPU the frozen models take memory
-        only meanwhile.
+        Images depend on the order of the prompts, not on the number of ranks. The frozen models occupy a GPU's memory
+        only during this call.
         """
         try:
             frozen = torch.nn.ModuleList([self.pipeline.vae, self.pipeline.text_encoder]).to(self.device)
-            drawn, real = self.draw_share() if self.prompts else [], self.decode_share()
+            images = Images(self.draw_share(), self.decode_share())
             frozen.to("cpu")
-            return drawn, real, []
+            return images
         except Exception as error:  # no failure here may end the run
-            return [], [], [describe(error)]
+            return Images([], [], describe_failure(error))
 
     def draw_share(self) -> list[np.ndarray]:
-        """All ranks draw equally many, because they gather sharded weights together."""
-        count = -(-len(self.prompts) // distributed.world_size())
+        """All ranks draw the same number of images, because they gather sharded weights together.
+
+        The last prompt is repeated for that.
+        """
+        prompts = self.evaluation.prompts
+        if not prompts:
+            return []
+        count = -(-len(prompts) // distributed.world_size())
         first = distributed.rank() * count
-        share = [self.prompts[min(number, len(self.prompts) - 1)] for number in range(first, first + count)]
+        share = [prompts[min(number, len(prompts) - 1)] for number in range(first, first + count)]
         options = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
-        size = self.config.largest_resolution
-        return generate(self.pipeline, share, resolution=size, seed=first, **options)
+        return generate(self.pipeline, share, resolution=self.config.largest_resolution, seed=first, **options)
 
     def decode_share(self) -> list[np.ndarray]:
-        """Of the largest resolution's latents, in all shapes; none if they are not compared, or were before."""
-        wanted = self.prompts and self.rows is not None and uses_clip(self.config, self.manifest)
+        """Images of the largest resolution's latents, in all shapes; empty if CMMD is off or they are cached."""
+        wanted = self.evaluation.prompts and self.rows is not None and uses_clip(self.config, self.manifest)
         if not wanted or storage.exists(embeddings_uri(self.config)):
             return []
-        count, pictures = -(-self.rows.num_rows // distributed.world_size()), []
+        count, images = -(-self.rows.num_rows // distributed.world_size()), []
         rows = self.rows.slice(distributed.rank() * count, count)
         for spec in self.manifest.latents_at(self.config.largest_resolution):
             if spec.name in rows.column_names and rows.num_rows:
                 moments, valid = spec.decode(rows[spec.name])
-                pictures += list(decoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
-        return pictures
+                images += list(decoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
+        return images
 
 
-def finish(
-    result: dict[str, Any], pictures: Pictures, prompts: list[str], config: TrainingConfig, agreement: Agreement | None
-) -> dict[str, Any]:
-    """Score the pictures and write the whole result, which is returned. A score that fails is recorded as failed."""
-    (drawn, real, errors), started = pictures, time.perf_counter()
-    failed = {"drawing": errors[0]} if errors else {}
-    result.pop("unfinished", None)
-    if prompts and not errors:
-        drawn = drawn[: len(prompts)]
-        save_grid(drawn, prompts, config, result["step"])
-        result["prompts"] = len(prompts)
-        for name, measure in measures(drawn, real, prompts, config, agreement).items():
-            try:
-                result |= measure()
-            except Exception as error:  # must not end the run
-                failed[name] = describe(error)
-    result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 3)
-    results.write(config.run_uri, result)
-    return results.note(config.run_uri, result["step"], failed=failed) if failed else result
+def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+    """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without a
+    `validation_uri`.
 
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
-    """What `held_out_losses` returns, of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without.
-
-    For all ranks, which share the rows.
+    Call it on all ranks, which share the rows.
     """
     if not config.validation_uri:
         return {}
     rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
+    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
     return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def held_out_losses(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     manifest: Manifest,
     rows: pa.Table | held_out.ValidationSet | None,
     config: TrainingConfig,
@@ -357,10 +389,62 @@ def held_out_losses(
     """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
     if rows is None:
         return {}
-    losses = losses_by_noise(unet, manifest, rows, config)
+    losses = losses_by_noise(denoiser, manifest, rows, config)
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
+
+
+# ---- scores
+
+
+def score_and_write(result: dict[str, Any], images: Images, evaluation: Evaluation) -> dict[str, Any]:
+    """The complete result of a step, which is written too: `result` with scores. A score that fails is recorded."""
+    started, failed, prompts = time.perf_counter(), {}, evaluation.prompts
+    result.pop("unfinished", None)
+    if images.error:
+        failed["drawing"] = images.error
+    elif prompts:
+        images = dataclasses.replace(images, drawn=images.drawn[: len(prompts)])
+        save_grid(images.drawn, evaluation, result["step"])
+        result["prompts"] = len(prompts)
+        for name, measure in measures(images, evaluation).items():
+            try:
+                result |= measure()
+            except Exception as error:  # must not end the run
+                failed[name] = describe_failure(error)
+    result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 3)
+    config = evaluation.config
+    results.write(config.run_uri, result)
+    return results.note(config.run_uri, result["step"], failed=failed) if failed else result
+
+
+def describe_failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def measures(images: Images, evaluation: Evaluation) -> dict[str, Callable[[], dict[str, Any]]]:
+    """{name of a score: function that computes it}, of the scores that `evaluation` asks for."""
+    config, prompts = evaluation.config, evaluation.prompts
+    clip = functools.partial(load_clip, config.clip_model)
+    embed_drawn = functools.cache(lambda: clip().images(images.drawn))
+
+    def rate_agreement():
+        shares = evaluation.agreement(images.drawn, prompts)
+        return {"agreement": shares["all"], "agreement_by_attribute": shares}
+
+    def clip_score():
+        return {"clip_score": scores.clip_score(embed_drawn(), clip().texts(prompts))}
+
+    def cmmd():
+        return {"cmmd": scores.cmmd(embed_drawn(), embed_held_out(images.real, config))}
+
+    found = {"agreement": rate_agreement} if evaluation.agreement else {}
+    if uses_clip(config, DataSets.open(config.proportions).first):
+        found["clip_score"] = clip_score
+        if images.real or storage.exists(embeddings_uri(config)):
+            found["cmmd"] = cmmd
+    return found
 
 
 @functools.lru_cache(maxsize=1)
@@ -370,27 +454,8 @@ def load_clip(model: str) -> scores.CLIP:
 
 
 def uses_clip(config: TrainingConfig, manifest: Manifest) -> bool:
-    """tiny-clip was only trained on the drawn pictures."""
+    """Whether CLIP judges the run's images. tiny-clip was only trained on the drawn data set."""
     return bool(config.clip_model) and (config.clip_model != "tiny-clip" or manifest.vae_model == "tiny-sd")
-
-
-def measures(
-    drawn: list[np.ndarray], real: list[np.ndarray], prompts: list[str], config: TrainingConfig, agreement: Agreement
-) -> dict[str, Callable[[], dict[str, Any]]]:
-    """{score that is asked for: what computes it and returns its values}."""
-    clip = functools.partial(load_clip, config.clip_model)
-    embedded = functools.cache(lambda: clip().images(drawn))
-
-    def rate():
-        shares = agreement(drawn, prompts)
-        return {"agreement": shares["all"], "agreement_by_attribute": shares}
-
-    found = {"agreement": rate} if agreement else {}
-    if uses_clip(config, read_encoder_manifest(config)):
-        found["clip_score"] = lambda: {"clip_score": scores.clip_score(embedded(), clip().texts(prompts))}
-        if real or storage.exists(embeddings_uri(config)):
-            found["cmmd"] = lambda: {"cmmd": scores.cmmd(embedded(), embed_held_out(real, config))}
-    return found
 
 
 def embeddings_uri(config: TrainingConfig) -> str:
@@ -399,7 +464,7 @@ def embeddings_uri(config: TrainingConfig) -> str:
 
 
 def embed_held_out(real: list[np.ndarray], config: TrainingConfig) -> np.ndarray:
-    """(n, d) embeddings of the held-out rows' pictures, cached in the run's `validation/`."""
+    """(n, d) embeddings of the held-out rows' images, cached in the run's `validation/`."""
     uri = embeddings_uri(config)
     if storage.exists(uri):
         return np.load(io.BytesIO(storage.read_bytes(uri)))
@@ -410,12 +475,12 @@ def embed_held_out(real: list[np.ndarray], config: TrainingConfig) -> np.ndarray
     return embedded
 
 
-def save_grid(pictures: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:
-    """Write the first pictures to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
-    uri, shown = storage.join(config.run_uri, "evaluation", f"{step:09d}"), pictures[:GRID]
+def save_grid(drawn: list[np.ndarray], evaluation: Evaluation, step: int) -> None:
+    """Write the first images to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
+    uri, shown = storage.join(evaluation.config.run_uri, "evaluation", f"{step:09d}"), drawn[:GRID]
     blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
     storage.write_bytes(storage.join(uri, "grid.png"), to_png(np.concatenate(rows)))
-    save_pictures(shown, uri)
-    storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))
+    save_images(shown, uri)
+    storage.write_text(storage.join(uri, "prompts.json"), json.dumps(evaluation.prompts[:GRID], ensure_ascii=False))

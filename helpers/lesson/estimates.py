@@ -15,7 +15,6 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedConfig, PreTra
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from ..model import denoisers
-from ..model.unet import load_unet_config
 from ..train import meter
 from . import published_results
 
@@ -223,14 +222,14 @@ def memory(name: str, strategy: str, ranks: int, *, precision: str = "fp32", ran
     its share. "hsdp" shards over the ranks of a node.
     """
     with torch.device("meta"):
-        unet = denoisers.build(load_unet_config(name))
+        denoiser = denoisers.build_denoiser(name)
     across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
-    held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
+    held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in denoiser.parameters())
     gathered = 0
-    if strategy != "ddp" and (ranks > 1 or precision == "bf16"):  # as `unet.is_sharded`
-        gathered = sum(p.numel() for p in unet.parameters())
+    if strategy != "ddp" and (ranks > 1 or precision == "bf16"):  # as `sharding.is_sharded`
+        gathered = sum(p.numel() for p in denoiser.parameters())
         if strategy == "fsdp-full":
-            sizes = [sum(p.numel() for p in block.parameters()) for block in denoisers.blocks(unet)]
+            sizes = [sum(p.numel() for p in block.parameters()) for block in denoisers.blocks(denoiser)]
             gathered += max(sizes) - sum(sizes)
         gathered *= 2 if precision == "bf16" else 4
     return {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}

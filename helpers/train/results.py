@@ -1,6 +1,6 @@
 """Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
 
-Keys of a file: step; validation_loss, unweighted and rows (`losses.validation_loss`); loss_by_noise, {timestep:
+Keys of a file: step; validation_loss, unweighted and rows (`evaluation.validation_loss`); loss_by_noise, {timestep:
 unweighted loss}; for a `validation_uri`, the same four as validation_set_loss, validation_set_unweighted,
 validation_set_rows and validation_set_loss_by_noise, and validation_set_uri; prompts, the number of pictures drawn;
 clip_score, cmmd, agreement and agreement_by_attribute, if they were asked for; seconds. After failures: failed, {what:

@@ -57,7 +57,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
     return manifest
 
 
-def train_in(step_seconds, values, **options):
+def train_in(step_seconds, config, **options):
     """The worker loop, with steps that take a fixed time and compute nothing."""
 
     def played_step(self, step, units):
@@ -66,7 +66,7 @@ def train_in(step_seconds, values, **options):
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0, "num_kept": num_kept}
 
     TrainStep.step = played_step
-    loop.train_loop_per_worker(values, **options)
+    loop.train_loop_per_worker(config, **options)
 
 
 SD2_256 = {"image_latents_256": (2, 4, 32, 32), "caption_embeddings": (77, 1024)}

@@ -25,13 +25,13 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import online, prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import read_segments
-from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import faults, metrics, monitor, results, resume, sources
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
+from tests.conftest import plan_for
 from tests.faults import (
     ROOT,
     MetadataService,
@@ -102,12 +102,12 @@ def in_background(action, released):
     return wait
 
 
-def held_loop(released, values, **options):
+def held_loop(released, config, **options):
     """The worker loop, whose steps are slow, and whose last one waits, until the file `released` is there.
 
     Notes the number of workers, and the node of rank 0, of each attempt in `workers/` beside that file.
     """
-    config, train_one = TrainingConfig.from_dict(values), TrainStep.step
+    train_one = TrainStep.step
     context, folder = ray.train.get_context(), released.parent / "workers"
 
     def held_step(self, step, units):
@@ -121,7 +121,7 @@ def held_loop(released, values, **options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{time.time_ns()}").write_text(f"{context.get_world_size()} {this_node()}")
     TrainStep.step = held_step
-    train_loop_per_worker(values, **options)
+    train_loop_per_worker(config, **options)
 
 
 def attempts_seen(released):
@@ -326,7 +326,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
 
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
-    plan = load_plan(config)
+    plan = plan_for(config)
     options = {"first_chunk": 0, "first_step": 0, "end_step": config.max_steps}
     read = functools.partial(online.read_raw, config=raw)
     samples = [[] for _ in range(config.max_steps)]
@@ -383,7 +383,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
         found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
         assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
-    found = at_checkpoints.validate(saved, config.to_dict(), work=where)
+    found = at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
@@ -395,7 +395,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
     results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
-    assert at_checkpoints.validate(saved, config.to_dict(), timeout_s=60)["gpus"] == 0
+    assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
         lose(nodes, node)

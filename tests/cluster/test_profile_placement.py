@@ -72,7 +72,8 @@ def trainer_requests(profile):
         config=config,
         TorchTrainer=trainer,
         ScalingConfig=ScalingConfig,
-        execution_options=lambda config: None,  # which read the latents
+        execution_options=lambda *_: None,
+        StepSource=lambda config: types.SimpleNamespace(data=types.SimpleNamespace(row_bytes=1), datasets=None),
         at_checkpoints=stand_in(at_checkpoints, validation_config=lambda *_: None),
         **{"test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
@@ -151,11 +152,11 @@ TINY = {
 }
 
 
-def loop_that_says_where(file, values, **options):
+def loop_that_says_where(file, config, **options):
     with open(file, "w") as where:
         where.write(this_node())
     ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
-    train_loop_per_worker(values, **options)
+    train_loop_per_worker(config, **options)
 
 
 @slow

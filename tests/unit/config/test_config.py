@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import storage
+from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
 from helpers.train import setup
 
@@ -48,7 +49,7 @@ ONE = {
     "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
     "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
     "clip_model": ([3], "a CLIP's folder or hub id, or None"),
-    "init_from": ([5, ""], "a run, the folder of a U-Net, or None"),
+    "init_from": ([5, ""], "a run, the folder of a denoiser, or None"),
     "run_name": (
         ["", ".", "..", "a/b", "../a", "a b", "a\\b", None],
         "a plain folder name without slashes or spaces",
@@ -296,3 +297,10 @@ def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     assert config(1, units=4).units_per_step == 4
     with pytest.raises(ValueError, match="^run_name='run' was started with units_per_step=2, not 4: set it back"):
         setup.check_resume(TrainingConfig(storage=tmp_path, num_training_workers=4), stored(earlier))
+
+
+def test_the_first_difference_is_between_values_as_json_stores_them():
+    before = {"a": [1, 2], "b": None, "c": 1}
+    assert parameters.first_difference(before, {"a": (1, 2), "c": 1}) is None
+    assert parameters.first_difference(before, {"a": (1, 2), "c": 3, "d": 4}) == ("c", 1, 3)
+    assert parameters.first_difference(before, {"a": (1, 2), "c": 3, "d": 4}, names=["a", "d"]) == ("d", None, 4)

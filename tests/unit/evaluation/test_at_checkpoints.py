@@ -16,15 +16,13 @@ from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
 from helpers.encode import captions, encoder
 from helpers.evaluation import at_checkpoints
-from helpers.latents.manifest import write_manifest
+from helpers.latents.manifest import DataSets, write_manifest
 from helpers.lesson import captioned_shapes
-from helpers.model.unet import build_unet
-from helpers.sample import pipeline
+from helpers.model.denoisers import build_denoiser
 from helpers.train import checkpoint, results
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
 from tests.conftest import SHAPES
-from tests.pipelines import untrained_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["a large red circle in the centre on a blue background", "a small white square", "a triangle"]
@@ -73,13 +71,14 @@ def build_run(tmp_path, build_manifest, build_latents):
     return build
 
 
-def evaluate_unet(config, seed=0, step=10, prompts=PROMPTS, agreement=None):
-    return at_checkpoints.evaluate_unet(build_unet("tiny", seed=seed).eval(), config, step, prompts, agreement)
+def evaluate_denoiser(config, seed=0, step=10, prompts=PROMPTS, agreement=None):
+    evaluation = at_checkpoints.Evaluation(config, prompts, agreement)
+    return at_checkpoints.evaluate_denoiser(build_denoiser("tiny", seed=seed).eval(), evaluation, step)
 
 
 def test_an_evaluation_leaves_losses_scores_and_pictures(build_run):
     config = build_run()
-    found = evaluate_unet(config, agreement=lambda pictures, prompts: {"all": 0.25, "shape": 0.5})
+    found = evaluate_denoiser(config, agreement=lambda pictures, prompts: {"all": 0.25, "shape": 0.5})
     assert found == storage.read_json(f"{config.run_uri}/validation/000000010.json") and "failed" not in found
     assert found["rows"] == 6 and found["prompts"] == 3 and 0 < found["clip_score"] <= 100 and found["cmmd"] >= 0
     assert found["agreement"] == 0.25 and found["agreement_by_attribute"] == {"all": 0.25, "shape": 0.5}
@@ -98,8 +97,8 @@ def test_a_validation_set_has_losses_of_its_own_names_beside_those_of_held_out_r
     """By which the best may be kept: of those on the same set, which a resumed run may replace."""
     made_up.write_latents(f"{tmp_path}/set", 70, SHAPES, 50)
     config = build_run(validation_uri=f"{tmp_path}/set", best_by="validation_set_loss")
-    found = evaluate_unet(config, prompts=[])
-    without = evaluate_unet(build_run(run_name="without"), prompts=[])
+    found = evaluate_denoiser(config, prompts=[])
+    without = evaluate_denoiser(build_run(run_name="without"), prompts=[])
     names = {"validation_loss", "unweighted", "rows", "loss_by_noise"}
     assert {name: found[name] for name in names} == {name: without[name] for name in names}
     added = {"loss", "unweighted", "rows", "loss_by_noise", "uri"}
@@ -117,14 +116,16 @@ def test_a_validation_set_has_losses_of_its_own_names_beside_those_of_held_out_r
 
 def test_the_same_weights_give_the_same_evaluation(build_run):
     config = build_run(seed=7)
-    first, again, other = (evaluate_unet(config, seed, step, PROMPTS[:1]) for seed, step in ((0, 10), (0, 20), (1, 30)))
+    first, again, other = (
+        evaluate_denoiser(config, seed, step, PROMPTS[:1]) for seed, step in ((0, 10), (0, 20), (1, 30))
+    )
     names = ["loss_by_noise", "validation_loss", "clip_score", "cmmd"]
     assert [first[name] for name in names] == [again[name] for name in names]
     assert first["loss_by_noise"] != other["loss_by_noise"]
 
 
 def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
-    found = evaluate_unet(build_run(clip_model="broken"), prompts=PROMPTS[:1], agreement=lambda *_: {"all": 1.0})
+    found = evaluate_denoiser(build_run(clip_model="broken"), prompts=PROMPTS[:1], agreement=lambda *_: {"all": 1.0})
     assert found["agreement"] == 1.0 and found["validation_loss"] > 0
     assert found["failed"].keys() == {"clip_score", "cmmd"}
     assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
@@ -132,14 +133,14 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
 
 def test_pictures_that_cannot_be_drawn_leave_the_losses(build_run, monkeypatch):
     monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
-    found = evaluate_unet(build_run())
+    found = evaluate_denoiser(build_run())
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert "unfinished" not in found
 
 
 def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
     config = build_run(clip_model=None)
-    assert evaluate_unet(config, prompts=None).keys() & {"clip_score", "cmmd"} == set()
+    assert evaluate_denoiser(config, prompts=None).keys() & {"clip_score", "cmmd"} == set()
     shown = json.loads(storage.read_text(f"{config.run_uri}/evaluation/000000010/prompts.json"))
     assert shown == [f"caption {number}" for number in range(6)]
 
@@ -150,18 +151,18 @@ def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
 
 
 def test_several_ranks_draw_what_one_draws(build_run, monkeypatch):
-    evaluator = at_checkpoints.Evaluator(build_unet("tiny").eval(), build_run(), PROMPTS)
+    evaluator = at_checkpoints.Evaluator(build_denoiser("tiny").eval(), at_checkpoints.Evaluation(build_run(), PROMPTS))
     alone, parts = evaluator.draw(), []
     for ranks in (2, 8):  # more than there are prompts and held-out rows
         monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
         for rank in range(ranks):
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             parts.append(evaluator.draw())
-    assert [len(drawn) for drawn, *_ in parts] == [2] * 2 + [1] * 8  # as many, for sharded weights
-    for kind, count in enumerate((3, 6)):  # drawn, real
+    assert [len(share.drawn) for share in parts] == [2] * 2 + [1] * 8  # as many, for sharded weights
+    for kind, count in (("drawn", 3), ("real", 6)):
         for some in (parts[:2], parts[2:]):
-            together = [picture for part in some for picture in part[kind]][:count]
-            for one, other in zip(alone[kind], together, strict=True):
+            together = [image for share in some for image in getattr(share, kind)][:count]
+            for one, other in zip(getattr(alone, kind), together, strict=True):
                 assert np.abs(one.astype(int) - other).max() <= 1
 
 
@@ -188,13 +189,13 @@ def counted(monkeypatch):
 
 def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counted):
     """Three times: models and manifest are read once a process; the best is known when its scores are there."""
-    straight = evaluate_unet(build_run(run_name="straight"))
+    straight = evaluate_denoiser(build_run(run_name="straight"))
     config, steps = build_run(best_by="clip_score"), (10, 20, 30)
     at_checkpoints.load_clip.cache_clear()
     counted.clear()
     on_workers = at_checkpoints.OnWorkers(PROMPTS)
     for step in steps:
-        on_workers(build_unet("tiny").eval(), config, step)
+        on_workers(build_denoiser("tiny").eval(), config, step)
     assert counted == {"load_vae": 1, "load_text_encoder": 1, "load_tokenizer": 1, "manifest.json": 1}
     assert all({"unfinished", "to_score", "validation_loss"} <= one.keys() for one in results.read(config.run_uri))
     monkeypatch.setattr(ray, "remote", lambda **options: lambda call: types.SimpleNamespace(remote=call))
@@ -202,7 +203,7 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     saved = [checkpoint_at(config, step) for step in steps]
     for one, axis in zip(saved, (0, 1, 0), strict=True):
         monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
-        at_checkpoints.validate(one, config.to_dict())
+        at_checkpoints.validate(one, at_checkpoints.Evaluation(config))
     found = results.read(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
     # CLIP computes on another number of threads there.
@@ -211,14 +212,14 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     assert not any({"unfinished", "to_score", "failed", "skipped"} & one.keys() for one in found)
     (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.step_of(kept) == max(found, key=lambda one: (one["clip_score"], one["step"]))["step"]
-    assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".pickle")
+    assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".npz")
 
 
 def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, counted):
     config = build_run()
     monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
-    at_checkpoints.OnWorkers(PROMPTS)(build_unet("tiny").eval(), config, 10)
-    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), config.to_dict(), None, None)
+    at_checkpoints.OnWorkers(PROMPTS)(build_denoiser("tiny").eval(), config, 10)
+    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), at_checkpoints.Evaluation(config))
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert not {"unfinished", "to_score"} & found.keys()
 
@@ -229,26 +230,19 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         config = build_run(precision="bf16", strategy=strategy, clip_model=None)
-        state = TrainStep(config, pipeline.read_encoder_manifest(config))
+        state = TrainStep(config, DataSets.open(config.proportions).first)
         folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
         parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
         checkpoint.async_save(folder, **parts, step=10, stager=stager)()
-        with state.averaged() as unet:
-            by_trainers = at_checkpoints.Evaluator(unet, config, []).losses(10)
+        with state.averaged() as denoiser:
+            by_trainers = at_checkpoints.Evaluator(denoiser, at_checkpoints.Evaluation(config, [])).losses(10)
     finally:
         dist.destroy_process_group()
-    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), config.to_dict(), [], None)
-    in_fp32 = evaluate_unet(dataclasses.replace(config, precision="fp32"), config.seed, prompts=[])
+    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), at_checkpoints.Evaluation(config, []))
+    in_fp32 = evaluate_denoiser(dataclasses.replace(config, precision="fp32"), config.seed, prompts=[])
     loss, error = in_fp32["validation_loss"], abs(in_fp32["validation_loss"] - by_trainers["validation_loss"])
     assert 0 < error < 0.01 * loss
     assert abs(by_task["validation_loss"] - by_trainers["validation_loss"]) < 0.01 * error
-
-
-@pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
-def test_a_sampler_of_another_name_draws_otherwise(sampler):
-    pipelines = [untrained_pipeline(TrainingConfig(sampler=name)) for name in ("ddim", sampler)]
-    one, other = (pipeline.generate(pipe, PROMPTS[:1], resolution=32, steps=2)[0] for pipe in pipelines)
-    assert one.shape == other.shape == (32, 32, 3) and (one != other).any()
 
 
 # ---- which checkpoint, which is the best
@@ -265,7 +259,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
     incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
     storage.write_text(incomplete, "half")
-    found = at_checkpoints.validate(old, config.to_dict())
+    found = at_checkpoints.validate(old, at_checkpoints.Evaluation(config))
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
     assert len(results.scores(config.run_uri)) == 0
@@ -296,4 +290,5 @@ def test_the_best_by_agreement_needs_a_judge(build_run):
         at_checkpoints.validation_config(build_run(best_by="agreement"))
     config = build_run(best_by="agreement")
     made = at_checkpoints.validation_config(config, PROMPTS, captioned_shapes.agreement)
-    assert made.fn.keywords["prompts"] == PROMPTS and made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
+    assert made.fn.keywords["evaluation"] == at_checkpoints.Evaluation(config, PROMPTS, captioned_shapes.agreement)
+    assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}

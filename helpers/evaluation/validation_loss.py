@@ -13,8 +13,8 @@ from ..distributed import rank, sum_over_ranks, world_size
 from ..latents import schema
 from ..latents.manifest import Manifest
 from ..model import diffusion
-from ..model.unet import autocast, computes_in_bf16
-from ..train.step import Unit
+from ..model.sharding import autocast
+from ..train.step import Unit, training_schedule
 
 BATCH_SIZE = 64
 Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
@@ -29,7 +29,7 @@ def validation_loss(*arguments, **options) -> tuple[float, float]:
 
 @torch.no_grad()
 def losses_by_noise(
-    unet: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
+    denoiser: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
 ) -> np.ndarray:
     """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
 
@@ -40,10 +40,8 @@ def losses_by_noise(
     group each rank computes its part of the rows, and all return the same. The precision is that of training, so that
     it does not matter who computes.
     """
-    weight = next(unet.parameters())
-    device, in_bf16 = weight.device, weight.dtype == torch.bfloat16
-    autocast_precision = "fp32" if in_bf16 or computes_in_bf16(config.strategy, config.precision) else config.precision
-    schedule = diffusion.training_schedule(config, manifest, device)
+    device = next(denoiser.parameters()).device
+    schedule = training_schedule(config, manifest, device)
     timesteps = ((np.arange(timesteps_per_row) + 0.5) * diffusion.NUM_TIMESTEPS / timesteps_per_row).astype(int)
     totals = np.zeros((timesteps_per_row, 3))
     for spec in manifest.latents_at(config.largest_resolution):
@@ -53,12 +51,12 @@ def losses_by_noise(
             moments, text, _, mask = unit.to(device)
             counts = torch.from_numpy(counts_B).to(device)
             for number, timestep in enumerate(timesteps):
-                draws = diffusion.draw(0, number, positions_B, moments.shape[2:], device=device)
+                draws = diffusion.random_draws(0, number, positions_B, moments.shape[2:], device=device)
                 draws.timesteps_B[:] = int(timestep)
                 posterior, scales = draws.posterior_BCHW, (manifest.scaling_factor, manifest.shift_factor)
                 latents = diffusion.sample_latents(moments, posterior, *scales)
-                with autocast(autocast_precision, device):
-                    losses = diffusion.row_losses(unet, schedule, latents, text.float(), draws, mask_BL=mask)
+                with autocast(denoiser, config.precision):
+                    losses = diffusion.row_losses(denoiser, schedule, latents, text.float(), draws, mask_BL=mask)
                 unweighted = (losses * counts).sum().item()
                 # All rows have the same timestep here, and so the same weight.
                 weight = diffusion.loss_weights(schedule, draws.timesteps_B[:1], config.min_snr_gamma).item()
