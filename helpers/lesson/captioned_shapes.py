@@ -129,21 +129,19 @@ def is_held_out(caption: str) -> bool:
 
 @cache
 def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
-    """Every caption with `num_objects` (1 or 2) objects, in a fixed order. `split` as in `scene`."""
+    """Every caption with `num_objects`, 1 or 2, in a fixed order. `split` as in `scene`."""
     if num_objects == 1:
         scenes = (
             Scene(background, (SceneObject(color, shape, size, position),))
             for (background, color), shape, size, position in product(permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
         )
-    elif num_objects == 2:
+    else:
         scenes = (
             Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
             for (background, color, color_2), shape, shape_2, size, size_2, relation in product(
                 permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS
             )
         )
-    else:
-        raise ValueError(f"num_objects is {num_objects}; scenes have 1 or 2 objects")
     return tuple(s.caption for s in scenes if _in_split(s.caption, split))
 
 

@@ -507,7 +507,7 @@ def agreement_by_attribute(scores: Mapping[str, Mapping[str, float]], *, goal: f
         heights = [100 * shares[name] for name in names]
         bars = ax.bar(centres + shift, heights, 0.38, color=color, label=label)
         ax.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=SMALL)
-        said.append(f"{label} {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
+        said.append(f"{label} {', '.join(f'{name} {shares[name]:.0%}' for name in names)}")
     ax.axvline(centres[-1] - 0.75, color="0.8")
     end = centres[-1] + 0.5
     ax.plot([end - 1, end], [100 * goal] * 2, color=RED, ls="--", lw=1.6)
