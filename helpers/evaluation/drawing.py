@@ -17,7 +17,6 @@ PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#7A7A7A"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)  # red is kept for what needs attention
 WIDTH, DPI, SMALL = 10, 100, 9
 CHARACTER = 0.072  # inches, width of an average character of the SMALL font
-LINE = 0.16  # inches, height of a line of that font
 
 
 class DescribedFigure(Figure):
@@ -54,8 +53,8 @@ def panels(fig: FigureBase, *shape: int, grid: str = "y", **options: Any) -> Any
     return made
 
 
-def label_steps(ax: Axes, label: str, most_ticks: int | str = "auto") -> None:
-    """Label axes whose x is a run's step."""
+def label_steps(ax: Axes, label: str, most_ticks: int = 10) -> None:
+    """Label axes whose x is a run's step. Steps may have six digits: a third of a figure has room for four ticks."""
     ax.set(xlabel="step", ylabel=label)
     ax.xaxis.set_major_locator(MaxNLocator(most_ticks, integer=True))
 

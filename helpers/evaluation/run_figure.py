@@ -13,7 +13,6 @@ from ..train.metrics import read_metrics
 from .drawing import (
     BLUE,
     GREEN,
-    LINE,
     ORANGE,
     PURPLE,
     RED,
@@ -34,7 +33,6 @@ NOISE = "loss_by_noise/"
 NUM_PROMPTS = 4  # rows of images
 MOST_STEPS = 6  # columns of images
 PANELS_PER_ROW = 3
-MOST_TICKS = 4
 
 
 def run_over_time(run_uri: str) -> DescribedFigure:
@@ -42,13 +40,13 @@ def run_over_time(run_uri: str) -> DescribedFigure:
 
     At most `MOST_STEPS` checkpoints have images; they are evenly chosen. Raises ValueError for a run without a step.
     """
-    metrics, scores, pictures = read_metrics(run_uri), results.scores(run_uri), read_evaluated_images(run_uri)
+    metrics, scores, images = read_metrics(run_uri), results.scores(run_uri), read_evaluated_images(run_uri)
     if metrics.empty:
         raise ValueError(f"no step in {run_uri}: give the folder of a run that has trained, storage/runs/run_name.")
     by_noise = [name for name in scores if name.startswith(NOISE)]
     known = [column for column in SCORES if column in scores and scores[column].notna().any()]
-    steps = choose_evenly(sorted(pictures), MOST_STEPS)
-    prompts = list(pictures[steps[0]])[:NUM_PROMPTS] if steps else []
+    steps = choose_evenly(sorted(images), MOST_STEPS)
+    prompts = list(images[steps[0]])[:NUM_PROMPTS] if steps else []
     num_panels = 1 + bool(by_noise) + len(known)
     heights = [2.6 * -(-num_panels // PANELS_PER_ROW)]
     if prompts:
@@ -61,7 +59,7 @@ def run_over_time(run_uri: str) -> DescribedFigure:
         said.append(draw_by_noise(score_axes.pop(0), scores, by_noise))
     said += [draw_score(ax, scores, column) for ax, column in zip(score_axes, known, strict=True)]
     if prompts:
-        said.append(draw_images(bottom[0], pictures, steps, prompts))
+        said.append(draw_images(bottom[0], images, steps, prompts))
     return fig.described(f"A run over {metrics['step'].iloc[-1]:,} steps: {'; '.join(said)}.")
 
 
@@ -102,18 +100,20 @@ def draw_loss(ax: Axes, metrics: pd.DataFrame, scores: pd.DataFrame) -> str:
             ax.plot(scores["step"], scores[column], "o", color=color, ms=5, mec="white", label=label)
     ax.set_ylim(0, 1.3 * np.nanquantile(metrics["loss"].astype(float), 0.98))
     add_legend(ax)
-    label_steps(ax, "loss", MOST_TICKS)
+    label_steps(ax, "loss", most_ticks=4)
     return f"loss from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g}"
 
 
 def draw_by_noise(ax: Axes, scores: pd.DataFrame, columns: list[str]) -> str:
-    """A curve for each checkpoint, from light (the first) to dark. Returns the first and the last in words."""
+    """A curve for each of at most four checkpoints, from light (the first) to dark.
+
+    Returns the first and the last in words.
+    """
     known = scores.dropna(subset=columns)
+    known = known.iloc[choose_evenly(range(len(known)), 4)]
     timesteps = [int(column.removeprefix(NOISE)) for column in columns]
-    for number, (_, row) in enumerate(known.iterrows()):
-        shade = 0.25 + 0.75 * (number + 1) / len(known)
-        label = f"step {int(row['step']):,}" if number in (0, len(known) - 1) else None
-        ax.plot(timesteps, row[columns], "-", color=BLUE, alpha=shade, lw=1.6, label=label)
+    for shade, (_, row) in zip(np.linspace(0.4, 1, len(known)), known.iterrows(), strict=True):
+        ax.plot(timesteps, row[columns], color=BLUE, alpha=shade, lw=1.6, label=f"step {row['step']:,.0f}")
     ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level")
     add_legend(ax)
     first, last = known.iloc[0][columns], known.iloc[-1][columns]
@@ -125,14 +125,13 @@ def draw_score(ax: Axes, scores: pd.DataFrame, column: str) -> str:
     label, color = SCORES[column]
     known = scores.dropna(subset=[column])
     ax.plot(known["step"], known[column], "o-", color=color, ms=4)
-    label_steps(ax, label, MOST_TICKS)
+    label_steps(ax, label, most_ticks=4)
     return f"{label} from {known[column].iloc[0]:.3g} to {known[column].iloc[-1]:.3g}"
 
 
 def draw_images(fig: FigureBase, images: dict[int, dict[str, np.ndarray]], steps: list[int], prompts: list[str]) -> str:
     """A grid of images: a row for each prompt, a column for each step. Returns its contents in words."""
     grid = fig.subplots(len(prompts), len(steps), squeeze=False)
-    lines = int(fig.bbox.height / fig.dpi / len(prompts) / LINE) - 1
     for column, step in zip(grid.T, steps, strict=True):
         column[0].set_title(f"step {step:,}", fontsize=SMALL)
         for ax, prompt in zip(column, prompts, strict=True):
@@ -141,5 +140,5 @@ def draw_images(fig: FigureBase, images: dict[int, dict[str, np.ndarray]], steps
             else:
                 ax.set_axis_off()
     for ax, prompt in zip(grid[:, 0], prompts, strict=True):
-        ax.set_ylabel(wrap(prompt, 1.6, max(1, lines)), fontsize=SMALL, rotation=0, ha="right", va="center")
+        ax.set_ylabel(wrap(prompt, 1.6, 7), fontsize=SMALL, rotation=0, ha="right", va="center")
     return f"images of {'; '.join(prompts)} at steps {', '.join(f'{step:,}' for step in steps)}"

@@ -19,7 +19,6 @@ from ..evaluation.drawing import (
     CYCLE,
     GREEN,
     GREY,
-    LINE,
     ORANGE,
     PURPLE,
     RED,
@@ -36,6 +35,7 @@ from ..evaluation.drawing import (
 )
 
 Images = Sequence[Any]
+LINE = 0.16  # inches, height of a line of the SMALL font
 STAGES = {"transform": SKY, "encode": ORANGE, "write": GREEN}  # of preprocessing
 PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
 NEAR = 0.01  # share of held-out rows; a generated image nearer than all but these may be a copy
