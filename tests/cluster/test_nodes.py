@@ -394,7 +394,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert spare("A10G") and spare(None) and not spare("H100")
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
-    results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
+    results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
     assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
