@@ -15,10 +15,7 @@ from tests.copy_table import MODULES, NAME, PACKAGE, ROOT, closure, code_lines, 
 STAGES = ["config", "runtime", "latents", "raw", "model", "encode", "train", "sample", "evaluation", "lesson"]
 
 # Public names that several modules define, in which they mean different things.
-SHARED_NAMES = set(
-    "describe is_local is_number numbers "  # noqa: SIM905
-    "prepare read_files read_picture read_rows sizes sources transform write".split()
-)
+SHARED_NAMES = {"is_number", "prepare", "read_files", "read_rows", "transform"}
 
 
 def folder_lines(folder, leave_out=None):
