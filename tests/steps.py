@@ -65,17 +65,13 @@ def held_out(rows):
 # ---- the state of a run
 
 
-def parts(state):
-    return {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-
-
 def save(folder, state, step):
     begin_save(folder, state, step)()
 
 
 def begin_save(folder, state, step):
     stager = checkpoint.open_stager()
-    return checkpoint.async_save(folder, **parts(state), step=step, stager=stager, group=checkpoint.cpu_group())
+    return checkpoint.async_save(folder, state, step=step, stager=stager, group=checkpoint.cpu_group())
 
 
 def whole(tensor):
@@ -137,7 +133,7 @@ def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
     lines += train(state, rows, MIDDLE, STEPS, rank, world)
     writing()
     restored = TrainStep(config, manifest)
-    step = checkpoint.load(folder, **parts(restored))
+    step = checkpoint.load(folder, restored)
     resumed = train(restored, rows, step, STEPS, rank, world)
     same_state = same(everything(state), everything(restored))
     # At last only the last rank meets a NaN.
@@ -158,5 +154,5 @@ def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
 def two_losses_from(folder, config, manifest, rows, rank=0, world=1):
     """Of the two steps after a checkpoint: they show its weights, then its optimizer state."""
     state = TrainStep(config, manifest)
-    step = checkpoint.load(folder, **parts(state))
+    step = checkpoint.load(folder, state)
     return column(train(state, rows, step, step + 2, rank, world)).tolist()

@@ -32,7 +32,7 @@ from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import ray_errors
+from ..runtime import retries
 from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
@@ -155,7 +155,7 @@ def run_task(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = ray_errors.summarize_error(str(error))
+        reason = retries.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
 
 
@@ -167,8 +167,7 @@ def newest_due(config: TrainingConfig) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
     for uri in checkpoint.list_checkpoints(config.run_uri):
         step = step_of_name(uri)
-        due = config.validate_every and (step % config.validate_every == 0 or step == config.max_steps)
-        if due and checkpoint.find_corruption(uri) is None:
+        if config.validates_at(step) and checkpoint.find_corruption(uri) is None:
             return step
     return 0
 
@@ -194,8 +193,7 @@ def compute_in_bf16(denoiser: torch.nn.Module) -> None:
 
 
 def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
-    """Score the images that the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is
-    better."""
+    """Score the images that the trainers drew (`OnWorkers`), on CPUs; copy the best checkpoint to `best/`."""
     config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle

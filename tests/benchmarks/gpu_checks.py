@@ -27,7 +27,7 @@ from helpers.model.sharding import build_model
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
-from tests.steps import everything, parts
+from tests.steps import everything
 
 FAST = {"precision": "bf16", "channels_last": True}
 
@@ -90,8 +90,7 @@ def checkpoints(given, device):
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):
             held[step] = everything(train_step)
-            options = {"step": step, "stager": stager, "group": group}
-            finish = checkpoint.async_save(f"{folder}/{step}", **parts(train_step), **options)
+            finish = checkpoint.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
             straight.append(train_step.step(step, units)["loss"])
             finish()
         stager.close()
@@ -99,7 +98,7 @@ def checkpoints(given, device):
         worst = 0.0
         for step in (1, 2):
             other, _ = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-            checkpoint.load(f"{folder}/{step}", **parts(other))
+            checkpoint.load(f"{folder}/{step}", other)
             wrong += sum(not torch.equal(*pair) for pair in zip(everything(other), held[step], strict=True))
             resumed = [other.step(number, units)["loss"] for number in range(step, 4)]
             worst = max([worst, *(abs(one / two - 1) for one, two in zip(resumed, straight[step:], strict=True))])

@@ -307,7 +307,7 @@ def test_units_are_by_default_as_many_as_the_most_workers(workers, units):
 def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     def config(workers, name="run", units=None):
         values = {"storage": str(tmp_path), "run_name": name, "num_training_workers": workers, "units_per_step": units}
-        return TrainingConfig.from_parameters(setup.resume_units(values))
+        return setup.training_config(values)
 
     earlier = config(2)
     storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import pathlib
+import re
 import shlex
 import types
 
@@ -69,7 +70,9 @@ def test_parameters_of_other_notebooks_and_own_variables_pass():
 @pytest.mark.parametrize("notebook", CONFIGS)
 def test_a_notebook_checks_names_before_it_starts_ray(notebook):
     sources = [source for source, _ in code(notebook)]
-    checks = next(number for number, source in enumerate(sources) if ".from_parameters(" in source)
+    checks = next(
+        number for number, source in enumerate(sources) if re.search(r"\.(from_parameters|training_config)\(", source)
+    )
     assert "globals()" in sources[checks]
     assert checks < next(number for number, source in enumerate(sources) if "session.connect(" in source)
 

@@ -242,8 +242,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
         config = build_run(precision="bf16", strategy=strategy, clip_model=None)
         state = TrainStep(config, DataSets.open(config.proportions).first)
         folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
-        parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-        checkpoint.async_save(folder, **parts, step=10, stager=stager)()
+        checkpoint.async_save(folder, state, step=10, stager=stager)()
         with state.averaged() as denoiser:
             by_trainers = at_checkpoints.Evaluator(denoiser, at_checkpoints.Evaluation(config, [])).losses(10)
     finally:

@@ -28,12 +28,11 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
         return unit
 
     monkeypatch.setattr(Unit, "from_arrow", record)
-    rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
     source = sources.StepSource(config)
     source.data = DataSets({config.latents_uri: manifest}, config.proportions)
-    steps = source.steps(0, rejects)
-    for step, (mine, _) in enumerate(steps):
+    monkeypatch.setattr(source, "note_rejects", lambda rows: rejected.append(rows[UNIT][0].as_py()))
+    for step, (mine, _) in enumerate(source.steps(0)):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)
     assert step == 2 and threading.main_thread() not in threads

@@ -16,7 +16,6 @@ from tests.steps import (
     column,
     group,
     held_out,
-    parts,
     save,
     train,
     train_in_groups,
@@ -156,7 +155,7 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, group_of_o
     found = train(state, rows, 0, MIDDLE)
     save(tmp_path / "c", state, MIDDLE)
     found += train(state, rows, MIDDLE)
-    assert train(again, rows, checkpoint.load(tmp_path / "c", **parts(again))) == found[MIDDLE:]
+    assert train(again, rows, checkpoint.load(tmp_path / "c", again)) == found[MIDDLE:]
     assert column(found) == pytest.approx(column(one[0]), rel=0.02) and (column(found) != column(one[0])).any()
     denoiser = checkpoint.load_weights(tmp_path / "c", build_denoiser(state.config.unet_config, seed=9), "model")
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
