@@ -152,10 +152,6 @@ class Parameters:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
-
     def deciding(self, *what: str) -> dict[str, Any]:
         """{name: value} of the parameters that decide `what`: "rows", "stored" or "learned"."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["decides"] in what]

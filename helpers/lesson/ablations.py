@@ -142,7 +142,7 @@ def ablation_per_worker(values: dict) -> None:
     It reads no data and saves no checkpoint. Rank 0 writes `hardware` and `rows` to `ablation.json` of the run, after
     each row, so that results survive a failure in a later one.
     """
-    config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
+    config, context = TrainingConfig(**values["config"]), ray.train.get_context()
     distributed.use_cores(context.get_local_world_size())
     device = ray.train.torch.get_device()
     found = {"hardware": profiling.hardware(device), "rows": []}

@@ -164,7 +164,7 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             "run_name, or change them."
         )
     values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig.from_dict({**values, "storage": storage_uri}), resume.as_checkpoint(saved)
+    return TrainingConfig(**{**values, "storage": storage_uri}), resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
@@ -298,6 +298,6 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     if raw is None:
         return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     # Earlier versions recorded a parameter more.
-    config = OnlineConfig.from_dict({name: value for name, value in raw.items() if name != "text_precision"})
+    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

@@ -149,7 +149,7 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
 def test_config_json_says_what_made_the_run(run):
     config, _ = run
     saved = storage.read_json(storage.join(config.run_uri, "config.json"))
-    assert TrainingConfig.from_dict(saved["parameters"]) == config
+    assert TrainingConfig(**saved["parameters"]) == config
     assert saved["versions"]["torch"].startswith(torch.__version__.split("+")[0])
 
 

@@ -210,7 +210,7 @@ def stored(config):
     ],
 )
 def test_parameters_survive_json(config):
-    again = type(config).from_dict(stored(config))
+    again = type(config)(**stored(config))
     assert again == config and stored(again) == stored(config)
 
 
@@ -232,7 +232,7 @@ def test_relative_folders_are_the_notebooks(tmp_path, monkeypatch):
     assert preprocessing.raw_uri == f"{training.storage}/raw" and PreprocessingConfig().input_uri == ""
     assert preprocessing.latents_uri == training.latents_uri == f"{training.storage}/latents"
     monkeypatch.chdir("/")
-    assert TrainingConfig.from_dict(training.to_dict()) == training
+    assert TrainingConfig(**training.to_dict()) == training
 
 
 def test_latents_may_lie_elsewhere_than_the_rest():
