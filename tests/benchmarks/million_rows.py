@@ -106,9 +106,9 @@ def main():
         draw(config.input_uri, given.rows)
         print(f"{given.rows:,} rows drawn in {time.perf_counter() - started:.0f} s", flush=True)
         session.connect()
-        job, progress = prepare.prepare(config, given.rows_per_segment), Progress()
+        job, progress = prepare.prepare_job(config, given.rows_per_segment), Progress()
         kind = StandInEncoder if given.stand_in else encoder.LatentEncoder
-        manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
+        manifest = job.run(build_pipeline(job, latent_encoder=kind), progress)
         points = np.array(progress.points)
         edges = np.linspace(points[0, 1], points[-1, 1], 11)
         times = np.interp(edges, points[:, 1], points[:, 0])

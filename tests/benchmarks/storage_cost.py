@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.encode import encoder, stages
+from helpers.encode import prepare, stages
 from helpers.encode.captions import count_tokens, load_tokenizer
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
@@ -54,7 +54,7 @@ def bytes_on_disk(columns, rows=128):
 
 def latents_spec(resolution, latents="moments"):
     """As Stable Diffusion 2's VAE makes them."""
-    shape = (encoder.MOMENTS[latents], 4, resolution // 8, resolution // 8)
+    shape = (prepare.MOMENTS[latents], 4, resolution // 8, resolution // 8)
     return schema.ColumnSpec(schema.latents_column(resolution), shape)
 
 
