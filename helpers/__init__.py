@@ -3,7 +3,7 @@
 Three files to read first, each from top to bottom
     encode/encoder.py   the actor that turns pictures and captions into latents and embeddings
     train/loop.py       the function that each training worker runs
-    model/unet.py       the denoiser: sharding, compiling, precision
+    model/sharding.py   the denoiser: sharding, compiling, precision
 
 The stages, in the order of a row; a stage imports only those above it, and the two files
     config/         the notebooks' parameters, checked
@@ -13,8 +13,8 @@ The stages, in the order of a row; a stage imports only those above it, and the 
     model/          the denoiser and its objective
     encode/         raw rows to latents, as a job or while a run trains
     train/          the training loop, its steps, checkpoints, metrics, faults
-    sample/         pictures from a checkpoint; the exported pipeline
-    evaluation/     losses, pictures and scores of checkpoints
+    sample/         images from a checkpoint; the exported pipeline
+    evaluation/     losses, images and scores of checkpoints
     lesson/         what only the notebooks need
     storage.py      files on a disk or an object store, by one path or URI
     distributed.py  rank, world size, gathering

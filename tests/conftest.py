@@ -14,7 +14,8 @@ import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 from helpers.latents import schema
-from helpers.latents.manifest import Manifest, encode_embedding
+from helpers.latents.manifest import DataSets, Manifest, encode_embedding
+from helpers.latents.plan import load_plan
 from helpers.runtime import session
 from tests.object_store.s3_server import S3Server
 
@@ -112,6 +113,11 @@ def build_manifest():
         return Manifest.of(segments or [build_segment([("0.parquet", row_groups)], columns)], **{**values, **changes})
 
     return build
+
+
+def plan_for(config):
+    """The plan of a run, with its rows."""
+    return load_plan(DataSets.open(config.proportions), config)
 
 
 def build_segment(files, columns=("image_latents_32", "image_latents_64")):

@@ -20,9 +20,10 @@ COPIED = {
     "encode.stages": "what the preprocessing pipeline maps over rows: transform, write",
     "latents.plan": "which rows make which step, on any number of workers",
     "latents.read": "how these rows get to the workers, by Ray Data",
-    "model.unet": "the U-Net, sharded and compiled",
+    "model.sharding": "the denoiser, sharded and compiled",
+    "model.diffusion": "the objective",
     "train.loop": "the function that each Ray Train worker runs",
-    "sample.pipeline": "pictures from prompts, export as a diffusers pipeline",
+    "sample.pipeline": "images from prompts by diffusers' pipeline, its export",
 }
 PACKAGES = {"PIL": "pillow"}  # imported name -> what pip calls it, where they differ
 

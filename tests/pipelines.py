@@ -15,18 +15,18 @@ import numpy as np
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, online, prepare, prepare_online, stages
 from helpers.evaluation import at_checkpoints
-from helpers.latents.manifest import read_manifest
-from helpers.latents.plan import load_plan
+from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, read_chunks, split_units
 from helpers.lesson import ablations, captioned_shapes
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
 from helpers.runtime.progress import interruptible
-from helpers.sample.pipeline import build_pipeline as diffusers_pipeline
+from helpers.sample.from_checkpoint import pipeline_of_run
 from helpers.train import kept, metrics, setup, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep, Unit
+from tests.conftest import plan_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -53,6 +53,12 @@ def definitions(notebook):
                 for name in bound_names(statement):
                     found.setdefault(name, (statement, is_parameter))
     return found
+
+
+def defaults(notebook):
+    """{parameter: its default} of a notebook."""
+    found = definitions(notebook).items()
+    return {name: ast.literal_eval(statement.value) for name, (statement, is_parameter) in found if is_parameter}
 
 
 def free_names(statement):
@@ -90,7 +96,7 @@ def from_notebook(notebook, name, **values):
 
 def parameters(notebook, config, **changes):
     """The values of `config` that are parameters of the notebook, and the others that are given."""
-    known = {name for name, (_, is_parameter) in definitions(notebook).items() if is_parameter}
+    known = defaults(notebook)
     return {**{name: value for name, value in config.to_dict().items() if name in known}, **changes}
 
 
@@ -107,7 +113,7 @@ def untrained_pipeline(config=None, seed=0):
     config = config or TrainingConfig()
     manifest, _ = ablations.random_batch(config, num_tokens=24)
     manifest.encoder["model"] = "tiny-sd"
-    return diffusers_pipeline(build_unet(config.unet_config, seed=seed), manifest, config)
+    return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config)
 
 
 def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
@@ -198,7 +204,7 @@ def bare(config, prepare=None, raw=None):
 
     `prepare(step)`: changes the `TrainStep` before its first step, for example loads weights. `raw`: an online run's.
     """
-    plan, manifest = load_plan(config), read_manifest(next(iter(config.proportions)))
+    plan, manifest = plan_for(config), DataSets.open(config.proportions).first
     alone = TrainStep(config, manifest)
     if prepare:
         prepare(alone)

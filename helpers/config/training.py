@@ -41,7 +41,7 @@ SizeShares = Annotated[
     Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
 ]
 RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces", pattern=r"^\.*[^/\\ .][^/\\ ]*$")]
-Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a U-Net, or None")]
+Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a denoiser, or None")]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -61,7 +61,7 @@ class TrainingConfig(Parameters):
     # the data and the run
     latents_uri: Mixture = free("", LATENTS_URI)
     run_name: RunName = learned("run", "results are kept in storage/runs/run_name; an existing run is resumed")
-    init_from: Weights = learned(None, "run, or folder with a U-Net in diffusers layout, to take weights from")
+    init_from: Weights = learned(None, "run, or folder with a denoiser in diffusers layout, to take weights from")
     # the model and its objective
     unet_config: Model = learned("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
@@ -94,7 +94,7 @@ class TrainingConfig(Parameters):
     use_gpu: Switch = free(False, "train and draw on GPUs")
     training_accelerator_type: OptionalText = free(None, 'for example "A100": the kind of GPU that trainers run on')
     strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = free("ddp", 'or sharded: "fsdp", "fsdp-full", "hsdp"')
-    compile_unet: Switch = free(False, "torch.compile of the U-Net's blocks")
+    compile_unet: Switch = free(False, "torch.compile of the denoiser's blocks")
     precision: Literal["fp32", "bf16"] = learned("fp32", 'or "bf16", for matrix products; with fsdp for norms too')
     cudnn_benchmark: Switch = free(False, "cuDNN times its convolutions at each new shape and keeps the fastest")
     attention: Literal["auto", "cudnn", "flash", "efficient"] = free(

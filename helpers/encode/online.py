@@ -45,7 +45,8 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
     cached in Ray's object store. An epoch then reads each only once per bucket of its rows.
     """
-    largest = max(read_manifest(source.files.uri).job["raw_group_bytes"] for source in plan.sources)
+    uris = {source.files.uri for source in plan.sources}
+    largest = max(read_manifest(uri).job["raw_group_bytes"] for uri in uris)
     if largest <= CHUNK_BYTES // 4:
         return build_dataset(plan, first_step, end_step, functools.partial(read_raw, config=config))
     # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.

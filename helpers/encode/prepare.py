@@ -88,6 +88,7 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
     listing = inputs.listing(paths, config.data_uri)
     parameters = {
         **config.deciding("rows", "stored"),
+        "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,
         "input_crc32": zlib.crc32(json.dumps(sorted(listing.items())).encode()),
@@ -163,7 +164,7 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
     is_ragged = config.maximum_tokens is not None
     for number in range(1, 1 + num_captions):
         name = schema.numbered(schema.EMBEDDINGS, number)
-        columns.append(schema.ColumnSpec(name, text_shape, config.text_precision, ragged=is_ragged))
+        columns.append(schema.ColumnSpec(name, text_shape, ragged=is_ragged))
     return columns
 
 

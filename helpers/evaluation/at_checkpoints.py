@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 import ray
 import ray.train
 import torch
@@ -30,15 +29,17 @@ from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..encode import captions
 from ..latents import held_out, schema
-from ..latents.manifest import Manifest
-from ..model.unet import build_unet, cast_inputs
+from ..latents.manifest import DataSets, Manifest
+from ..model.denoisers import build_denoiser
+from ..model.sharding import cast_inputs
 from ..runtime import ray_errors
 from ..sample import decoder
-from ..sample.pipeline import build_pipeline, generate, read_encoder_manifest, save_pictures, to_png
+from ..sample.from_checkpoint import pipeline_of_run
+from ..sample.pipeline import generate, save_images, to_png
 from ..train import checkpoint, faults, results
 from . import scores
 from .prompts import read_prompts
-from .validation_loss import losses_by_noise
+from .validation_loss import held_out_losses, validation_set_losses
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # images kept per checkpoint, of the first prompts
@@ -92,7 +93,7 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     """The prompts that `config.prompts` names, else `prompts`. Raises ValueError for unusable prompts."""
     if config.prompts is None:
         return prompts
-    tokenizer = captions.load_tokenizer(read_encoder_manifest(config).text_encoder_model)
+    tokenizer = captions.load_tokenizer(DataSets.open(config.proportions).first.text_encoder_model)
     given = config.prompts if isinstance(config.prompts, str) else list(config.prompts)
     return read_prompts(given, tokenizer=tokenizer)
 
@@ -145,7 +146,7 @@ def run_task(
     timeout_s: float,
 ) -> dict[str, Any]:
     """What `work` returns, called in a Ray task; if the task fails, the step's result with the reason."""
-    working = ray.remote(**options)(call).remote(work, saved, evaluation)
+    working = ray.remote(**options)(work).remote(saved, evaluation)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
@@ -156,11 +157,6 @@ def run_task(
     except ray.exceptions.RayError as error:
         reason = ray_errors.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
-
-
-def call(work: Callable, *arguments) -> dict[str, Any]:
-    """`work(*arguments)`. Ray runs plain functions as tasks; `work` may be any callable."""
-    return work(*arguments)
 
 
 def step_of_name(name: str) -> int:
@@ -181,20 +177,20 @@ def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> 
     """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
     config, device = evaluation.config, "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
-        unet = checkpoint.load_weights(folder, build_unet(config.unet_config)).to(device).eval()
+        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
-            compute_in_bf16(unet)
-        result = evaluate_unet(unet, evaluation, checkpoint.step_of(folder))
+            compute_in_bf16(denoiser)
+        result = evaluate_denoiser(denoiser, evaluation, checkpoint.step_of(folder))
         if results.is_best(config, result):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 
-def compute_in_bf16(unet: torch.nn.Module) -> None:
+def compute_in_bf16(denoiser: torch.nn.Module) -> None:
     """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
-    unet.to(torch.bfloat16)
-    unet.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    unet.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+    denoiser.to(torch.bfloat16)
+    denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    denoiser.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
 
 
 def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
@@ -230,9 +226,9 @@ class OnWorkers:
     def __init__(self, prompts: list[str] | None = None):
         self.prompts, self.evaluator = prompts, None
 
-    def __call__(self, unet: torch.nn.Module, config: TrainingConfig, step: int) -> None:
+    def __call__(self, denoiser: torch.nn.Module, config: TrainingConfig, step: int) -> None:
         started = time.perf_counter()
-        self.evaluator = self.evaluator or Evaluator(unet, Evaluation(config, self.prompts))
+        self.evaluator = self.evaluator or Evaluator(denoiser, Evaluation(config, self.prompts))
         result = self.evaluator.losses(step)
         storage.write_bytes(share_uri(config, step, distributed.rank()), self.evaluator.draw().to_bytes())
         if distributed.rank() == 0:
@@ -283,13 +279,13 @@ class Images:
             return cls(drawn, real, str(arrays["error"]))
 
 
-def evaluate_unet(unet: torch.nn.Module, evaluation: Evaluation, step: int) -> dict[str, Any]:
+def evaluate_denoiser(denoiser: torch.nn.Module, evaluation: Evaluation, step: int) -> dict[str, Any]:
     """Evaluate a denoiser in this process; returns the content of the run's `validation/{step}.json`.
 
     The losses are written before the first image is drawn, so that they survive if drawing fails. Failures are recorded
     and the rest continues.
     """
-    started, evaluator = time.perf_counter(), Evaluator(unet, evaluation)
+    started, evaluator = time.perf_counter(), Evaluator(denoiser, evaluation)
     result, images = evaluator.losses(step), evaluator.draw()
     result["seconds"] = time.perf_counter() - started
     return score_and_write(result, images, evaluator.evaluation)
@@ -302,9 +298,10 @@ class Evaluator:
         evaluation: as given, with captions of held-out rows if it had no prompts.
     """
 
-    def __init__(self, unet: torch.nn.Module, evaluation: Evaluation):
-        self.unet, self.config, self.device = unet, evaluation.config, next(unet.parameters()).device
-        self.manifest, self.rows = read_encoder_manifest(self.config), held_out.of_run(self.config)
+    def __init__(self, denoiser: torch.nn.Module, evaluation: Evaluation):
+        self.denoiser, self.config, self.device = denoiser, evaluation.config, next(denoiser.parameters()).device
+        self.manifest = DataSets.open(self.config.proportions).first
+        self.rows = held_out.of_run(self.config)
         self.evaluation = evaluation
         if evaluation.prompts is None:
             texts = [] if self.rows is None else self.rows[schema.CAPTION].to_pylist()
@@ -312,12 +309,12 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> DiffusionPipeline:
-        return build_pipeline(self.unet, self.manifest, self.config)
+        return pipeline_of_run(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""
-        result = {"step": step, **held_out_losses(self.unet, self.manifest, self.rows, self.config)}
-        result |= validation_set_losses(self.unet, self.config)
+        result = {"step": step, **held_out_losses(self.denoiser, self.manifest, self.rows, self.config)}
+        result |= validation_set_losses(self.denoiser, self.config)
         if distributed.rank() == 0:
             results.write(self.config.run_uri, {**result, "unfinished": True})
         return result
@@ -362,34 +359,6 @@ class Evaluator:
                 moments, valid = spec.decode(rows[spec.name])
                 images += list(decoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
         return images
-
-
-def validation_set_losses(unet: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
-    """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without a
-    `validation_uri`.
-
-    Call it on all ranks, which share the rows.
-    """
-    if not config.validation_uri:
-        return {}
-    rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(unet, rows.manifest, rows, config)}
-    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
-
-
-def held_out_losses(
-    unet: torch.nn.Module,
-    manifest: Manifest,
-    rows: pa.Table | held_out.ValidationSet | None,
-    config: TrainingConfig,
-) -> dict[str, Any]:
-    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
-    if rows is None:
-        return {}
-    losses = losses_by_noise(unet, manifest, rows, config)
-    loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
-    by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
-    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
 
 
 # ---- scores
@@ -437,7 +406,7 @@ def measures(images: Images, evaluation: Evaluation) -> dict[str, Callable[[], d
         return {"cmmd": scores.cmmd(embed_drawn(), embed_held_out(images.real, config))}
 
     found = {"agreement": rate_agreement} if evaluation.agreement else {}
-    if uses_clip(config, read_encoder_manifest(config)):
+    if uses_clip(config, DataSets.open(config.proportions).first):
         found["clip_score"] = clip_score
         if images.real or storage.exists(embeddings_uri(config)):
             found["cmmd"] = cmmd
@@ -479,5 +448,5 @@ def save_grid(drawn: list[np.ndarray], evaluation: Evaluation, step: int) -> Non
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
     storage.write_bytes(storage.join(uri, "grid.png"), to_png(np.concatenate(rows)))
-    save_pictures(shown, uri)
+    save_images(shown, uri)
     storage.write_text(storage.join(uri, "prompts.json"), json.dumps(evaluation.prompts[:GRID], ensure_ascii=False))

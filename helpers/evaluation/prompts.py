@@ -19,10 +19,9 @@ KINDS = (".txt", ".json", ".csv", ".tsv")
 def read_prompts(prompts: list[str] | str, *, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
     """The prompts of a list, or of a file (path or URI).
 
-    `.txt`: one per line; `.json`: a list of texts or objects, or COCO's captions_*.json as published, from which each
-    image gives its caption with the lowest annotation id, in order of image ids; `.csv` and `.tsv`: one per row. The
-    column or object key is the first of `COLUMNS` that exists, or the only one. Blank lines are skipped; spaces around
-    a prompt are removed. Duplicate prompts are kept and reported: each makes its own picture.
+    `.txt`: one per line; `.json`: a list of texts or objects; `.csv` and `.tsv`: one per row. The column or object key
+    is the first of `COLUMNS` that exists, or the only one. Blank lines are skipped; spaces around a prompt are removed.
+    Duplicate prompts are kept and reported: each gives an image of its own.
 
     `tokenizer`: rejects prompts that are longer than its limit. Raises ValueError for files without prompts and, naming
     the line (or row), for text that is not UTF-8 and for prompts that are empty or too long.
@@ -78,34 +77,18 @@ def read_file(uri: str) -> list[tuple[int, object]]:
     if kind == ".txt":
         return lines
     values = read_json_list(text, uri) if lines else []
-    if isinstance(values, dict):
-        values = coco_captions(values, uri)
     return [(n, v[choose_column(list(v), uri)] if isinstance(v, dict) else v) for n, v in enumerate(values, 1)]
 
 
-def read_json_list(text: str, uri: str) -> list | dict:
+def read_json_list(text: str, uri: str) -> list:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"prompts={uri!r}, line {error.lineno:,}"
         raise ValueError(f"{where} is not valid JSON ({error.msg}): correct it.") from None
-    if not isinstance(value, (list, dict)):
-        raise ValueError(f"prompts={uri!r} holds {value!r}, not a list: give a list of prompts.")
+    if not isinstance(value, list):
+        raise ValueError(f"prompts={uri!r} holds a JSON {type(value).__name__}, not a list: give a list of prompts.")
     return value
-
-
-def coco_captions(whole: dict, uri: str) -> list[str]:
-    """One caption per image, the one with the lowest annotation id, in order of image ids."""
-    annotations = whole.get("annotations")
-    try:
-        newest_first = sorted(annotations, key=lambda annotation: annotation["id"], reverse=True)
-        by_image = {annotation["image_id"]: annotation["caption"] for annotation in newest_first}
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"prompts={uri!r} holds an object without `annotations` that have id, image_id and caption: give a list of "
-            "prompts, or one of COCO's captions_*.json."
-        ) from None
-    return [by_image[image] for image in sorted(by_image)]
 
 
 def choose_column(names: list[str], uri: str) -> str:

@@ -1,8 +1,7 @@
-"""Scores of generated pictures: do they show what their prompts say, and how far are they from real pictures?
+"""Scores of generated images: how well they match their prompts, and how far they are from real images.
 
-CLIP score: mean cosine similarity of a picture's and its prompt's embeddings. CMMD: a distance between two sets of
-pictures, from their embeddings. Both take embeddings as (pictures, width) arrays, which `CLIP` makes. FID and KID, on
-Inception's features, are those of the package torch-fidelity.
+CLIP score: mean cosine similarity of the embeddings of images and their prompts. CMMD: a distance between two sets of
+images. Both take embeddings as (images, width) arrays, which `CLIP` makes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..encode import models
 from ..encode.models import TINY_CLIP
 
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
-ROWS_AT_A_TIME = 1024  # of a kernel matrix: of 30,000 x 30,000 elements only 250 MB are held at once
+ROWS_AT_A_TIME = 1024  # rows of a kernel matrix that are held at once: 250 MB of 30,000 x 30,000 elements
 BATCH_SIZE = 64
 
 
@@ -27,19 +26,19 @@ BATCH_SIZE = 64
 
 
 def clip_score(images_ND: np.ndarray, texts_ND: np.ndarray) -> float:
-    """100 x the mean of max(cosine, 0) of pictures' and their prompts' CLIP embeddings, row by row: 0 to 100.
+    """100 x the mean of max(cosine, 0) of the CLIP embeddings of images and their prompts, row by row: 0 to 100.
 
     Hessel et al. 2021 (https://arxiv.org/abs/2104.08718), with the weight 100 that reports on Stable Diffusion use
     instead of 2.5. Only scores from the same CLIP are comparable. Raises ValueError for arrays of different shapes.
     """
-    pictures, texts = np.asarray(images_ND, np.float64), np.asarray(texts_ND, np.float64)
-    if pictures.ndim != 2 or pictures.shape != texts.shape or not len(pictures):
+    images, texts = np.asarray(images_ND, np.float64), np.asarray(texts_ND, np.float64)
+    if images.ndim != 2 or images.shape != texts.shape or not len(images):
         raise ValueError(
-            f"The CLIP score takes one text embedding a picture, at least one; the shapes are {pictures.shape} and "
-            f"{texts.shape}: embed pictures and prompts by the same CLIP."
+            f"The CLIP score takes one text embedding an image, at least one; the shapes are {images.shape} and "
+            f"{texts.shape}: embed images and prompts by the same CLIP."
         )
-    norms = np.linalg.norm(pictures, axis=1) * np.linalg.norm(texts, axis=1)
-    return float(100 * np.maximum((pictures * texts).sum(1) / norms, 0).mean())
+    norms = np.linalg.norm(images, axis=1) * np.linalg.norm(texts, axis=1)
+    return float(100 * np.maximum((images * texts).sum(1) / norms, 0).mean())
 
 
 def cmmd(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
@@ -48,18 +47,18 @@ def cmmd(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     1,000 x the squared maximum mean discrepancy with the kernel exp(-|x - y|^2 / (2 * 10^2)), as a V-statistic (mean
     over all pairs, a row with itself included). Jayasumana et al. 2024, https://arxiv.org/abs/2401.09603; constants as
     in its code, https://github.com/google-research/google-research/tree/master/cmmd. The estimate is stable from a few
-    thousand pictures on. It has an upward bias of order 1/N, so compare sets of the same size.
+    thousand images on. It has an upward bias of order 1/N, so compare sets of the same size.
 
     Raises ValueError for fewer than 2 rows, different widths, or values that are not finite.
     """
     x, y = np.asarray(x_ND, np.float64), np.asarray(y_MD, np.float64)
     if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(
-            f"CMMD compares embeddings of one width, (pictures, width) each; the shapes are {x.shape} and {y.shape}: "
+            f"CMMD compares embeddings of one width, (images, width) each; the shapes are {x.shape} and {y.shape}: "
             "make both by the same CLIP."
         )
     if min(len(x), len(y)) < 2:
-        raise ValueError(f"CMMD takes at least 2 pictures on each side; there are {len(x)} and {len(y)}: give more.")
+        raise ValueError(f"CMMD takes at least 2 images on each side; there are {len(x)} and {len(y)}: give more.")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError("CMMD takes finite embeddings; some are NaN or infinite: compute them in fp32.")
     return float(CMMD_SCALE * (mean_kernel(x, x) + mean_kernel(y, y) - 2 * mean_kernel(x, y)))
@@ -75,41 +74,19 @@ def mean_kernel(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     return total / (len(x_ND) * len(y_MD))
 
 
-def fid_and_kid(generated: str, real: str, **options) -> dict[str, float]:
-    """FID and KID of generated and real pictures, computed by torch-fidelity.
-
-    Args:
-        generated, real: a folder of PNG or JPEG files on disk. FID depends on the number of pictures: give 10,000 or
-            more of each.
-        options: of `torch_fidelity.calculate_metrics`, such as samples_resize_and_crop=256.
-
-    Raises ImportError if torch-fidelity is not installed, and what it raises, such as for fewer than 1,000 pictures.
-    """
-    try:
-        import torch_fidelity
-    except ImportError as error:
-        raise ImportError(
-            f"FID and KID are computed by torch-fidelity, which cannot be imported ({error}): pip install "
-            "torch-fidelity, or take CLIP score and CMMD, which need nothing more."
-        ) from None
-    options = {"cuda": torch.cuda.is_available(), "cache": False, "verbose": False, **options}
-    metrics = torch_fidelity.calculate_metrics(input1=generated, input2=real, fid=True, kid=True, **options)
-    return {"fid": metrics["frechet_inception_distance"], "kid": metrics["kernel_inception_distance_mean"]}
-
-
 # ---- features
 
 
 class CLIP:
-    """Embeddings from any CLIP in transformers layout, in fp32; pictures are preprocessed by its own processor.
+    """Embeddings from any CLIP in transformers layout, in fp32. Its own processor prepares the images.
 
     Args:
-        model: "tiny-clip" (in this package, for the drawn data set), a folder, a hub id, or "hub/id@revision", with
+        model: "tiny-clip" (in this package, for the drawn data set), a folder, a hub id, or "hub/id@revision". It holds
             config.json, safetensors, tokenizer and preprocessor_config.json, such as openai/clip-vit-large-patch14.
         device: where it computes.
 
-    Raises ValueError for a model of another kind or layout, and what `models.model_folder` raises. torchvision is not
-    needed.
+    Raises ValueError for a model of another kind or layout, and for one that `models.model_folder` does not find.
+    torchvision is not needed.
     """
 
     def __init__(self, model: str = TINY_CLIP, device: str | torch.device = "cpu"):
@@ -135,17 +112,17 @@ class CLIP:
             ) from None
         self.model = loaded.eval().requires_grad_(False).to(self.device)
 
-    def images(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
-        """N pictures, uint8 (H, W, 3) of any sizes -> (N, D) float32 with unit rows."""
+    def images(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """N images, uint8 (H, W, 3) of any sizes -> (N, D) float32 with unit rows."""
 
         def embed(batch):
-            prepared = self.processor([Image.fromarray(picture) for picture in batch], return_tensors="pt")
+            prepared = self.processor([Image.fromarray(image) for image in batch], return_tensors="pt")
             return self.model.get_image_features(prepared.pixel_values.to(self.device)).pooler_output
 
-        return self.unit_rows(embed, pictures)
+        return self.unit_rows(embed, images)
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """N texts -> (N, D) float32 with unit rows; what the model does not read of a long text is cut off."""
+        """N texts -> (N, D) float32 with unit rows. A text is cut after as many tokens as the model reads."""
         most = self.model.config.text_config.max_position_embeddings
 
         def embed(batch):

@@ -185,7 +185,7 @@ class Manifest:
                 f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
                 " encode the data again with Preprocessing.ipynb, into another latents_uri."
             )
-        return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+        return cls(**{**values, "columns": [schema.ColumnSpec.from_dict(spec) for spec in values["columns"]]})
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -274,11 +274,6 @@ def read_manifest(latents_uri: str) -> Manifest:
         ) from None
 
 
-def read_manifests(latents_uris: Iterable[str]) -> dict[str, Manifest]:
-    """{URI: manifest} of several folders. Raises FileNotFoundError naming one that has none."""
-    return {uri: read_manifest(uri) for uri in latents_uris}
-
-
 def read_segments(latents_uri: str) -> list[dict]:
     """The segments of a finished job, in order."""
     return storage.read_json(storage.join(latents_uri, FILES))
@@ -287,3 +282,35 @@ def read_segments(latents_uri: str) -> list[dict]:
 def read_files(latents_uri: str) -> Files:
     """The files of a finished job, in the order of its segments."""
     return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSets:
+    """The data sets that a run trains on, opened once: its plan and its batches need nothing else of them.
+
+    Args:
+        manifests: URI -> manifest.
+        proportions: URI -> its share of every batch.
+    """
+
+    manifests: dict[str, Manifest]
+    proportions: dict[str, float]
+
+    @classmethod
+    def open(cls, proportions: dict[str, float]) -> DataSets:
+        """The data sets at these URIs. Raises FileNotFoundError that names one without a manifest."""
+        return cls({uri: read_manifest(uri) for uri in proportions}, proportions)
+
+    @property
+    def first(self) -> Manifest:
+        """The manifest that stands for all: `train.setup.check_mixture` requires the same encoder and columns."""
+        return next(iter(self.manifests.values()))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the largest row on its way to the trainers."""
+        return max(manifest.row_bytes for manifest in self.manifests.values())
+
+    def read_files(self) -> dict[str, Files]:
+        """URI -> files. For large data sets this takes minutes and gigabytes."""
+        return {uri: read_files(uri) for uri in self.manifests}

@@ -35,13 +35,12 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..config.training import TrainingConfig
 from . import schema
-from .manifest import Files, Manifest, RowRange, read_files, read_manifests
+from .manifest import DataSets, Files, Manifest, RowRange
 
 CHUNK_BYTES = 64 * 2**20  # each read task holds a few chunks in memory
 CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chunk only delays the first batch
@@ -416,81 +415,108 @@ def spread(counts: Sequence[int]) -> np.ndarray:
 # ---- the plan of a run
 
 
-def load_plan(config: TrainingConfig) -> Plan:
-    """`plan_run` over what the data sets say of themselves. Raises FileNotFoundError naming one without a manifest."""
-    return plan_run(read_manifests(config.proportions), config, {uri: read_files(uri) for uri in config.proportions})
+class PlanSettings(Protocol):
+    """What a plan depends on besides the data; `config.training.TrainingConfig` is one.
 
-
-def plan_run(manifests: dict[str, Manifest], config: TrainingConfig, files: dict[str, Files] | None = None) -> Plan:
-    """The plan of a training run over the latents of its manifests (URI -> manifest).
-
-    `files`: URI -> files of the data set (`manifest.read_files`). Without them, the plan says which worker gets which
-    units at which shape, but not which rows are in them. Raises ValueError if the latents do not fill one step.
+    Args:
+        resolution_shares: {resolution: its share of the steps}; they add up to 1.
+        unit_rows, units_per_step, seed, worker_counts: as in `Plan`.
+        caption_shares: as in `Plan`; None: all captions equally often.
     """
-    shapes = {}
-    for number, (uri, manifest) in enumerate(manifests.items()):
-        for source in sources_by_shape(manifest, uri, number, config, files and files[uri]):
+
+    resolution_shares: dict[int, float]
+    unit_rows: int
+    units_per_step: int
+    seed: int
+    worker_counts: range
+    caption_shares: Sequence[float] | None
+
+
+def load_plan(data: DataSets, settings: PlanSettings) -> Plan:
+    """The plan of a run, with the rows of each unit. Raises what `plan_run` raises."""
+    return plan_run(data, settings, data.read_files())
+
+
+def plan_run(data: DataSets, settings: PlanSettings, files: dict[str, Files] | None = None) -> Plan:
+    """The plan of a run.
+
+    `files`: what `data.read_files` returns. Without them, the plan says which worker gets which units at which shape,
+    but not which rows are in them. Raises ValueError if the latents do not fill one step.
+    """
+    shapes, shares = {}, settings.resolution_shares
+    for number, uri in enumerate(data.manifests):
+        manifest, proportion = data.manifests[uri], data.proportions[uri]
+        for source in sources_by_shape(manifest, number, proportion, shares, files and files[uri]):
             shapes.setdefault(source.latents.name, []).append(source)
-    shapes = [Shape(sources, config.resolution_shares[sources[0].latents.resolution]) for sources in shapes.values()]
+    shapes = [Shape(sources, shares[sources[0].latents.resolution]) for sources in shapes.values()]
     num_rows = sum(shape.num_rows for shape in shapes)
-    first = next(iter(manifests.values()))
-    chunk_units, block_steps = sizes(first, config, num_rows)
-    workers, captions = config.worker_counts, config.caption_shares or (1.0,) * first.num_captions
+    chunk_units, block_steps = chunk_and_block_sizes(data.first, settings, num_rows)
     plan = Plan(
-        shapes, config.unit_rows, config.units_per_step, chunk_units, config.seed, block_steps, workers, captions
+        shapes,
+        settings.unit_rows,
+        settings.units_per_step,
+        chunk_units,
+        settings.seed,
+        block_steps,
+        settings.worker_counts,
+        settings.caption_shares or (1.0,) * data.first.num_captions,
     )
-    missing = set(config.resolutions) - {shape.latents.resolution for shape in shapes}
+    missing = set(shares) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:
         rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}
         rows |= {f"{size}x{size}": 0 for size in sorted(missing)}
         counts = ", ".join(f"{count} of {size}" for size, count in rows.items())
         raise ValueError(
-            f"global_batch_size={config.global_batch_size} is more than the rows of {config.latents_uri} ({counts}) "
+            f"global_batch_size={plan.batch_rows} is more than the rows of {', '.join(data.manifests)} ({counts}) "
             "can fill: make it smaller, or encode more data."
         )
     return plan
 
 
-def sizes(manifest: Manifest, config: TrainingConfig, num_rows: int) -> tuple[int, int]:
+def chunk_and_block_sizes(manifest: Manifest, settings: PlanSettings, num_rows: int) -> tuple[int, int]:
     """`(units per chunk, steps per block)`, by the bytes of a row."""
     row_bytes, block_bytes = manifest.row_bytes, ONLINE_BLOCK_BYTES if manifest.online else BLOCK_BYTES
     chunk_rows = max(1, min(CHUNK_BYTES // row_bytes, CHUNK_ROWS, num_rows))
-    chunk_units = max(1, chunk_rows // config.unit_rows)
-    chunk_steps = max(1, chunk_units // config.units_per_step)
-    block_steps = max(1, block_bytes // (row_bytes * config.unit_rows))
+    chunk_units = max(1, chunk_rows // settings.unit_rows)
+    chunk_steps = max(1, chunk_units // settings.units_per_step)
+    block_steps = max(1, block_bytes // (row_bytes * settings.unit_rows))
     block_steps = min(block_steps, chunk_steps, MOST_BLOCK_STEPS)
     if block_steps > 1:  # chunks of whole blocks
-        chunk_units = chunk_steps // block_steps * block_steps * config.units_per_step
+        chunk_units = chunk_steps // block_steps * block_steps * settings.units_per_step
     return chunk_units, block_steps
 
 
 def sources_by_shape(
-    manifest: Manifest, uri: str, number: int, config: TrainingConfig, files: Files | None = None
+    manifest: Manifest, number: int, proportion: float, shares: dict[int, float], files: Files | None = None
 ) -> list[Source]:
-    """The training rows of a data set as one source per shape; `number`: the data set's number.
+    """The training rows of a data set as one source per shape.
 
-    Without `files`, each bucket counts as one row group.
+    Args:
+        manifest: of the data set.
+        number: of the data set in the mixture, from 0.
+        proportion: of the data set in every batch.
+        shares: {resolution: its share of the steps}.
+        files: of the data set; None: each bucket counts as one row group.
     """
     buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
     if files is None:
         one_file = {"name": "", "row_groups": list(buckets.values()), "buckets": dict.fromkeys(buckets, 1)}
-        files = Files.of(uri, [one_file])
+        files = Files.of("", [one_file])
     groups = {bucket: files.groups_of(bucket) for bucket in buckets}
     keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
-    columns = {spec.name: spec for size in config.resolutions for spec in manifest.latents_at(size)}
+    columns = {spec.name: spec for size in sorted(shares) for spec in manifest.latents_at(size)}
     sources, resolution_rows = [], collections.Counter()
-    for name, row_spans in divide_buckets(buckets, columns.values(), config.resolution_shares).items():
+    for name, row_spans in divide_buckets(buckets, columns.values(), shares).items():
         rows = (BucketRows(groups[bucket], *span, keys[bucket]) for bucket, span in row_spans.items())
         sources.append(Source(files, columns[name], tuple(rows)))
         resolution_rows[columns[name].resolution] += sources[-1].num_rows
 
-    def proportion(source: Source) -> float:
+    def weight(source: Source) -> float:
         """A shape gets steps of its resolution in proportion to its rows."""
         size = source.latents.resolution
-        of_resolution = source.num_rows / resolution_rows[size] * config.resolution_shares[size]
-        return config.proportions[uri] * of_resolution
+        return proportion * (source.num_rows / resolution_rows[size] * shares[size])
 
-    return [dataclasses.replace(source, proportion=proportion(source)) for source in sources]
+    return [dataclasses.replace(source, proportion=weight(source)) for source in sources]
 
 
 def divide_buckets(

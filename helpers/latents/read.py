@@ -29,10 +29,9 @@ import ray.data
 from ray.actor import ActorHandle
 
 from .. import storage
-from ..config.training import TrainingConfig
 from ..runtime.throttle import BlockStatsCleaner, SchedulerThrottle
 from . import schema
-from .manifest import RowRange, read_files, read_manifests
+from .manifest import RowRange, read_files
 from .plan import EpochOrder, Plan, Source
 
 UNIT, KEEP = "unit", "keep"
@@ -158,14 +157,17 @@ def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.
     return rows.repartition(target_num_rows_per_block=plan.block_rows, strict=True)
 
 
-def execution_options(config: TrainingConfig) -> ray.data.ExecutionOptions:
+def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOptions:
     """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data prepared ahead.
 
     Without the bound, a data pipeline faster than the trainers would fill half of the object store before Ray Data
     holds back.
+
+    Args:
+        row_bytes: of a row at its largest (`DataSets.row_bytes`).
+        batch_rows: of a global batch.
     """
-    row_bytes = max(manifest.row_bytes for manifest in read_manifests(config.proportions).values())
-    ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * config.global_batch_size * row_bytes)
+    ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * batch_rows * row_bytes)
     limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
     return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)
 

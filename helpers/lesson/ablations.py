@@ -18,7 +18,8 @@ from ..config.notebook import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
-from ..model.unet import has_compiler, load_unet_config
+from ..model.denoisers import load_denoiser_config
+from ..model.sharding import has_compiler
 from ..train import meter, profiling
 from ..train.step import TrainStep, Unit, to_tensor
 
@@ -35,11 +36,11 @@ ABLATION = {
 def random_batch(
     config: TrainingConfig, rank: int = 0, world: int = 1, num_tokens: int = 77
 ) -> tuple[Manifest, list[Unit]]:
-    """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the U-Net's shapes."""
-    unet = load_unet_config(config.unet_config)
-    width = unet[denoisers.ADAPTERS[unet["_class_name"]].text_width]
+    """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the denoiser's shapes."""
+    denoiser = load_denoiser_config(config.unet_config)
+    width = denoiser[denoisers.ADAPTERS[denoiser["_class_name"]].text_width]
     resolution, random = config.largest_resolution, np.random.default_rng(rank)
-    shape = (2, unet["in_channels"], resolution // 8, resolution // 8)
+    shape = (2, denoiser["in_channels"], resolution // 8, resolution // 8)
     manifest = Manifest.of(
         [],
         encoder={"model": "random", "revision": "0", "precision": "fp16"},

@@ -24,7 +24,7 @@ from .. import distributed
 from ..config.notebook import OnlineConfig, TrainingConfig
 from ..encode import encoder, online, prepare
 from ..latents import schema
-from ..latents.manifest import Manifest
+from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import Plan, load_plan
 from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
 from ..runtime import progress
@@ -158,7 +158,7 @@ class LoaderSource(sources.StepSource):
         return resume.choose_resume_point(self.config)
 
     def steps(self, step: int, rejects: sources.Rejects) -> Iterator[tuple[list[Unit], float]]:
-        plan = load_plan(self.config)
+        plan = load_plan(self.data, self.config)
         loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
         encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
         for _ in range(step, self.end_step):
@@ -204,7 +204,7 @@ def profile(
     Phases: data (waiting for the loader), encode, forward, backward, optimizer (with clipping and EMA).
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = load_plan(config)
+    plan = load_plan(DataSets.open(config.proportions), config)
     short = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, short, raw, 0))
     watch = Stopwatch(device)

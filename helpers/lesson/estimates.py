@@ -14,7 +14,6 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedConfig, PreTra
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from ..model import denoisers
-from ..model.unet import load_unet_config
 from ..train import meter
 from . import published_results
 
@@ -236,20 +235,20 @@ def memory(
     its share. "hsdp" shards over the ranks of a node.
     """
     with torch.device("meta"):
-        unet = denoisers.build(load_unet_config(name))
+        denoiser = denoisers.build_denoiser(name)
     across = {"ddp": 1, "hsdp": min(ranks, ranks_per_node)}.get(strategy, ranks)
-    held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in unet.parameters())
-    sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `unet.is_sharded`
+    held = 4 * sum(-(-p.shape[0] // across) * p[0].numel() for p in denoiser.parameters())
+    sharded = strategy != "ddp" and (ranks > 1 or precision == "bf16")  # as `sharding.is_sharded`
     gathered = 0
     if sharded:
-        sizes = [sum(p.numel() for p in block.parameters()) for block in denoisers.blocks(unet)]
-        total = sum(p.numel() for p in unet.parameters())
+        sizes = [sum(p.numel() for p in block.parameters()) for block in denoisers.blocks(denoiser)]
+        total = sum(p.numel() for p in denoiser.parameters())
         gathered = (2 if precision == "bf16" else 4) * (
             total - sum(sizes) + max(sizes) if strategy == "fsdp-full" else total
         )
     found = {"parameters": held, "gradients": held, "optimizer": 2 * held, "gathered": gathered}
     if accumulates:
-        found["accumulated"] = 4 * sum(p.numel() for p in unet.parameters()) if sharded else 0
+        found["accumulated"] = 4 * sum(p.numel() for p in denoiser.parameters()) if sharded else 0
     return found
 
 

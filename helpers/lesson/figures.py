@@ -632,27 +632,26 @@ def nearest_neighbours(pictures, neighbours, nearest, held_out, *, columns=8, ne
 # ---- guidance
 
 
-def guidance_curve(tables, *, distance="cmmd"):
-    """A distance from real pictures against the CLIP score, along guidance scales.
+def guidance_curve(tables):
+    """CMMD to real pictures against the CLIP score, along guidance scales.
 
-    `tables`: what `generation.guidance_sweep` returned, or {name: table} of several models or checkpoints. `distance`:
-    "cmmd", "fid" or "kid". Each point is labelled with its guidance scale; down and to the right is better. Raises
-    ValueError for a table without the distance.
+    `tables`: what `generation.guidance_sweep` returned, or {name: table} of several models or checkpoints. Each point
+    is labelled with its guidance scale; down and to the right is better. Raises ValueError for a table without CMMD.
     """
     tables = tables if isinstance(tables, dict) else {"this model": tables}
     fig = DescribedFigure(4.2, width=7)
     ax, said = _axes(fig, grid="both"), []
     for (name, table), color in zip(tables.items(), itertools.cycle(CYCLE), strict=False):
-        if distance not in table:
-            raise ValueError(f"A sweep has no column {distance!r}: give guidance_sweep real pictures to compare with.")
+        if "cmmd" not in table:
+            raise ValueError("A sweep has no column 'cmmd': give guidance_sweep real pictures to compare with.")
         table = table.sort_values("guidance_scale")
-        ax.plot(table["clip_score"], table[distance], "o-", color=color, label=name)
-        for number, (scale, score, value) in enumerate(table[["guidance_scale", "clip_score", distance]].to_numpy()):
+        ax.plot(table["clip_score"], table["cmmd"], "o-", color=color, label=name)
+        for number, (scale, score, value) in enumerate(table[["guidance_scale", "clip_score", "cmmd"]].to_numpy()):
             offset = (5, 4) if number % 2 else (-10, -13)  # neighbours on the curve may lie close to each other
             ax.annotate(f"{scale:g}", (score, value), offset, textcoords="offset points", fontsize=SMALL)
             said.append(f"{name}, {scale:g}: {score:.1f}, {value:.3g}")
     ax.margins(0.08)
-    ax.set(xlabel="CLIP score", ylabel=distance.upper())
+    ax.set(xlabel="CLIP score", ylabel="CMMD")
     if len(tables) > 1:
         ax.legend(frameon=False)
-    return fig.described(f"{distance.upper()} against CLIP score by guidance scale: {'; '.join(said)}.")
+    return fig.described(f"CMMD against CLIP score by guidance scale: {'; '.join(said)}.")

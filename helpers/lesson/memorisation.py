@@ -28,7 +28,7 @@ from .. import storage
 from ..config.training import TrainingConfig
 from ..latents import schema
 from ..latents.held_out import first
-from ..latents.manifest import Files, Manifest, read_files, read_manifests
+from ..latents.manifest import DataSets, Files, Manifest, read_files
 from ..latents.read import read_row_ranges
 
 TASK_BYTES = 2**30  # read by one task of the pass
@@ -74,14 +74,14 @@ def search(
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """
-    manifests = read_manifests(config.proportions)
-    spec = find_column(manifests, config, latents_NCHW)
-    scale = next(iter(manifests.values())).scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
+    manifest = DataSets.open(config.proportions).first
+    spec = find_column(manifest, config, latents_NCHW)
+    scale = manifest.scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)
     unseen = first(config, num_held_out)
     if unseen is not None and spec.name in unseen.column_names:
         queries = np.concatenate([queries, read_means(unseen.filter(unseen[spec.name].is_valid()), spec)])
-    data_sets = [training_groups(uri, spec) for uri in manifests]
+    data_sets = [training_groups(uri, spec) for uri in config.proportions]
     nearest = run_pass(data_sets, spec, queries)
     if nearest.empty:
         raise ValueError(f"No row of {config.latents_uri} is trained on with latents in {spec.name!r}.")
@@ -102,9 +102,9 @@ def search(
     return nearest.drop(columns=PLACE), held_out
 
 
-def find_column(manifests: dict[str, Manifest], config: TrainingConfig, latents_NCHW: np.ndarray) -> schema.ColumnSpec:
+def find_column(manifest: Manifest, config: TrainingConfig, latents_NCHW: np.ndarray) -> schema.ColumnSpec:
     """The column that holds latents of this shape. Raises ValueError if there is none."""
-    known = next(iter(manifests.values())).latents_at(config.largest_resolution)
+    known = manifest.latents_at(config.largest_resolution)
     for spec in known:
         if spec.shape[1:] == latents_NCHW.shape[1:]:
             return spec

@@ -25,8 +25,7 @@ import pandas as pd
 import torch
 
 from .. import storage
-from ..evaluation import generation
-from ..sample.pipeline import generate, to_png
+from ..sample.pipeline import generate, load_pipeline, to_png
 
 QUESTIONS = {"quality": "Which picture is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
@@ -58,7 +57,7 @@ def draw_pairs(
     """
     drawn, device = [], "cuda" if torch.cuda.is_available() else "cpu"
     for name in pipelines:
-        pipeline = generation.load_pipeline(name).to(device)
+        pipeline = load_pipeline(name).to(device)
         drawn.append(generate(pipeline, list(prompts), resolution=resolution, seed=seed, **options))
     return pair_up(*drawn, prompts, seed)
 

@@ -22,7 +22,7 @@ import torch
 from ..config.training import TrainingConfig
 from ..evaluation.validation_loss import losses_by_noise
 from ..latents import held_out
-from ..latents.manifest import Manifest, read_manifest
+from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import load_plan
 from ..latents.read import latents_reader, read_chunks, worker_units
 from ..model import diffusion
@@ -57,7 +57,7 @@ def run(
     rows = held_out.first(config, NUM_ROWS)
     if rows is None:
         raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = DataSets.open(config.proportions).first
     records = []
     for seed in seeds:  # seed by seed, so that results are paired even after an interruption
         for name, setting in configs.items():
@@ -70,48 +70,49 @@ def run(
 
 
 def train(config: TrainingConfig) -> torch.nn.Module:
-    """Train in this process, without Ray, on the run's batches, on a GPU if it has one; returns the averaged U-Net."""
+    """The averaged denoiser of a run that trains in this process, without Ray, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = TrainStep(config, read_manifest(next(iter(config.proportions))), device)
+    trained = TrainStep(config, DataSets.open(config.proportions).first, device)
     for step, units in enumerate(batches(config)):
         trained.step(step, units)
     trained.ema.swap()
-    return trained.unet.eval()
+    return trained.denoiser.eval()
 
 
 def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     """The global batches of a run's steps, as Ray Train's workers get them, read in this process."""
-    plan, steps = load_plan(config), range(config.max_steps)
-    manifest = read_manifest(next(iter(config.proportions)))
+    data, steps = DataSets.open(config.proportions), range(config.max_steps)
+    plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
     options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": latents_reader(plan)}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):
         latents = plan.latents_at(step)
         yield [
-            Unit.from_arrow(rows, manifest, latents, unit % config.units_per_step * config.unit_rows)
+            Unit.from_arrow(rows, data.first, latents, unit % config.units_per_step * config.unit_rows)
             for unit, rows in units.items()
         ]
 
 
 def held_out_errors(
-    unet: torch.nn.Module, config: TrainingConfig, manifest: Manifest, rows: pa.Table, gamma: float = 5.0
+    denoiser: torch.nn.Module, config: TrainingConfig, manifest: Manifest, rows: pa.Table, gamma: float = 5.0
 ) -> dict[str, float]:
-    """Errors on held-out latents that are comparable whatever the U-Net predicts: v or the noise.
+    """Errors on held-out latents that are comparable whatever the denoiser predicts: v or the noise.
 
     For given noisy latents at one timestep, the errors of v, of the noise and of the clean latents x0 that follow from
     a prediction are multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), where a is
-    alphas_cumprod at that timestep. So which of two U-Nets is better at a timestep does not depend on the choice. Over
-    all timesteps it depends on their weights: min-SNR's weight the error of x0, so they are the same for both.
+    alphas_cumprod at that timestep. So which of two denoisers is better at a timestep does not depend on the choice.
+    Over all timesteps it depends on their weights: min-SNR's weight the error of x0, so they are the same for both.
 
     Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
     mse(v), ...}. Noise is the same in every call. Raises ValueError for a model that predicts flow.
     """
     if config.prediction_type == "flow":
         raise ValueError("prediction_type='flow' adds other noise at a timestep than epsilon and v: compare pictures.")
-    losses = losses_by_noise(unet, manifest, rows, config, timesteps_per_row=10)
+    losses = losses_by_noise(denoiser, manifest, rows, config, timesteps_per_row=10)
     timesteps, errors = losses[:, 0].astype(int), losses[:, 2]
-    alphas = diffusion.training_schedule(config, manifest).alphas_cumprod[timesteps].double().numpy()
+    schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr)
+    alphas = schedule.alphas_cumprod[timesteps].double().numpy()
     of_v = errors if config.prediction_type == "v_prediction" else errors / alphas
     of_x0 = (1 - alphas) * of_v
     weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))

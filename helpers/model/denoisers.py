@@ -1,10 +1,12 @@
-"""The denoisers that `unet_config` can name, by their class in diffusers: what the code around them has to know.
+"""The denoisers that `unet_config` can name: presets, and an adapter for each class of diffusers.
 
 To add a class, write its adapter and list it in `ADAPTERS`. No Ray.
 """
 
 from __future__ import annotations
 
+import json
+import pathlib
 from typing import Any, ClassVar
 
 import torch
@@ -17,23 +19,23 @@ CLIP, T5, T5GEMMA = "CLIPTextModel", "T5EncoderModel", "T5GemmaEncoder"
 
 
 class Adapter:
-    """One class of diffusers: how it is called, which modules are its blocks, what goes with it.
+    """A class of denoisers in diffusers: its blocks, its arguments, and the models that its pipeline accepts.
 
     Attributes:
         kind: the class.
-        parts: the modules that own parameters, in the order of the forward pass; a list stands for those in it.
-        blocks: of `parts`, what is sharded, compiled and checkpointed one by one.
-        depth: the config's name for the number of blocks; None if the class has no buffers outside of its state.
-        text_width: the config's name for the width of captions.
-        text_cleaning: what its pipeline does to a prompt, as `PreprocessingConfig.text_cleaning`; None: any.
-        masks_padding: captions come without their padding, and with a mask.
-        vaes, text_encoders, shifts: the autoencoders and text encoders with which its pipeline draws, and whether it
-            applies an autoencoder's `shift_factor`.
-        pipeline, component: diffusers' pipeline, and what it calls this model.
-        left_out: arguments that make the pipeline without what is not trained here.
-        samplers: those that the pipeline can use.
-        fixed: what the config must say, so that the pipeline gives the model all that it takes.
-        note: what else its user has to know.
+        parts: names of the modules that own parameters, in the order of the forward pass; a list stands for its items.
+        blocks: the `parts` that are sharded, compiled and checkpointed one by one.
+        depth: the config's name for the number of blocks; None: all buffers of the class are in its state dict.
+        text_width: the config's name for the width of caption embeddings.
+        text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
+        masks_padding: whether captions come without padding and with a mask.
+        vaes, text_encoders: the classes of autoencoders and text encoders that the pipeline accepts.
+        shifts: whether the pipeline applies an autoencoder's `shift_factor`.
+        pipeline, component: diffusers' pipeline, and its name for the denoiser.
+        left_out: arguments that build the pipeline without its optional models.
+        samplers: values of the parameter `sampler` that the pipeline can use.
+        fixed: values that the config must have, because the pipeline gives no value for the arguments they add.
+        note: a sentence for users of the exported pipeline.
     """
 
     kind: type[ModelMixin]
@@ -52,20 +54,20 @@ class Adapter:
     fixed: ClassVar[dict[str, Any]] = {}
 
     def divisor(self, config: dict) -> int:
-        """The sides of latents must be multiples of it."""
+        """The number that the sides of latents must be multiples of."""
         return config["patch_size"]
 
     def conditions(self, timesteps_B: torch.Tensor, mask_BL: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments of the model's forward pass beside latents and captions."""
+        """The arguments of the forward pass beside latents and captions."""
         raise NotImplementedError
 
     def call_options(self, max_tokens: int) -> dict[str, Any]:
-        """The arguments that the pipeline's call needs to prepare captions and sizes as in training."""
+        """The arguments with which the pipeline's call prepares captions and sizes as in training."""
         return {}
 
 
 class UNet(Adapter):
-    """Stable Diffusion's; it reads a padded caption as a whole."""
+    """Stable Diffusion's U-Net. It reads a caption with its padding."""
 
     kind = UNet2DConditionModel
     parts = ("time_embedding", "conv_in", "down_blocks", "mid_block", "up_blocks", "conv_norm_out", "conv_out")
@@ -93,14 +95,14 @@ class PixArt(Adapter):
     kind = PixArtTransformer2DModel
     parts = ("pos_embed", "adaln_single", "caption_projection", "transformer_blocks", "proj_out")
     blocks = ("transformer_blocks",)
-    depth = "num_layers"  # `pos_embed` is computed when the model is made
+    depth = "num_layers"  # the table of `pos_embed` is a buffer outside of the state dict
     text_width = "caption_channels"
     text_cleaning = "lower"
     pipeline = "PixArtSigmaPipeline"
-    fixed: ClassVar[dict[str, Any]] = {"use_additional_conditions": False}  # PixArt-Alpha's sizes
+    fixed: ClassVar[dict[str, Any]] = {"use_additional_conditions": False}  # PixArt-Alpha's conditions on the size
 
     def conditions(self, timesteps_B, mask_BL):
-        sizes = {"resolution": None, "aspect_ratio": None}  # PixArt-Alpha's, which this pipeline leaves out
+        sizes = {"resolution": None, "aspect_ratio": None}  # of PixArt-Alpha alone
         return {"timestep": timesteps_B, "encoder_attention_mask": mask_BL, "added_cond_kwargs": sizes}
 
     def call_options(self, max_tokens):
@@ -108,7 +110,7 @@ class PixArt(Adapter):
 
 
 class PRX(Adapter):
-    """Photoroom's transformer, whose picture attends to itself and the caption at once."""
+    """Photoroom's transformer, with joint attention over image and caption."""
 
     kind = PRXTransformer2DModel
     parts = ("txt_in", "img_in", "time_in", "resolution_embedder", "blocks", "final_layer")
@@ -117,7 +119,7 @@ class PRX(Adapter):
     text_cleaning = "ftfy"
     vaes, shifts = (KL, DC), True
     pipeline = "PRXPipeline"
-    samplers = ("ddim", "dpm++", "unipc")  # it does not scale a scheduler's inputs, as Euler's needs
+    samplers = ("ddim", "dpm++", "unipc")  # Euler needs scaled inputs, and the pipeline does not scale them
     note = "Give it one prompt a call: with several, and guidance, this pipeline fails in diffusers 0.42."
 
     def conditions(self, timesteps_B, mask_BL):
@@ -129,9 +131,62 @@ class PRX(Adapter):
 
 ADAPTERS = {adapter.kind.__name__: adapter for adapter in (UNet(), PixArt(), PRX())}
 
+# "sd2-base" is the published configuration of Stable Diffusion 2 base. "small" has the same shape at a tenth of the
+# size, for one GPU. The transformers are PRX's; "transformer-600m" takes T5Gemma's captions and 16 latent channels.
+MODELS = pathlib.Path(__file__).parents[1] / "models"
+PRESETS = {
+    "tiny": MODELS / "tiny-sd" / "unet" / "config.json",
+    "small": MODELS / "unets" / "small.json",
+    "sd2-base": MODELS / "unets" / "sd2-base.json",
+    "tiny-transformer": MODELS / "unets" / "tiny-transformer.json",
+    "transformer-600m": MODELS / "unets" / "transformer-600m.json",
+}
+
+
+def load_denoiser_config(name: str) -> dict:
+    """The denoiser's configuration: one of `PRESETS`, or the path of a config.json in diffusers layout.
+
+    Raises ValueError for an unknown name, for a file that configures no class of `ADAPTERS`, and for a value that
+    contradicts `Adapter.fixed`.
+    """
+    path = PRESETS.get(name) or pathlib.Path(name)
+    if not path.is_file():
+        known = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"unet_config={name!r} is unknown: choose {known}, or the path of a config.json.")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError:
+        values = {}
+    kind = values.get("_class_name") if isinstance(values, dict) else None
+    if kind not in ADAPTERS:
+        raise ValueError(
+            f"unet_config={name!r} configures {kind or 'no model'}: give the config.json of a denoiser, which are "
+            f"{', '.join(ADAPTERS)}."
+        )
+    adapter = ADAPTERS[kind]
+    for key, value in adapter.fixed.items():
+        if values.get(key) not in (None, value):
+            raise ValueError(
+                f"unet_config={name!r} has {key}={values[key]!r}, for which {adapter.pipeline} gives no value: set it "
+                f"to {value!r}."
+            )
+    kept = {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
+    return {**kept, **adapter.fixed}
+
+
+def build_denoiser(name: str, *, seed: int = 0) -> ModelMixin:
+    """A denoiser with random weights on the CPU, the same for the same seed; `name` as in `load_denoiser_config`.
+
+    Within `with torch.device("meta")`, it takes no memory.
+    """
+    config = load_denoiser_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ADAPTERS[config["_class_name"]].kind.from_config(config)
+
 
 def adapter_of(model: torch.nn.Module) -> Adapter:
-    """The adapter of a denoiser, also of one that is sharded, or wrapped by DDP. ValueError for another class."""
+    """The adapter of a denoiser, which may be sharded or wrapped by DDP. Raises ValueError for another class."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     for adapter in ADAPTERS.values():
         if isinstance(model, adapter.kind):
@@ -146,17 +201,22 @@ def denoise(
     text_BLD: torch.Tensor,
     mask_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(B, C, H, W) the model's prediction.
+    """The model's prediction, (B, C, H, W).
 
-    `timesteps_B`: 0 to 1,000. `mask_BL`: True for a caption's tokens, False for padding; None: there is none.
+    Args:
+        model: a denoiser, or its wrapper by DDP.
+        noisy_BCHW: latents with noise.
+        timesteps_B: 0 to 1,000.
+        text_BLD: caption embeddings.
+        mask_BL: True for tokens, False for padding; None: captions are padded, and the padding is read.
     """
     conditions = adapter_of(model).conditions(timesteps_B, mask_BL)
     predicted = model(noisy_BCHW, encoder_hidden_states=text_BLD, return_dict=False, **conditions)[0]
-    return predicted[:, : noisy_BCHW.shape[1]]  # published PixArts predict a variance, too, which has no loss here
+    return predicted[:, : noisy_BCHW.shape[1]]  # published PixArts also predict a variance, which has no loss here
 
 
 def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook for drawing: a row's timestep for each row, where a pipeline gives fewer; see `PRX.note`."""
+    """Forward pre-hook for sampling: repeats the timestep for every row, if a pipeline gives fewer; see `PRX.note`."""
     if "timestep" in named:
         latents = arguments[0] if arguments else named["hidden_states"]
         named = {**named, "timestep": named["timestep"].flatten()[:1].expand(len(latents))}
@@ -164,7 +224,7 @@ def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, A
 
 
 def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
-    """{name: module} of parts of a denoiser, of lists those in them."""
+    """{name: module} of a denoiser's parts; a list is replaced by its items, "name.0", "name.1"."""
     found = {}
     for name in names:
         module = getattr(model, name)
@@ -174,19 +234,15 @@ def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is sharded and compiled one by one."""
+    """The modules that are sharded and compiled one by one."""
     return list(parts(model, adapter_of(model).blocks).values())
 
 
-def build(config: dict) -> ModelMixin:
-    """A denoiser of a configuration as `unet.load_unet_config` returns it."""
-    return ADAPTERS[config["_class_name"]].kind.from_config(config)
-
-
-def rebuild_buffers(model: torch.nn.Module, config: dict) -> None:
-    """Compute what a model that was made on the "meta" device lacks beside its state, in place."""
-    depth = adapter_of(model).depth
-    if depth is None:
+def rebuild_buffers(model: torch.nn.Module) -> None:
+    """Compute, in place, the buffers outside of the state dict of a model that was made on the "meta" device."""
+    adapter = adapter_of(model)
+    if adapter.depth is None:
         return
-    for name, buffer in build({**config, depth: 0}).named_buffers():
+    without_blocks = adapter.kind.from_config({**model.config, adapter.depth: 0})
+    for name, buffer in without_blocks.named_buffers():
         model.get_buffer(name).copy_(buffer)

@@ -1,7 +1,7 @@
-"""The objective: noise, epsilon- and v-prediction, rectified flow, weights, caption dropout, EMA, learning rate.
+"""The objective: noise schedules, random numbers, loss, EMA, learning rate. No Ray.
 
-The random numbers of a row are a function of (seed, step, its position in the global batch), so they are the same on
-any number of workers and after every resume.
+A row's random numbers are a function of (seed, step, the row's position in the global batch). They are the same on any
+number of workers and after every resume.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..config.training import TrainingConfig
 from ..distributed import local
-from ..latents.manifest import Manifest
 from .denoisers import NUM_TIMESTEPS, denoise
 
-# One stream of random numbers for each use; part of the hash.
-NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
-
-def noise_schedule(prediction_type: str = "v_prediction", zero_terminal_snr: bool = False) -> DDPMScheduler:
+def noise_schedule(
+    prediction_type: str = "v_prediction", zero_terminal_snr: bool = False, device: torch.device | str = "cpu"
+) -> DDPMScheduler:
     """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022).
 
-    `zero_terminal_snr`: betas are rescaled so that the last step is noise alone (Lin et al., 2024, algorithm 1).
+    Args:
+        prediction_type: "v_prediction" or "epsilon".
+        zero_terminal_snr: rescale betas so that the last step is noise alone (Lin et al., 2024, algorithm 1).
+        device: the device of the tensors that training reads.
     """
-    return DDPMScheduler(
+    schedule = DDPMScheduler(
         num_train_timesteps=NUM_TIMESTEPS,
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -40,17 +40,19 @@ def noise_schedule(prediction_type: str = "v_prediction", zero_terminal_snr: boo
         steps_offset=1,
         rescale_betas_zero_snr=zero_terminal_snr,
     )
+    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
+    return schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class FlowSchedule:
     """Rectified flow (Liu et al., 2023): straight lines from latents to noise, whose direction is predicted.
 
-    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t, from 0, is at s = (t + 1) / 1,000 of
-    the way, shifted towards noise for more positions: shift s / (1 + (shift - 1) s) (Esser et al., 2024, equation 23).
+    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t, from 0 to 999, is at s = (t + 1) / 1000
+    of the line, shifted towards noise to shift s / (1 + (shift - 1) s) (Esser et al., 2024, equation 23).
 
     Args:
-        shift: for latents of `num_positions`; others have it times the root of their number over that one.
+        shift: of latents with `num_positions`. It grows with the square root of the number of positions.
         num_positions: height times width of latents.
     """
 
@@ -59,36 +61,36 @@ class FlowSchedule:
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
-        """(T,) the share of the latents in the variance, as a `DDPMScheduler` has it, of latents of `num_positions`."""
+        """(T,) the latents' share of the variance, as in a `DDPMScheduler`, for latents with `num_positions`."""
         times_T = self.times(torch.arange(NUM_TIMESTEPS), torch.empty(1, 1, self.num_positions, 1, device="meta"))
         return (1 - times_T) ** 2 / ((1 - times_T) ** 2 + times_T**2)
 
     def times(self, timesteps_B: torch.Tensor, latents_BCHW: torch.Tensor) -> torch.Tensor:
-        """(B,) in (0, 1]: how far from latents to noise each row is."""
+        """Each row's position between latents (0) and noise (1), (B,)."""
         height, width = latents_BCHW.shape[-2:]
         shift = self.shift * (height * width / self.num_positions) ** 0.5
         times_B = (timesteps_B + 1).float() / NUM_TIMESTEPS
         return shift * times_B / (1 + (shift - 1) * times_B)
 
-    def add_noise(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+    def add_noise(
+        self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor
+    ) -> torch.Tensor:
         times_B111 = self.times(timesteps_B, latents_BCHW)[:, None, None, None]
         return (1 - times_B111) * latents_BCHW + times_B111 * noise_BCHW
 
-    def get_velocity(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor):
+    def get_velocity(
+        self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor
+    ) -> torch.Tensor:
         return noise_BCHW - latents_BCHW
 
 
 Schedule = DDPMScheduler | FlowSchedule
 
 
-def training_schedule(config: TrainingConfig, manifest: Manifest, device: torch.device | str = "cpu") -> Schedule:
-    """The schedule that a config asks for, for latents as the manifest describes them."""
-    if config.prediction_type == "flow":
-        _, _, height, width = manifest.latents(config.largest_resolution).shape
-        return FlowSchedule(config.timestep_shift, height * width)
-    schedule = noise_schedule(config.prediction_type, config.zero_terminal_snr)
-    schedule.alphas_cumprod = schedule.alphas_cumprod.to(device)
-    return schedule
+# ---- random numbers
+
+# One stream of random numbers for each use; part of the hash.
+NOISE, TIMESTEP, DROPOUT = 0, 1, 2
 
 
 def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> np.ndarray:
@@ -105,19 +107,15 @@ def hash_positions(seed: int, step: int, positions: np.ndarray, stream: int) -> 
 
 @dataclasses.dataclass
 class Draws:
-    """The random numbers of B rows; `draw` makes them.
+    """The random numbers of B rows, made by `random_draws`."""
 
-    posterior_BCHW and noise_BCHW are standard normals, timesteps_B is uniform, and where dropped_B is True the caption
-    is replaced by the empty one.
-    """
-
-    posterior_BCHW: torch.Tensor
-    noise_BCHW: torch.Tensor
-    timesteps_B: torch.Tensor
-    dropped_B: torch.Tensor
+    posterior_BCHW: torch.Tensor  # standard normal, to sample the VAE's posterior
+    noise_BCHW: torch.Tensor  # standard normal
+    timesteps_B: torch.Tensor  # int64, 0 to 999
+    dropped_B: torch.Tensor  # bool; True: the empty caption replaces the row's
 
 
-def draw(
+def random_draws(
     seed: int,
     step: int,
     positions: np.ndarray,
@@ -127,9 +125,15 @@ def draw(
     density_T: np.ndarray | None = None,
     device: torch.device | str = "cpu",
 ) -> Draws:
-    """Random numbers of the rows at `positions` (B,) of the global batch; `shape` (C, H, W): one row's latents.
+    """The random numbers of a step's rows.
 
-    `density_T`: how often each timestep is drawn (`timestep_density`); None: all equally often.
+    Args:
+        seed, step: of the run.
+        positions: the rows' positions in the global batch, (B,).
+        shape: (C, H, W) of a row's latents.
+        caption_dropout: probability of the empty caption.
+        density_T: relative frequency of each timestep, see `timestep_density`; None: uniform.
+        device: the device of the tensors; normals differ between kinds of devices.
     """
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
@@ -149,12 +153,15 @@ def draw(
     )
 
 
+# ---- the loss
+
+
 def sample_latents(
     moments_B2CHW: torch.Tensor, noise_BCHW: torch.Tensor, scaling_factor: float, shift_factor: float = 0.0
 ) -> torch.Tensor:
-    """Sample the VAE's posterior, shift and scale: stored moments (B, 2, C, H, W) -> (B, C, H, W) fp32 latents.
+    """Latents, (B, C, H, W) fp32: sampled from the VAE's posterior, shifted and scaled.
 
-    If only means were stored, (B, 1, C, H, W), the mean is the latent.
+    `moments_B2CHW`: mean and standard deviation. Means alone, (B, 1, C, H, W), are taken as the sample.
     """
     if moments_B2CHW.shape[1] == 1:
         return (moments_B2CHW[:, 0].float() - shift_factor) * scaling_factor
@@ -169,19 +176,19 @@ def drop_captions(
     empty_L: torch.Tensor | None,
     dropped_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`(captions, masks)`, by the empty ones where `dropped_B`: classifier-free guidance (Ho and Salimans, 2022).
+    """`(captions, masks)`, the empty caption where `dropped_B`: classifier-free guidance (Ho and Salimans, 2022).
 
-    The masks are True for tokens; None where captions are padded.
+    `mask_BL`, `empty_L`: True for tokens; None if captions are padded.
     """
     text_BLD = torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
     return text_BLD, None if mask_BL is None else torch.where(dropped_B[:, None], empty_L, mask_BL)
 
 
 def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
-    """(B,) min-SNR-gamma weights (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
+    """Min-SNR-gamma weights, (B,) (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
 
-    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction: the error of the clean
-    latents then counts the same for both.
+    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction. With these, an error of
+    the clean latents has the same weight for both.
     """
     if gamma is None:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
@@ -192,12 +199,17 @@ def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | N
 
 
 def timestep_density(schedule: Schedule, gamma: float | None, sampling: str) -> np.ndarray | None:
-    """(T,) how often training draws each timestep, 1 on average; None for "uniform" `sampling`: all equally often.
+    """Relative frequency of each timestep in training, (T,), 1 on average; None: uniform.
 
-    "logit_normal": the logit of the way from latents to noise is normal, so its middle is drawn most (Esser et al.,
-    2024, section 3.1). "importance": in proportion to the root of the loss weights; training divides the losses by it.
-    Gradients then have the same expectation and less variance, since less is computed at timesteps that hardly count
-    (importance sampling as in Nichol and Dhariwal, 2021, section 3.3).
+    Args:
+        schedule: of the run.
+        gamma: see `loss_weights`.
+        sampling: the distribution of timesteps.
+            - "uniform".
+            - "logit_normal": the logit of the position between latents and noise is normal, so the middle is sampled
+              most (Esser et al., 2024, section 3.1).
+            - "importance": proportional to the square root of the loss weights. Training divides losses by it, so
+              that gradients have the same expectation and less variance (Nichol and Dhariwal, 2021, section 3.3).
     """
     if sampling == "uniform":
         return None
@@ -209,7 +221,7 @@ def timestep_density(schedule: Schedule, gamma: float | None, sampling: str) -> 
 
 
 def row_losses(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     schedule: Schedule,
     latents_BCHW: torch.Tensor,
     text_BLD: torch.Tensor,
@@ -217,33 +229,37 @@ def row_losses(
     gamma: float | None = None,
     mask_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(B,) weighted mean squared errors of the U-Net's prediction, one for each row; `gamma` as in `loss_weights`.
+    """Weighted mean squared error of the denoiser's prediction for each row, (B,).
 
-    `mask_BL`: True for the tokens of captions that are stored without padding; None where captions are padded.
+    `gamma`: see `loss_weights`. `mask_BL`: True for tokens; None if captions are padded.
     """
-    noisy, timesteps_B = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B), draws.timesteps_B
+    noisy = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     is_flow = isinstance(schedule, FlowSchedule)
     if is_flow or schedule.config.prediction_type == "v_prediction":
         target = schedule.get_velocity(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     else:
         target = draws.noise_BCHW
-    if is_flow:  # as diffusers' schedulers count them
+    timesteps_B = draws.timesteps_B
+    if is_flow:  # diffusers' flow schedulers give the denoiser 1,000 times the position
         timesteps_B = NUM_TIMESTEPS * schedule.times(timesteps_B, latents_BCHW)
-    predicted = denoise(unet, noisy, timesteps_B, text_BLD, mask_BL)
+    predicted = denoise(denoiser, noisy, timesteps_B, text_BLD, mask_BL)
     squared = F.mse_loss(predicted.float(), target, reduction="none").mean(dim=(1, 2, 3))
     return squared * loss_weights(schedule, draws.timesteps_B, gamma)
+
+
+# ---- averaged weights, learning rate
 
 
 class EMA:
     """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
 
-    It starts as a copy of the parameters after step `start`; before that it takes neither time nor memory, and a
-    checkpoint holds the parameters in its place. (MosaicML started theirs near the end of training.)
+    It starts as a copy of the parameters after step `start` (MosaicML's started near the end of training). Before, it
+    takes neither time nor memory, and checkpoints hold the parameters in its place.
 
     Args:
-        model: whose parameters are averaged.
+        model: the module with the parameters.
         decay: share of the average that a step keeps.
-        start: steps before the average starts.
+        start: number of steps before the average starts.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float, start: int = 0):
@@ -252,36 +268,34 @@ class EMA:
         self.shadow = None
 
     def update(self, step: int, skipped: bool = False) -> None:
-        """Call after the optimizer's step number `step`; the first is 1.
-
-        `skipped`: the optimizer did not change the parameters, and the average is to stay too.
-        """
+        """Call after the optimizer's step number `step`, from 1; `skipped`: that step changed no parameter."""
         if step <= self.start:
             return
         if self.shadow is None:
             self.begin(self.copy())
         elif not skipped:
             since_start = step - self.start
-            decay = min(self.decay, (1 + since_start) / (10 + since_start))  # soon forgets where the run began
-            get_ema_multi_avg_fn(decay)(*self.pairs, None)  # on a GPU a few kernels for all tensors
+            decay = min(self.decay, (1 + since_start) / (10 + since_start))  # low at first: the first weights fade
+            get_ema_multi_avg_fn(decay)(*self.pairs, None)  # few kernels for all tensors on a GPU
 
     @torch.no_grad()
     def begin(self, shadow: dict[str, torch.Tensor]) -> None:
-        """Go on from these averages. The tensors are listed once: the GPU would wait for it in every step."""
+        """Continue from these averages."""
         self.shadow = shadow
+        # Listed once, because the GPU would wait for the listing in every step.
         self.pairs = [local(average) for average in shadow.values()], [local(self.averaged[name]) for name in shadow]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """name -> the model's parameter in fp32; no copy if it is fp32 already."""
+        """{name: the model's parameter in fp32}; a copy only if the parameter has another dtype."""
         return {name: parameter.detach().float() for name, parameter in self.averaged.items()}
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """name -> copy of the model's parameter in fp32."""
+        """{name: a copy of the model's parameter in fp32}."""
         return {name: parameter.clone() for name, parameter in self.parameters().items()}
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While the block runs, the model's fp32 parameters and their averages change places, one tensor at a time."""
+        """Context manager within which the model has the averaged weights, and the EMA the trained ones."""
         try:
             self.swap()
             yield
@@ -290,6 +304,7 @@ class EMA:
 
     @torch.no_grad()
     def swap(self) -> None:
+        """Exchange the model's fp32 parameters and their averages, one tensor at a time."""
         parameters = self.parameters()
         for name, average in (self.shadow or {}).items():
             parameter = parameters[name]
@@ -298,21 +313,21 @@ class EMA:
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """name -> fp32 tensor, not copied: the average, or before it starts the parameters."""
+        """{name: fp32 tensor} without a copy: the averages, or the parameters before the average starts."""
         return self.parameters() if self.shadow is None else self.shadow
 
     def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
-        """Continue after `step` steps from what `state_dict` returned."""
+        """Continue after `step` steps from a `state_dict`, which is copied."""
         self.shadow = None
         if step > self.start:
             self.begin({name: state[name].clone() for name in self.averaged})
 
 
-def lr_multiplier(step: int, config: TrainingConfig) -> float:
-    """The learning rate of step `step` (from 0) as a factor: linear warm-up, then constant, or cosine to 0."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
+def lr_multiplier(step: int, warmup_steps: int, max_steps: int, schedule: str = "cosine") -> float:
+    """Factor of the learning rate at step `step`, from 0: linear warm-up, then "cosine" to 0, or "constant"."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
     return 0.5 * (1 + np.cos(np.pi * min(1.0, progress)))

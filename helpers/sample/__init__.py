@@ -1,4 +1,4 @@
-"""In: a checkpoint or a denoiser, prompts. Out: pictures; a diffusers pipeline on disk. Read `pipeline` first.
+"""In: a denoiser or a checkpoint, prompts. Out: images; a diffusers pipeline on disk. Read `pipeline` first.
 
-To copy: `decoder` with `encode.encoder`; `pipeline` with `model`, `encode` and `train.checkpoint`.
+To copy: `pipeline` and `decoder` with `encode.encoder` and `model`; `from_checkpoint` also with `train.checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""What a run has learned: the pipeline of a checkpoint, pictures from prompts, the exported diffusers pipeline."""
+"""Images from prompts, by diffusers' pipeline of a denoiser: assembled, called, exported, loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import diffusers
 import numpy as np
-import ray.train
 import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
@@ -23,12 +22,9 @@ from transformers import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from .. import storage
-from ..config.training import TrainingConfig
 from ..encode import captions, encoder
-from ..latents.manifest import Manifest, read_manifest
+from ..encode.models import model_folder
 from ..model import denoisers, diffusion
-from ..model.unet import build_unet
-from ..train import checkpoint
 from . import decoder
 
 SAMPLERS = {
@@ -39,25 +35,52 @@ SAMPLERS = {
 }
 
 
-def read_encoder_manifest(config: TrainingConfig) -> Manifest:
-    """The manifest of the run's latents; of a mixture the first, since all its data sets share one encoder."""
-    return read_manifest(next(iter(config.proportions)))
+def build_sampler(
+    name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
+) -> SchedulerMixin:
+    """diffusers' scheduler for a denoiser, which was trained with this objective (see `TrainingConfig`).
+
+    `name`: one of `SAMPLERS`.
+    """
+    sampler = getattr(diffusers, SAMPLERS[name])
+    if prediction_type == "flow":
+        return sampler(
+            num_train_timesteps=diffusion.NUM_TIMESTEPS,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=timestep_shift,
+            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
+        )
+    schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
+    options = {"set_alpha_to_one": False} if name == "ddim" else {}
+    if zero_terminal_snr:  # sampling begins with noise alone, as in training
+        options["timestep_spacing"] = "trailing"
+    return sampler.from_config(schedule, **options)
 
 
-def build_pipeline(unet: ModelMixin, manifest: Manifest, config: TrainingConfig) -> DiffusionPipeline:
-    """diffusers' pipeline of a denoiser, and of the VAE, text encoder and tokenizer that encoded its data."""
-    adapter = denoisers.adapter_of(unet)
-    tokenizer = copy.deepcopy(captions.load_tokenizer(manifest.text_encoder_model))
-    tokenizer.model_max_length, _ = manifest.embeddings.shape
-    vae = encoder.load_vae(manifest.vae_model)
+def build_pipeline(
+    denoiser: ModelMixin, sampler: SchedulerMixin, *, vae_model: str, text_encoder_model: str, max_tokens: int
+) -> DiffusionPipeline:
+    """diffusers' pipeline of a denoiser, with the models that encoded its training data.
+
+    Args:
+        denoiser: of a class in `denoisers.ADAPTERS`.
+        sampler: see `build_sampler`.
+        vae_model, text_encoder_model: "tiny-sd", folders or hub ids in diffusers layout.
+        max_tokens: tokens after which a prompt is cut, as the captions were.
+    """
+    adapter = denoisers.adapter_of(denoiser)
+    tokenizer = copy.deepcopy(captions.load_tokenizer(text_encoder_model))
+    tokenizer.model_max_length = max_tokens
+    vae = encoder.load_vae(vae_model)
     if adapter.shifts and vae.config.get("shift_factor", 0) is None:
         vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
     models = {
         "vae": vae,
-        "text_encoder": encoder.load_text_encoder(manifest.text_encoder_model),
+        "text_encoder": encoder.load_text_encoder(text_encoder_model),
         "tokenizer": tokenizer,
-        "scheduler": build_sampler(config),
-        adapter.component: unet.eval(),
+        "scheduler": sampler,
+        adapter.component: denoiser.eval(),
     }
     with without_warnings():
         pipeline = getattr(diffusers, adapter.pipeline)(**models, **adapter.left_out)
@@ -69,27 +92,9 @@ def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
     return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
 
 
-def build_sampler(config: TrainingConfig) -> SchedulerMixin:
-    """diffusers' scheduler that `config.sampler` names, for the objective that the U-Net was trained with."""
-    sampler = getattr(diffusers, SAMPLERS[config.sampler])
-    if config.prediction_type == "flow":
-        return sampler(
-            num_train_timesteps=diffusion.NUM_TIMESTEPS,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=config.timestep_shift,
-            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
-        )
-    schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr).config
-    options = {"set_alpha_to_one": False} if config.sampler == "ddim" else {}
-    if config.zero_terminal_snr:  # sampling begins with noise alone, as training saw it
-        options["timestep_spacing"] = "trailing"
-    return sampler.from_config(schedule, **options)
-
-
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Make or load a pipeline in it: neither missing image processors nor base classes concern what is used here."""
+    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -112,11 +117,11 @@ def generate(
     guidance_scale: float = 2.0,
     batch_size: int = 32,
 ) -> list[np.ndarray]:
-    """One image a prompt, (H, W, 3) uint8 arrays; image i depends on prompt i and seed + i only.
+    """One image per prompt, (H, W, 3) uint8. Image i depends on prompt i and seed + i only.
 
-    Squares of `resolution`, unless `width` and `height` are given.
+    Images are squares of `resolution` pixels, unless `width` and `height` are given.
     """
-    pictures, vae = [], pipeline.vae.config
+    images, vae = [], pipeline.vae.config
     denoiser = denoiser_of(pipeline)
     options = denoisers.adapter_of(denoiser).call_options(pipeline.tokenizer.model_max_length)
     for start in range(0, len(prompts), batch_size):
@@ -134,50 +139,20 @@ def generate(
                 **options,
             ).images
         latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0)
-        pictures += list(decoder.decode_latents(pipeline.vae, latents))
-    return pictures
+        images += list(decoder.decode_latents(pipeline.vae, latents))
+    return images
 
 
-def sample(
-    config: TrainingConfig,
-    prompts: list[str],
-    saved: ray.train.Checkpoint | None,
-    *,
-    width: int | None = None,
-    height: int | None = None,
-    seed: int = 0,
-) -> list[np.ndarray]:
-    """Images of prompts from a checkpoint's EMA weights, or from an untrained U-Net if `saved` is None; see `generate`.
-
-    Runs on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width` and
-    `height` are given.
-    """
-    manifest = read_encoder_manifest(config)
-    unet = build_unet(config.unet_config, seed=config.seed) if saved is None else load_unet(config, saved)
-    pipeline = build_pipeline(unet, manifest, config)
-    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    size = {"resolution": config.largest_resolution, "width": width, "height": height}
-    sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    return generate(pipeline, prompts, **size, **sampling, seed=seed)
-
-
-def save_pictures(pictures: list[np.ndarray], uri: str) -> None:
-    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
-    for number, picture in enumerate(pictures):
-        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(picture))
-
-
-def to_png(picture: np.ndarray) -> bytes:
+def to_png(image: np.ndarray) -> bytes:
     data = io.BytesIO()
-    Image.fromarray(picture).save(data, "PNG")
+    Image.fromarray(image).save(data, "PNG")
     return data.getvalue()
 
 
-def load_unet(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> ModelMixin:
-    """The denoiser of a Ray Train checkpoint, with its averaged weights ("ema") or its last ones ("model")."""
-    unet = build_unet(config.unet_config)
-    with saved.as_directory() as folder:
-        return checkpoint.load_weights(folder, unet, which)
+def save_images(images: list[np.ndarray], uri: str) -> None:
+    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
+    for number, image in enumerate(images):
+        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(image))
 
 
 def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
@@ -198,39 +173,18 @@ def whole_config(text_encoder: T5GemmaEncoder) -> dict[str, Any]:
     return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
 
 
-def describe_call(pipeline: DiffusionPipeline, config: TrainingConfig) -> str:
-    """What an exported folder's README says: how plain diffusers draws as `generate` does."""
-    adapter, max_tokens = denoisers.adapter_of(denoiser_of(pipeline)), pipeline.tokenizer.model_max_length
-    options = {
-        "height": config.largest_resolution,
-        "width": config.largest_resolution,
-        "num_inference_steps": config.sampling_steps,
-        "guidance_scale": config.guidance_scale,
-        **adapter.call_options(max_tokens),
-    }
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
-    return f"""# A {type(pipeline).__name__}
-
-```python
-from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("the path of this folder")
-pictures = pipeline(
-    ["a prompt"],
-{arguments}).images
-```
-
-It was trained at {" and ".join(map(str, config.resolutions))} pixels; `guidance_scale=1` draws without guidance. A
-prompt is cut after {max_tokens} tokens. {adapter.note}
-"""
-
-
-def export_checkpoint(
-    config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
-) -> str:
-    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
-    manifest = read_encoder_manifest(config)
-    pipeline = build_pipeline(load_unet(config, saved, which), manifest, config)
-    uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
-    storage.write_text(storage.join(uri, "README.md"), describe_call(pipeline, config))
-    return uri
+def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
+    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
+    with contextlib.ExitStack() as stack:
+        if "://" in model:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            storage.copy_folder(model, folder)
+            model = folder
+        folder = model_folder(model, "model_index.json", "*/*")
+        options = {"dtype": dtype, "use_safetensors": True}
+        if "safety_checker" in DiffusionPipeline.load_config(folder):
+            options["safety_checker"] = None
+        with without_warnings():
+            loaded = DiffusionPipeline.from_pretrained(folder, **options)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded

@@ -150,23 +150,23 @@ def expected_single_process():
 
 
 @torch.no_grad()
-def load_weights(folder: str, unet: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
-    """Load the weights of a checkpoint, "ema" or "model", into a U-Net of one process or sharded over the ranks."""
-    state = {which: {name: parameter.detach() for name, parameter in unet.named_parameters()}}
+def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
+    """Load the weights of a checkpoint, "ema" or "model", into a denoiser of one process or sharded over the ranks."""
+    state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
     with expected_single_process():
         dcp.load(state, checkpoint_id=folder, no_dist=True)
-    unet.load_state_dict(state[which])
-    return unet
+    denoiser.load_state_dict(state[which])
+    return denoiser
 
 
-def load_initial_weights(folder: str, unet: torch.nn.Module) -> None:
+def load_initial_weights(folder: str, denoiser: torch.nn.Module) -> None:
     """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
 
     The new run averages its own weights alone: an average that went on would hold those of the other run for long.
     """
     if os.path.exists(os.path.join(folder, PROGRESS)):
-        load_weights(folder, unet, "model")
+        load_weights(folder, denoiser, "model")
     else:
-        kind = denoisers.adapter_of(unet).kind
+        kind = denoisers.adapter_of(denoiser).kind
         weights = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        set_model_state_dict(unet, weights.state_dict(), options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(denoiser, weights.state_dict(), options=StateDictOptions(full_state_dict=True))

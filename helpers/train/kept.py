@@ -36,8 +36,8 @@ from ..encode import stages
 from ..encode.job import JOB, SEGMENTS, Job, Segment, segment_entry
 from ..encode.online import CAPTION_NUMBER
 from ..latents import held_out, schema
-from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
-from ..latents.plan import BucketRows, Plan, Shape, load_plan
+from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
+from ..latents.plan import BucketRows, Plan, Shape, load_plan, plan_run
 from ..latents.read import KEEP, UNIT
 from . import resume
 from .sources import StepSource
@@ -58,8 +58,9 @@ def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iter
         yield StepSource(config, stream)
         return
     held_out.of_run(config)  # copies them into the run: all kept latents are trained on
-    plan = load_plan(config)
-    job, begin = open_job(config, plan), plan.steps_per_epoch
+    data = DataSets.open(config.proportions)
+    plan = load_plan(data, config)
+    job, begin = open_job(config, plan, data.first), plan.steps_per_epoch
     end = min(begin, config.max_steps)
     if resume.last_step(config) < end:
         if not job.finished:  # else only checkpoints are lost
@@ -71,11 +72,11 @@ def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iter
         return
     manifest = finish(job, plan, config, stream)
     if config.max_steps > begin:
-        config = dataclasses.replace(config, latents_uri=job.latents_uri)
-        steps = load_plan(config).steps_per_epoch
+        source = StepSource(dataclasses.replace(config, latents_uri=job.latents_uri), first_step=begin)
+        steps = plan_run(source.data, source.config).steps_per_epoch
         kept = f"{manifest.written:,} rows are kept in runs/{config.run_name}/{FOLDER}"
         print(f"{kept}: {steps:,} steps per epoch from now on.")
-        yield StepSource(config, first_step=begin)
+        yield source
 
 
 def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
@@ -90,12 +91,11 @@ def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
         )
 
 
-def open_job(config: TrainingConfig, plan: Plan) -> Job:
+def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
     """The job of a run's latents, which is started if needed: its segments are the epoch's leftover rows (`left_over`).
 
-    The blocks of the first epoch are committed beside them.
+    The blocks of the first epoch are committed beside them. `manifest`: of the online data.
     """
-    (manifest,) = read_manifests(config.proportions).values()
     names = ("encoder", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
     rests = left_over(plan)
     segments = [Segment(index, [], rest.num_rows) for index, rest in rests.items()]

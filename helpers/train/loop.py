@@ -15,7 +15,6 @@ import ray.train.torch
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from ..latents.manifest import read_manifest
 from . import checkpoint, faults
 from .meter import Meter
 from .metrics import MetricsLog
@@ -32,13 +31,13 @@ def train_loop_per_worker(
     Args:
         config: of the run.
         source: of the steps; None: stored latents, `StepSource(config)`.
-        evaluate: `evaluate(unet, config, step)` computes with the averaged weights, on all workers between two steps,
+        evaluate: `evaluate(denoiser, config, step)`, with the averaged weights, on all workers between two steps,
             what Ray Train's validation needs where no GPU is left for it (`evaluation.at_checkpoints.OnWorkers`).
             None: such checkpoints are not evaluated.
     """
     source = source or StepSource(config)
     source.start()
-    manifest = read_manifest(next(iter(config.proportions)))
+    manifest = source.data.first
     device = ray.train.torch.get_device()
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
@@ -55,7 +54,7 @@ def train_loop_per_worker(
     preemption = faults.PreemptionNotice(device)
     write_worker_info(config, log)
 
-    compiled_for = set()  # the columns of latents: the U-Net is compiled for each shape
+    compiled_for = set()  # the columns of latents: the denoiser is compiled for each shape
     record_hang = functools.partial(faults.record_hang, config.run_uri)
     with faults.Watchdog(config.hang_timeout, record_hang) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0

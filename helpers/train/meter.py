@@ -22,7 +22,6 @@ from ..distributed import rank, world_size
 from ..latents import schema
 from ..latents.manifest import Manifest
 from ..model import denoisers
-from ..model.unet import load_unet_config
 
 # (name, start, end) in microseconds of a kernel or an operation.
 Event = tuple[str, float, float]
@@ -116,16 +115,16 @@ def count_forward(
     """A denoiser without weights, and the FLOPs of its forward pass on one sample, counted on the "meta" device.
 
     Args:
-        name: see `unet.load_unet_config`.
+        name: see `denoisers.load_denoiser_config`.
         latents_shape: (C, H, W).
         text_shape: (L, D).
     """
     with torch.device("meta"):
-        unet = denoisers.build(load_unet_config(name))
+        denoiser = denoisers.build_denoiser(name)
         inputs = torch.randn(1, *latents_shape), torch.zeros(1, dtype=torch.long), torch.randn(1, *text_shape)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            denoisers.denoise(unet, *inputs)
-    return unet, counter
+            denoisers.denoise(denoiser, *inputs)
+    return denoiser, counter
 
 
 def training_flops(unet_config: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> float:

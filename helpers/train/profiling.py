@@ -53,10 +53,10 @@ def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int
     Returns a frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
     addition are two FLOPs. Arguments as for `meter.count_forward`.
     """
-    unet, counter = count_forward(name, latents_shape, text_shape)
+    denoiser, counter = count_forward(name, latents_shape, text_shape)
     flops = {module: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
     rows = []
-    for block, module in denoisers.parts(unet, denoisers.adapter_of(unet).parts).items():
+    for block, module in denoisers.parts(denoiser, denoisers.adapter_of(denoiser).parts).items():
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        rows.append((block, parameters, flops.get(f"{type(unet).__name__}.{block}", 0) / 1e9))
+        rows.append((block, parameters, flops.get(f"{type(denoiser).__name__}.{block}", 0) / 1e9))
     return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])

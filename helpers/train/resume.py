@@ -57,7 +57,7 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
             return checkpoint.load(folder, model=train_step.model, optimizer=train_step.optimizer, ema=train_step.ema)
     if config.init_from is not None:
         with checkpoint_dir(lambda: first_checkpoint(config) or as_checkpoint(config.init_from)) as folder:
-            checkpoint.load_initial_weights(folder, train_step.unet)
+            checkpoint.load_initial_weights(folder, train_step.denoiser)
     return 0
 
 
@@ -136,8 +136,8 @@ class CheckpointManager:
         if due and step < config.max_steps and not has_spare_gpu(state.device, config.training_accelerator_type):
             due = self.evaluate is not None
             if due:
-                with state.averaged() as unet:
-                    self.evaluate(unet, config, step)
+                with state.averaged() as denoiser:
+                    self.evaluate(denoiser, config, step)
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
         parts = dict(model=state.model, optimizer=state.optimizer, ema=state.ema)
         finish = checkpoint.async_save(folder, **parts, step=step, group=self.group, stager=self.stager)

@@ -13,10 +13,10 @@ from .. import storage
 from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
-from ..latents.manifest import MANIFEST, Manifest, read_manifest, read_manifests
+from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
-from ..model.unet import load_unet_config
+from ..model.denoisers import load_denoiser_config
 from ..runtime import lease
 from . import checkpoint, metrics, resume
 
@@ -50,18 +50,18 @@ def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
     return storage.read_json(uri) if begun else None
 
 
-def open_run(config: TrainingConfig) -> Manifest:
-    """Check a run and prepare it for `trainer.fit()`; returns the manifest of its latents.
+def open_run(config: TrainingConfig) -> DataSets:
+    """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
 
     Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
     changing anything, raises what `check_run` and `models.pin_model` raise, and RuntimeError if another driver holds
     the run.
     """
-    manifests = read_manifests(config.proportions)
-    shapes = describe_shapes(check_run(config, manifests))
+    data = DataSets.open(config.proportions)
+    shapes = describe_shapes(check_run(config, data))
     pin_clip(config)
-    for uri, manifest in manifests.items():
+    for uri, manifest in data.manifests.items():
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
@@ -78,14 +78,14 @@ def open_run(config: TrainingConfig) -> Manifest:
         storage.join(config.run_uri, "config.json"),
         {
             "parameters": config.to_dict(),
-            "data": describe_data(manifests, config),
+            "data": describe_data(data),
             "shapes": shapes,
             "versions": {"python": platform.python_version(), **versions},
             "git_revision": git_revision(),
         },
     )
     limit_health_checks(config.hang_timeout)
-    return next(iter(manifests.values()))
+    return data
 
 
 def pin_clip(config: TrainingConfig) -> None:
@@ -157,25 +157,25 @@ def describe_shapes(plan: Plan) -> list[dict]:
     ]
 
 
-def check_run(config: TrainingConfig, manifests: dict[str, Manifest]) -> Plan:
-    """A run's plan. Raises ValueError if a parameter does not fit the data, U-Net, `init_from` or earlier run.
+def check_run(config: TrainingConfig, data: DataSets) -> Plan:
+    """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
     An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
     """
-    check_mixture(manifests)
-    for uri, manifest in manifests.items():
+    check_mixture(data.manifests)
+    for uri, manifest in data.manifests.items():
         check_latents(manifest, config, uri)
         if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
             raise ValueError(
                 f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
                 f"holds {manifest.num_captions} captions a row: give one for each, or None."
             )
-    check_validation_set(config, next(iter(manifests.values())))
-    plan = plan_run(manifests, config)
+    check_validation_set(config, data.first)
+    plan = plan_run(data, config)
     check_init_from(config)
     if earlier := read_earlier(config):
         check_resume(config, earlier["parameters"])
-        check_same_data(config, earlier["data"], describe_data(manifests, config))
+        check_same_data(config, earlier["data"], describe_data(data))
     return plan
 
 
@@ -212,8 +212,8 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
     """Raises ValueError if the denoiser cannot train on these latents, or no pipeline of diffusers draws with both."""
-    unet = load_unet_config(config.unet_config)
-    adapter = denoisers.ADAPTERS[unet["_class_name"]]
+    denoiser = load_denoiser_config(config.unet_config)
+    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     check_pipeline(adapter, manifest, config, latents_uri)
     for resolution in config.resolutions:
         if resolution not in manifest.resolutions:
@@ -226,19 +226,19 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
                 f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
                 "or encode the data again with upscale=True."
             )
-    if unet[adapter.text_width] != manifest.embeddings.shape[-1]:
+    if denoiser[adapter.text_width] != manifest.embeddings.shape[-1]:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes captions {unet[adapter.text_width]} wide, and "
+            f"unet_config={config.unet_config!r} takes captions {denoiser[adapter.text_width]} wide, and "
             f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
             f"{manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
         )
     channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
-    if unet["in_channels"] != channels:
+    if denoiser["in_channels"] != channels:
         raise ValueError(
-            f"unet_config={config.unet_config!r} takes {unet['in_channels']} latent channels, and {latents_uri} "
+            f"unet_config={config.unet_config!r} takes {denoiser['in_channels']} latent channels, and {latents_uri} "
             f"holds {channels} (encoder_model={manifest.vae_model!r}): choose ones that belong together."
         )
-    divisor = adapter.divisor(unet)
+    divisor = adapter.divisor(denoiser)
     for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
         height, width = latents.shape[2:]
         if height % divisor or width % divisor:
@@ -316,16 +316,16 @@ def check_init_from(config: TrainingConfig) -> None:
         return
     if resume.first_checkpoint(config):
         run = storage.read_json(storage.join(config.storage, "runs", config.init_from, "config.json"))
-        theirs = load_unet_config(run["parameters"]["unet_config"])
+        theirs = load_denoiser_config(run["parameters"]["unet_config"])
     elif storage.exists(storage.join(config.init_from, "config.json")):
         theirs = storage.read_json(storage.join(config.init_from, "config.json"))
     else:
         raise ValueError(
             f"init_from={config.init_from!r} is neither a run with a checkpoint under "
-            f"{storage.join(config.storage, 'runs')} nor a folder with a U-Net in diffusers layout: give one of these, "
-            "or None."
+            f"{storage.join(config.storage, 'runs')} nor a folder with a denoiser in diffusers layout: give one of "
+            "these, or None."
         )
-    ours = load_unet_config(config.unet_config)
+    ours = load_denoiser_config(config.unet_config)
     names = [name for name in ours if name != "sample_size"]
     if found := first_difference({**ours, **theirs}, ours, names):
         name, value, own = found
@@ -335,7 +335,7 @@ def check_init_from(config: TrainingConfig) -> None:
         )
 
 
-def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> list[dict]:
+def describe_data(data: DataSets) -> list[dict]:
     """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
     return [
         {
@@ -345,10 +345,10 @@ def describe_data(manifests: dict[str, Manifest], config: TrainingConfig) -> lis
             **({"shift_factor": manifest.shift_factor} if manifest.shift_factor else {}),
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,
-            "proportion": proportion,
+            "proportion": data.proportions[uri],
             "made_with": manifest.made_with,
         }
-        for manifest, proportion in zip(manifests.values(), config.proportions.values(), strict=True)
+        for uri, manifest in data.manifests.items()
     ]
 
 

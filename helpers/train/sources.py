@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import ray.train.torch
 from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..latents import schema
-from ..latents.manifest import read_manifests
+from ..latents.manifest import DataSets
 from ..latents.plan import Plan, load_plan, plan_run
 from ..latents.read import join_blocks, latents_dataset, worker_units
 from .resume import RESUME, choose_resume_point
@@ -42,6 +43,11 @@ class StepSource:
         self.config, self.stream, self.first_step = config, stream, first_step
         self.end_step = config.max_steps if end_step is None else end_step
 
+    @functools.cached_property
+    def data(self) -> DataSets:
+        """The data sets that the run trains on."""
+        return DataSets.open(self.config.proportions)
+
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
         """For `TorchTrainer(datasets=...)`."""
@@ -60,9 +66,9 @@ class StepSource:
                 f"The checkpoints of run_name={self.config.run_name!r} after step {self.first_step} are damaged: it "
                 f"resumes at step {step}, whose pictures are encoded on the way: run it again."
             )
-        plan = load_plan(self.config)
-        row_bytes = max(manifest.row_bytes for manifest in read_manifests(self.config.proportions).values())
-        return join_blocks(self.stream(plan, step - self.first_step, self.end_step - self.first_step), plan, row_bytes)
+        plan = load_plan(self.data, self.config)
+        rows = self.stream(plan, step - self.first_step, self.end_step - self.first_step)
+        return join_blocks(rows, plan, self.data.row_bytes)
 
     def start(self) -> None:
         """Called before the model is built: Ray Data's processes start meanwhile."""
@@ -79,8 +85,7 @@ class StepSource:
         thread makes the tensors of the next one. Raises RuntimeError if the dataset does not start at `step` or is out
         of order.
         """
-        config, manifests = self.config, read_manifests(self.config.proportions)
-        plan, manifest = plan_run(manifests, config), next(iter(manifests.values()))
+        config, manifest, plan = self.config, self.data.first, plan_run(self.data, self.config)
         shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
         blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
         steps = range(step - self.first_step, self.end_step - self.first_step)

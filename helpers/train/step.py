@@ -1,4 +1,4 @@
-"""One training step in plain PyTorch, on one process or many: the U-Net, its optimizer and EMA, and a batch of latents.
+"""One training step in plain PyTorch, on one process or many: the denoiser, its optimizer and EMA, a batch of latents.
 
 No Ray: Ray Train's workers, a plain loop and the tests all call this.
 """
@@ -22,7 +22,7 @@ from ..distributed import sum_over_ranks, world_size
 from ..latents import schema
 from ..latents.manifest import Manifest
 from ..model import diffusion
-from ..model.unet import autocast, build_model, computes_in_bf16, synchronise_gradients
+from ..model.sharding import autocast, build_model, synchronise_gradients
 
 MAX_NORM = 1.0  # gradients are clipped to it
 
@@ -33,8 +33,7 @@ class Unit:
 
     moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
     for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
-    row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
-    multiplied by these; None: it is not. mask_UL: True for tokens; None: text is padded with tokens.
+    row. latents_spec: the column that the moments are from. mask_UL: True for tokens; None: text is padded with tokens.
     """
 
     moments: torch.Tensor
@@ -43,39 +42,29 @@ class Unit:
     positions_U: np.ndarray
     ids: list
     latents_spec: schema.ColumnSpec
-    scales_U: torch.Tensor | None = None
     mask_UL: torch.Tensor | None = None
 
     @classmethod
-    def from_arrow(
-        cls, table: pa.Table, manifest: Manifest, latents: int | schema.ColumnSpec, first_position: int
-    ) -> Unit:
-        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
-
-        `latents`: the column; a resolution stands for its squares.
-        """
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        name = spec.name if spec.name in table.column_names else schema.LATENTS
-        moments, valid = spec.decode(table[name])
-        text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
+    def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
+        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked."""
+        name = latents.name if latents.name in table.column_names else schema.LATENTS
+        moments, valid = latents.decode(table[name])
+        text, _ = manifest.embeddings.decode(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
-        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
-        if scales is not None:
-            unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, latents)
         if manifest.embeddings.ragged:
             num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
             unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
         return unit
 
     @classmethod
-    def masked(cls, manifest: Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
+    def masked(cls, manifest: Manifest, latents: schema.ColumnSpec, num_rows: int) -> Unit:
         """Masked rows without ids: what a worker computes while others have more rows of the step."""
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        specs, none = [latents, manifest.embeddings], np.zeros(num_rows, dtype=bool)
         columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
         table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
-        return dataclasses.replace(cls.from_arrow(table, manifest, spec, 0), ids=[])
+        return dataclasses.replace(cls.from_arrow(table, manifest, latents, 0), ids=[])
 
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
@@ -88,16 +77,13 @@ class Unit:
                 self.positions_U[chosen],
                 self.ids[chosen],
                 self.latents_spec,
-                None if self.scales_U is None else self.scales_U[chosen],
                 None if self.mask_UL is None else self.mask_UL[chosen],
             )
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""
+        """`(moments, text, keep_U, mask_UL)` on a device."""
         values = self.moments, self.text, self.keep_U
         moments, text, keep = (value.to(device, non_blocking=True) for value in values)
-        if self.scales_U is not None:
-            text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
         mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
         return moments, text, keep, mask
 
@@ -136,8 +122,18 @@ def choose_kernels(config: TrainingConfig) -> None:
     torch.compiler.config.cache_key_tag = config.attention
 
 
+def training_schedule(
+    config: TrainingConfig, manifest: Manifest, device: torch.device | str = "cpu"
+) -> diffusion.Schedule:
+    """The noise schedule of a run on these latents."""
+    if config.prediction_type == "flow":
+        _, _, height, width = manifest.latents(config.largest_resolution).shape
+        return diffusion.FlowSchedule(config.timestep_shift, height * width)
+    return diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr, device)
+
+
 class TrainStep:
-    """The state of training on one worker: U-Net, optimizer, EMA; `step` trains on one global batch.
+    """The state of training on one worker: denoiser, optimizer, EMA; `step` trains on one global batch.
 
     Args:
         config: `TrainingConfig`.
@@ -160,12 +156,12 @@ class TrainStep:
         self.empty_L = manifest.empty_mask
         if self.empty_L is not None:
             self.empty_L = torch.from_numpy(self.empty_L).to(self.device)
-        self.schedule = diffusion.training_schedule(config, manifest, self.device)
+        self.schedule = training_schedule(config, manifest, self.device)
         self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
         if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
             weights_T = np.divide(1, self.density_T, out=np.zeros_like(self.density_T), where=self.density_T > 0)
             self.sampling_weights_T = torch.from_numpy(weights_T).float().to(self.device)
-        self.unet, self.model = build_model(
+        self.denoiser, self.model = build_model(
             config.unet_config,
             seed=config.seed,
             strategy=config.strategy,
@@ -175,9 +171,7 @@ class TrainStep:
             activation_checkpointing=config.activation_checkpointing,
             device=self.device,
         )
-        self.ema = diffusion.EMA(self.unet, config.ema_decay, config.ema_start)
-        # A U-Net that FSDP2 casts to bf16 casts its inputs too; autocast would compute its norms in fp32.
-        self.autocast_precision = "fp32" if computes_in_bf16(config.strategy, config.precision) else config.precision
+        self.ema = diffusion.EMA(self.denoiser, config.ema_decay, config.ema_start)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -190,7 +184,7 @@ class TrainStep:
     def row_losses(self, unit: Unit, step: int) -> torch.Tensor:
         """(U,) losses of a unit's rows at a step; 0 for masked rows."""
         moments, text, keep, mask = unit.to(self.device)
-        draws = diffusion.draw(
+        draws = diffusion.random_draws(
             self.config.seed,
             step,
             unit.positions_U,
@@ -204,7 +198,7 @@ class TrainStep:
         replaced = draws.dropped_B | ~keep
         text, mask = diffusion.drop_captions(text.float(), mask, self.empty_LD, self.empty_L, replaced)
         latents = torch.where(keep[:, None, None, None], latents, 0)
-        with autocast(self.autocast_precision, self.device):
+        with autocast(self.denoiser, self.config.precision):
             losses = diffusion.row_losses(
                 self.model, self.schedule, latents, text, draws, self.config.min_snr_gamma, mask_BL=mask
             )
@@ -242,7 +236,8 @@ class TrainStep:
                     (micro_loss * world_size()).backward()
             loss += micro_loss.detach()
         with self.profile_span("optimizer"):
-            learning_rate = config.learning_rate * diffusion.lr_multiplier(step, config)
+            factor = diffusion.lr_multiplier(step, config.warmup_steps, config.max_steps, config.lr_schedule)
+            learning_rate = config.learning_rate * factor
             loss, norm = self.update(loss, learning_rate)
             # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
             loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
@@ -284,16 +279,16 @@ class TrainStep:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
-        """The U-Net with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
+        """The denoiser with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
 
         They take the place of the trained weights meanwhile, in the same memory. Compiled blocks run as they were
         written: they would be compiled again for another number of rows. Each module is then in the mode that it was
         in, or the compiled blocks would no longer fit.
         """
-        modes = {module: module.training for module in self.unet.modules()}
+        modes = {module: module.training for module in self.denoiser.modules()}
         with self.ema.swapped(), torch.compiler.set_stance("force_eager"):
             try:
-                yield self.unet.eval()
+                yield self.denoiser.eval()
             finally:
                 for module, training in modes.items():
                     module.training = training

@@ -13,11 +13,12 @@ import tempfile
 import numpy as np
 
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes, looks, trials
 from helpers.runtime import session
-from helpers.sample.pipeline import build_pipeline, generate
+from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.sample.pipeline import generate
 from helpers.train import setup
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import lesson_recipe, shape_score
@@ -47,15 +48,14 @@ def main():
             recipe = {**lesson_recipe(), "latents_uri": raw.latents_uri, "storage": folder, "validate_every": 0}
             recipe["max_steps"] = max(1, round(recipe["max_steps"] * given.scale))
             config = TrainingConfig(**recipe)
-            buckets[name] = setup.describe_shapes(load_plan(config))
-            pipeline = build_pipeline(trials.train(config), read_manifest(raw.latents_uri), config)
+            buckets[name] = setup.describe_shapes(load_plan(DataSets.open(config.proportions), config))
+            pipeline = pipeline_of_run(trials.train(config), read_manifest(raw.latents_uri), config)
             pictures = generate(pipeline, prompts, resolution=64, batch_size=64)
             right = captioned_shapes.agreement(pictures, prompts)["all"]
             summary[name] = (
                 f"crops cut away {cut:.1%}; agreement over {len(prompts)} held-out prompts {right:.3f}, shape overlap "
                 f"{shape_score(pictures, prompts):.3f}"
             )
-            print(f"{name}: {summary[name]}", flush=True)
     record.write("aspect_buckets", summary, buckets=buckets)
 
 

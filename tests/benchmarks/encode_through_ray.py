@@ -58,7 +58,6 @@ def main():
 
         rates = record.in_turns(given.rounds, {"bare": lambda _: bare(config, given.rows // 2), "ray": job})
     ratio, said = record.compare(rates, "ray", "bare")
-    print(said)
     what = "encoding through Ray, decoding included, against the encoder in a bare loop"
     record.write("encode_through_ray", {what: said}, images_per_second=rates, ratio=ratio)
 

@@ -1,15 +1,12 @@
-"""What Ray Data's coordinator can do: units a second through empty stages, its memory while the trainers are slow.
+"""What Ray Data's coordinator can do: units a second through empty stages.
 
-    python -m tests.benchmarks.executor_ceiling [--trainers 32] [--encoders 16] [--seconds 60] [--listed-tasks 100]
+    python -m tests.benchmarks.executor_ceiling [--trainers 32] [--encoders 16] [--seconds 60]
 
-One process, the coordinator of `streaming_split`, schedules every task of a run and hands out every block. First the
-stages of an online run, which do nothing here, with blocks as in the first phase of the full run: a unit of 128 rows of
+One process, the coordinator of `streaming_split`, schedules every task of a run and hands out every block. Here
+the stages of an online run do nothing, with blocks as in the first phase of the full run: a unit of 128 rows of
 a global batch of 4,096. A few cores cannot be 32 trainers and their encoders, so what counts is the CPU time of the
 scheduling loop, one thread, for each unit: in a second it passes on at most as many units as that goes into. Phase 1
 needs 46. The coordinator's other threads mostly wait for trainers, a hundred times a second for each that lacks data.
-
-Then 100,000 small reading tasks whose rows a trainer takes slowly: how many chunk numbers wait to be read, and the
-coordinator's memory. So that the bound is reached within the minute, `read.LISTED_TASKS` is a twentieth of its value.
 """
 
 import json
@@ -24,7 +21,6 @@ import pyarrow as pa
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
-from helpers.latents import read
 from helpers.latents.read import build_dataset
 from helpers.runtime import session
 from helpers.runtime.throttle import ExecutionCallback
@@ -54,16 +50,13 @@ def watch(rows, file, most_bytes):
                 kept += sum(map(len, stats.metadata.values()))
                 stats = stats.parents[0]
             numbers = next(metrics for name, metrics in stages if name.startswith("StreamingRepartition"))
-            process = psutil.Process()
             line = {
                 "time": self.written,
                 "units": stages[1][1]["num_task_outputs_generated"],
                 "waiting": numbers["num_external_outqueue_blocks"],
-                "queued": sum(metrics["num_external_outqueue_blocks"] for _, metrics in stages),
                 "kept": kept,  # blocks that were made and of which it still knows
                 "loop": time.thread_time(),  # the scheduling loop calls this
-                "process": sum(process.cpu_times()[:2]),
-                "mib": process.memory_info().rss / 2**20,
+                "process": sum(psutil.Process().cpu_times()[:2]),
             }
             with open(file, "a") as lines:
                 lines.write(json.dumps(line) + "\n")
@@ -112,17 +105,17 @@ def small_tasks(num_tasks=100_000):
     return build_dataset(plan, 0, plan.steps_per_epoch, read_little)
 
 
-def consume(shard, ended, pause):
+def consume(shard, ended):
     for _ in shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-        if ended.wait(pause):
+        if ended.is_set():
             return
 
 
-def run(rows, file, trainers, seconds, pause=0.0, most_bytes=2**30):
+def run(rows, file, trainers, seconds):
     """What the coordinator wrote while `trainers` threads took the rows, without its first ten seconds of blocks."""
-    watch(rows, file, most_bytes)
+    watch(rows, file, most_bytes=2**30)
     ended, shards = threading.Event(), rows.streaming_split(trainers, equal=True)
-    threads = [threading.Thread(target=consume, args=(shard, ended, pause)) for shard in shards]
+    threads = [threading.Thread(target=consume, args=(shard, ended)) for shard in shards]
     for thread in threads:
         thread.start()
     while not (lines := [line for line in seen(file) if line["units"]]):
@@ -136,40 +129,19 @@ def run(rows, file, trainers, seconds, pause=0.0, most_bytes=2**30):
 
 
 def main():
-    given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0, listed_tasks=100)
+    given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0)
     session.connect(num_cpus=8)
     # Not `ray.shutdown`, which ends a process whose threads still hold references; coordinators write until the end.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        files = [pathlib.Path(folder, name) for name in ("ceiling", "slow")]
-        lines = run(online_rows(given.encoders), files[0], given.trainers, given.seconds)
-        read.LISTED_TASKS = given.listed_tasks
-        held = run(small_tasks(), files[1], 1, given.seconds, pause=0.05, most_bytes=2**26)
+        lines = run(online_rows(given.encoders), pathlib.Path(folder, "seen"), given.trainers, given.seconds)
     names = ("units", "loop", "process", "time")
     units, loop, process, wall = (lines[-1][name] - lines[0][name] for name in names)
     needed = IMAGES_PER_SECOND / BATCH * UNITS_PER_STEP
-    print(f"{1000 * loop / units:.1f} ms of the loop's CPU a unit, {1000 * process / units:.1f} of its process's")
-    print(f"{units / wall:.0f} units/s on these cores; at most {units / loop:.0f}; phase 1 needs {needed:.0f}")
-    half = held[len(held) // 2]
-    for name, line in {"at first": held[0], "half way": half, "at last": held[-1]}.items():
-        print(f"{name}: {line['waiting']:,} chunk numbers wait, of {line['queued']:,} blocks; {line['mib']:.0f} MiB")
-    record.write(
-        "executor_ceiling",
-        {
-            f"units/s through empty stages to {given.trainers} trainers, by the CPU time of the loop": (
-                f"at most {units / loop:.0f}, {units / loop / needed:.1f} times what phase 1 needs ({needed:.0f}); "
-                f"{units / wall:.0f} on these cores"
-            ),
-            "a coordinator with 100,000 small reading tasks and a slow trainer": (
-                f"at most {max(line['waiting'] for line in held):,} chunk numbers wait; {held[-1]['mib']:.0f} MiB, "
-                f"{held[-1]['mib'] - half['mib']:+.0f} in the second half"
-            ),
-        },
-        units=units,
-        loop_seconds=loop,
-        process_seconds=process,
-        seconds=wall,
-        slow_trainer=held,
-    )
+    what = f"units/s through empty stages to {given.trainers} trainers, by the CPU time of the loop"
+    said = f"at most {units / loop:.0f}, {units / loop / needed:.1f} times what phase 1 needs ({needed:.0f}); "
+    said += f"{units / wall:.0f} on these cores"
+    details = {"units": units, "loop_seconds": loop, "process_seconds": process, "seconds": wall}
+    record.write("executor_ceiling", {what: said}, **details)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ def main():
     for name, seconds in found.items():
         said = f"{statistics.median(seconds):.0f} s ({min(seconds):.0f} to {max(seconds):.0f})"
         summary[f"production cell of {name}, until it shows its first rows or step"] = said
-        print(f"{name}: {said}")
     record.write("first_results", summary, seconds=found)
 
 

@@ -1,23 +1,20 @@
-"""Everything about one GPU, in calls of at most nine minutes each; JSON and Markdown.
+"""Everything about one GPU, in calls of at most nine minutes each.
 
     python -m tests.benchmarks.gpu_all                                  # lists the calls
     python -m tests.benchmarks.gpu_all checks-eager --out FOLDER        # one of them, or several
-    python -m tests.benchmarks.gpu_all --merge FOLDER [FOLDER ...]      # their results, wherever they were written
 
 The cheap calls come first: those that compile nothing, then those that compile for minutes when no cache is there. Each
 part is a process of its own (`gpu_checks`, `gpu_step`, `gpu_encode`), which writes each result when it is there into
-FOLDER/PART; after --minutes it is ended, whatever it does. `--merge` makes `gpu_all.json` and `gpu_all.md`, in --out.
+FOLDER/PART; after --minutes it is ended, whatever it does. `table` shows what lies in tests/benchmarks/results: copy
+the folders of other machines there.
 """
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import subprocess
 import sys
-
-import pandas as pd
 
 from tests.benchmarks import record
 
@@ -62,70 +59,17 @@ def run(part, folder, seconds):
     return f"exit code {code}"
 
 
-def merge(folders, out):
-    """Write `gpu_all.json` and `gpu_all.md` of the parts' results in `folders`; of a part, the last folder's count."""
-    parts = {}
-    for name, part in PARTS.items():
-        for folder in folders:
-            file = folder / name / f"{part.module}.json"
-            if file.is_file():
-                parts[name] = json.loads(file.read_text())
-    if not parts:
-        raise SystemExit(f"{', '.join(map(str, folders))}: no results of {', '.join(PARTS)}.")
-    gpus = {str(found["hardware"]["gpu"]) for found in parts.values()}
-    if len(gpus) > 1:
-        raise SystemExit(f"These results are of several GPUs, which are not compared: {', '.join(sorted(gpus))}.")
-    summary = {what: value for found in parts.values() for what, value in found["summary"].items()}
-    # Hardware, versions and revision are those of the newest part.
-    found = max(parts.values(), key=lambda found: found["date"])
-    found = {**found, "command": "python -m tests.benchmarks.gpu_all", "summary": summary, "details": {"parts": parts}}
-    record.replace(out / "gpu_all.json", json.dumps(found, indent=2) + "\n")
-    text = f"# {found['hardware']['gpu'] or found['hardware']['cpu']}, torch {found['versions']['torch']}"
-    record.replace(out / "gpu_all.md", "\n".join([text, "", *tables(parts)]))
-    return (out / "gpu_all.md").read_text()
-
-
-def tables(parts):
-    """Markdown: a heading and a table for each part, the fastest setting first, and what was left."""
-    lines = []
-    for name, found in parts.items():
-        details = found["details"]
-        lines += [f"## {name}", "", f"`{found['command']}`", ""]
-        lines += [f"{what}: {value}" for what, value in found["summary"].items()]
-        rows = sorted(details["rows"], key=lambda row: -row.get("images/s", 0))
-        kinds = [row.pop("kinds", None) for row in rows]
-        lines += [*markdown(rows), *markdown(kinds[0] if rows and kinds[0] else [])]
-        lines += [f"failed: {failed}" for failed in details["failed"]]
-        if details["in_progress"]:
-            lines += [f"ended while measuring: {details['in_progress']}"]
-        if rates := details.get("ceilings"):
-            lines += ["ceilings: " + ", ".join(f"{kind} {rate / 1e12:.3g} T/s" for kind, rate in rates.items())]
-        lines += [""]
-    return lines
-
-
-def markdown(rows):
-    frame = pd.DataFrame(rows)
-    cells = [list(frame.columns), ["---"] * len(frame.columns), *frame.itertuples(index=False)] if rows else []
-    texts = [[f"{one:.4g}" if isinstance(one, float) else str(one).replace("|", "/") for one in row] for row in cells]
-    return ["", *(f"| {' | '.join(row)} |" for row in texts), ""]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", type=pathlib.Path, default=record.folder(), help="results; or BENCHMARK_RESULTS")
-    parser.add_argument("--merge", type=pathlib.Path, nargs="+", default=[])
     parser.add_argument("--minutes", type=float, default=8.5, help="for each part")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     for name in given.parts:
         print(f"== {name}: {run(PARTS[name], given.out / name, 60 * given.minutes)}", flush=True)
-    if given.parts or given.merge:
-        folders = [*given.merge, given.out] if given.parts else given.merge
-        print(merge(folders, given.out))
-    else:
+    if not given.parts:
         print("\n".join(f"python -m tests.benchmarks.gpu_all {name} --out {given.out}" for name in PARTS))
 
 

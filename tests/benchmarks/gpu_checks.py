@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
-from helpers.model.unet import build_model
+from helpers.model.sharding import build_model
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
@@ -50,7 +50,7 @@ def losses(given, device, **changes):
 def everything(train_step):
     """Copies of weights, moments and averages."""
     moments = [value for one in train_step.optimizer.state.values() for value in one.values()]
-    tensors = [*train_step.unet.parameters(), *moments, *train_step.ema.state_dict().values()]
+    tensors = [*train_step.denoiser.parameters(), *moments, *train_step.ema.state_dict().values()]
     return [(one.to_local() if isinstance(one, DTensor) else one).detach().clone() for one in tensors]
 
 
@@ -68,7 +68,7 @@ def layouts(given, device):
     def look(module, _, output):
         wrong.append(not output.is_contiguous(memory_format=torch.channels_last))
 
-    for module in train_step.unet.modules():
+    for module in train_step.denoiser.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(look)
     train_step.step(0, units)
@@ -127,14 +127,14 @@ def repeats(given, device):
 
 def graphs(given, device):
     on_gpu = device == "cuda"
-    unet, _ = build_model("tiny", **FAST, compile_unet=on_gpu, device=device)
-    model = DistributedDataParallel(unet, gradient_as_bucket_view=True)
+    denoiser, _ = build_model("tiny", **FAST, compile_unet=on_gpu, device=device)
+    model = DistributedDataParallel(denoiser, gradient_as_bucket_view=True)
     latents = torch.randn(2, 4, 16, 16, device=device)
-    text = torch.randn(2, 77, unet.config.cross_attention_dim, device=device)
+    text = torch.randn(2, 77, denoiser.config.cross_attention_dim, device=device)
     counters.clear()
     with torch.autocast(device, dtype=torch.bfloat16):
         model(latents, torch.zeros(2, dtype=torch.long, device=device), text).sample.square().mean().backward()
-    blocks, made = len(denoisers.blocks(unet)), counters["stats"]["unique_graphs"]
+    blocks, made = len(denoisers.blocks(denoiser)), counters["stats"]["unique_graphs"]
     return f"graphs of {blocks} compiled blocks under DDP", made, made == (blocks if on_gpu else 0)
 
 

@@ -4,7 +4,7 @@
 
 The recipes train without Ray on the same 6,000 drawn pictures, encoded once and kept in memory, with the same seeds.
 Each takes as many steps as fit the time of the lesson's, by the CPU time of its first steps, which is meaningful on a
-busy machine too. Then it draws the held-out prompts from its averaged weights (20 steps, guidance 2). Printed are
+busy machine too. Then it draws the held-out prompts from its averaged weights (20 steps, guidance 2). Measured are
 
 - agreement: the share of pictures that are right in every attribute of their prompt;
 - shape overlap: of the drawn shape with the best-fitting ideal one, of any size, beside the ceiling: the overlap of
@@ -15,7 +15,6 @@ busy machine too. Then it draws the held-out prompts from its averaged weights (
 prompts.
 """
 
-import ast
 import json
 import statistics
 import tempfile
@@ -34,9 +33,11 @@ from helpers.latents.manifest import Manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
 from helpers.sample import decoder
-from helpers.sample.pipeline import build_pipeline, generate
+from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.sample.pipeline import generate
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
+from tests.pipelines import TRAINING, defaults
 
 TIMED_STEPS = 20
 FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "timestep_sampling": "logit_normal", "sampler": "dpm++"}
@@ -47,10 +48,8 @@ NAMES += ["min_snr_gamma", "timestep_sampling", "ema_decay", "caption_dropout", 
 
 def lesson_recipe():
     """The parameters of Training.ipynb that decide what is learned."""
-    notebook = json.loads((record.ROOT / "Training.ipynb").read_text())
-    cell = next(cell for cell in notebook["cells"] if "parameters" in cell["metadata"].get("tags", []))
-    assigned = {node.targets[0].id: node.value for node in ast.parse("".join(cell["source"])).body}
-    return {name: ast.literal_eval(assigned[name]) for name in NAMES}
+    given = defaults(TRAINING)
+    return {name: given[name] for name in NAMES}
 
 
 def drawn_rows(num_rows):
@@ -68,10 +67,8 @@ def encode(config, raw):
     for start in range(0, len(raw), 1000):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
         found.append(latent_encoder(stages.transform(rows, config=config)))
-    job = {"validation_share": 0.0}
-    manifest = Manifest.of(
-        [], **prepare.describe_encoder(config), resolutions=list(config.resolutions), id_type="int64", job=job
-    )
+    made = {"resolutions": list(config.resolutions), "id_type": "int64", "job": {"validation_share": 0.0}}
+    manifest = Manifest.of([], **prepare.describe_encoder(config), **made)
     layout = schema.latents_schema(pa.int64(), manifest.columns)
     table = pa.concat_tables(found).select(layout.names).cast(layout)
     return table.filter(pc.is_valid(table[schema.EMBEDDINGS])).combine_chunks(), manifest
@@ -84,14 +81,14 @@ def split(table, share):
 
 
 class Training:
-    """A recipe in training without Ray: `advance` takes steps, `seconds` is the time that they took."""
+    """A recipe in training without Ray."""
 
     def __init__(self, recipe, seed, table, manifest):
         self.config = TrainingConfig(**recipe, seed=seed, validate_every=0)
         self.rows, self.held_out = split(table, self.config.validation_share)
         self.manifest, self.train_step = manifest, TrainStep(self.config, manifest)
         self.random, self.order = np.random.default_rng(seed), np.empty(0, dtype=np.int64)
-        self.done, self.seconds = 0, 0.0
+        self.done = 0
 
     def batch(self):
         size = self.config.global_batch_size
@@ -99,18 +96,17 @@ class Training:
             self.order = np.concatenate([self.order, self.random.permutation(len(self.rows))])
         places, self.order = self.order[:size], self.order[size:]
         side = self.config.largest_resolution
-        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, side, 0)
+        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, self.manifest.latents(side), 0)
 
     def advance(self, until):
-        started = time.perf_counter()
+        """Take steps until so many are done."""
         for step in range(self.done, until):
             self.train_step.step(step, [self.batch()])
-        self.seconds += time.perf_counter() - started
         self.done = until
 
     def draw(self, prompts):
-        with self.train_step.averaged() as unet:
-            pipeline = build_pipeline(unet, self.manifest, self.config)
+        with self.train_step.averaged() as denoiser:
+            pipeline = pipeline_of_run(denoiser, self.manifest, self.config)
             return generate(pipeline, prompts, resolution=64, batch_size=64)
 
 
@@ -155,7 +151,6 @@ def main():
         }
     prompts = captioned_shapes.held_out_prompts(given.prompts)
     real, vae = ceilings(given.prompts)
-    print(f"shape overlap of real pictures {real:.3f}, of the VAE's reconstructions {vae:.3f}", flush=True)
     torch.set_num_threads(given.threads)
     _, lesson_seconds = timed_steps(lesson, *padded)
     seconds = {}
@@ -170,7 +165,6 @@ def main():
             found[name].append((captioned_shapes.agreement(pictures, prompts)["all"], shape_score(pictures, prompts)))
             print(f"seed {seed} {name:18}", "agreement {:.3f}, shape {:.3f}".format(*found[name][-1]), flush=True)
     summary = summarise(recipes, seconds, found, f"{given.seeds} seeds, {given.prompts} held-out prompts", vae, real)
-    print(json.dumps(summary, indent=1))
     steps = {name: recipe["max_steps"] for name, (recipe, *_) in recipes.items()}
     record.write("picture_quality", summary, values=found, steps=steps, cpu_seconds_a_step=seconds)
 

@@ -21,7 +21,7 @@ import time
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import FILES, MANIFEST, Manifest, read_manifests
+from helpers.latents.manifest import FILES, MANIFEST, DataSets, Manifest
 from helpers.latents.plan import load_plan, plan_run
 from helpers.train import setup
 from tests.benchmarks import record
@@ -66,88 +66,72 @@ def write_manifest(folder, num_files, rows_per_file, num_buckets):
     pathlib.Path(folder, MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)))
 
 
+def peak_gib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def measure(num_files, rows_per_file, num_buckets):
     """{"seconds" by part, "memory_gib", ...} of this process, which must not have planned before."""
+    seconds, last = {}, 0.0
+
+    def clock(what=None):
+        nonlocal last
+        now = time.perf_counter()
+        if what:
+            seconds[what] = now - last
+        last = now
+
     with tempfile.TemporaryDirectory() as folder:
         write_manifest(folder, num_files, rows_per_file, num_buckets)
-        size = pathlib.Path(folder, FILES).stat().st_size
-        started = time.perf_counter()
         config = TrainingConfig(latents_uri=folder, resolution=256, global_batch_size=4096, units_per_step=32)
-        manifests = read_manifests(config.proportions)
-        seconds = {"read the manifest": time.perf_counter() - started}
-        setup.describe_data(manifests, config)
-        seconds["describe the data in config.json"] = time.perf_counter() - started - sum(seconds.values())
-        driver_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        plan = load_plan(config)
-        seconds["read files.json, plan"] = time.perf_counter() - started - sum(seconds.values())
+        clock()
+        data = DataSets.open(config.proportions)
+        clock("read the manifest")
+        setup.describe_data(data)
+        clock("describe the data in config.json")
+        driver_gib = peak_gib()
+        clock()
+        plan = load_plan(data, config)
+        clock("read files.json, plan")
         plan.chunk_rows(plan.chunks_per_epoch - 1)
-        seconds["order the epoch, cut its last chunk"] = time.perf_counter() - started - sum(seconds.values())
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        started = time.perf_counter()
-        head = plan_run(read_manifests(config.proportions), config)
-        worker_seconds = time.perf_counter() - started
+        clock("order the epoch, cut its last chunk")
+        memory_gib, plan_seconds = peak_gib(), sum(seconds.values())
+        head = plan_run(DataSets.open(config.proportions), config)
+        clock("plan on a training worker")
         assert head.steps_per_epoch == plan.steps_per_epoch
     buffers = []
     own = len(pickle.dumps((plan, plan.epoch_orders(0)), protocol=5, buffer_callback=buffers.append))
     shared = sum(buffer.raw().nbytes for buffer in buffers)
     return {
         "rows": plan.num_rows,
-        "row_groups": len(plan.sources[0].files.group_rows),
-        "manifest_mib": size / 2**20,
-        "steps": plan.steps_per_epoch,
-        "chunks": plan.chunks_per_epoch,
         "seconds": seconds,
-        "memory_gib": memory,
-        "driver_gib": driver_memory,
-        "worker_seconds": worker_seconds,
+        "plan_seconds": plan_seconds,
+        "memory_gib": memory_gib,
+        "driver_gib": driver_gib,
         "shared_mib": shared / 2**20,
         "own_mib": own / 2**20,
     }
 
 
-def report(found, num_buckets, num_files):
-    print(
-        f"{found['rows']:,} samples in {num_files:,} files, {found['row_groups']:,} row groups, {num_buckets} "
-        f"bucket(s); manifest of {found['manifest_mib']:.0f} MiB; {found['steps']:,} steps, {found['chunks']:,} chunks"
-    )
-    for what, took in found["seconds"].items():
-        print(f"{what:40}{took:8.1f} s")
-    print(f"{'all':40}{sum(found['seconds'].values()):8.1f} s")
-    print(f"peak memory of the process {found['memory_gib']:.2f} GiB; of the driver, which does not plan,", end=" ")
-    print(f"{found['driver_gib']:.2f}")
-    print(f"a training worker plans in {found['worker_seconds']:.2f} s")
-    print(
-        f"plan and order: {found['shared_mib']:,.0f} MiB a node, {found['own_mib']:.2f} MiB besides in each process "
-        "that reads"
-    )
-
-
 def main():
     given = record.options(__doc__, files=200_000, rows_per_file=10_000, buckets=12)
     found = {}
-    for count in sorted({1, given.buckets}):
+    for count in (1, given.buckets):
         with multiprocessing.get_context("fork").Pool(1) as pool:  # for its own peak of memory
             found[count] = pool.apply(measure, (given.files, given.rows_per_file, count))
-        report(found[count], count, given.files)
     one, several = found[1], found[given.buckets]
-    seconds = {count: sum(result["seconds"].values()) for count, result in found.items()}
-    ratios = seconds[given.buckets] / seconds[1], several["memory_gib"] / one["memory_gib"]
-    print(f"{given.buckets} buckets: {ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory")
+    slower, larger = (several[name] / one[name] for name in ("plan_seconds", "memory_gib"))
     record.write(
         "plan_two_billion",
         {
             f"planning {one['rows']:,} samples in {given.files:,} files": (
-                f"{seconds[1]:.1f} s, {one['memory_gib']:.1f} GiB (the driver {one['driver_gib']:.1f}); "
-                f"a training worker {one['worker_seconds']:.2f} s; "
+                f"{one['plan_seconds']:.1f} s, {one['memory_gib']:.1f} GiB (the driver {one['driver_gib']:.1f}); "
+                f"a training worker {one['seconds']['plan on a training worker']:.2f} s; "
                 f"{one['shared_mib']:,.0f} MiB a node, {one['own_mib']:.2f} MiB a reading process"
             ),
-            f"the same in {given.buckets} buckets": (
-                f"{ratios[0]:.2f} times the seconds, {ratios[1]:.2f} times the memory"
-            ),
+            f"the same in {given.buckets} buckets": f"{slower:.2f} times the seconds, {larger:.2f} times the memory",
         },
-        **one,
-        by_bucket=several,
-        ratios=ratios,
+        by_bucket=found,
     )
 
 

@@ -7,9 +7,8 @@ The same files are read by the epoch plan in units of 128 rows, by Ray's `read_p
 no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: a worker reads the plan's
 epoch twice, cold and with all processes warm. With `--peer-python`, the Python of an environment that has it,
 MosaicML's StreamingDataset reads as many rows, shuffled, in batches of 128, with 0 and 1 workers (`streaming_peer.py`
-says how to set it up). `--ours-only` leaves out `read_parquet`. Rates count from the first batch on, whose time, from a
-worker's first `next()`, stands apart. The readers take turns; medians are printed.
-All read from the page cache, where the files are after they were written.
+says how to set it up). Rates count from the first batch on, whose time, from a worker's first `next()`, stands apart.
+The readers take turns. All read from the page cache, where the files are after they were written.
 
 Goals: warm at least 3 times the peer and 0.4 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s.
 """
@@ -17,7 +16,6 @@ Goals: warm at least 3 times the peer and 0.4 of pyarrow's loop, first batch wit
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +30,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import DataSets
 from helpers.latents.plan import load_plan
 from helpers.latents.read import execution_options, latents_dataset
 from helpers.runtime import session
@@ -53,9 +51,10 @@ def planned(uri, num_rows):
         validation_share=0,
         max_steps=num_rows // UNIT_ROWS,
     )
-    data = latents_dataset(load_plan(config), 0, config.max_steps)
-    data.context.execution_options = execution_options(config)  # as Ray Train sets them
-    return data, read_manifest(uri)
+    data = DataSets.open(config.proportions)
+    rows = latents_dataset(load_plan(data, config), 0, config.max_steps)
+    rows.context.execution_options = execution_options(data.row_bytes, UNIT_ROWS)  # as Ray Train sets them
+    return rows, data.first
 
 
 class Worker:
@@ -64,7 +63,10 @@ class Worker:
     def measure(self, shard, manifest, times):
         """`timed` of each of several passes over the shard."""
         passes = (shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for _ in range(times))
-        return [timed(Unit.from_arrow(block, manifest, 256, 0).text for block in blocks) for blocks in passes]
+        return [
+            timed(Unit.from_arrow(block, manifest, manifest.latents(256), 0).text for block in blocks)
+            for blocks in passes
+        ]
 
 
 def by_plan(uri, num_rows, times=1):
@@ -124,13 +126,12 @@ def timed(tensors):
 
 
 def main():
-    given = record.options(__doc__, rows=8192, rounds=3, peer_python=None, ours_only=False)
+    given = record.options(__doc__, rows=8192, rounds=3, peer_python=None)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         uri = f"{folder}/latents"
         made_up.write_latents(uri, given.rows, made_up.SD2_256, FILE)
-        readers = {} if given.ours_only else {"read_parquet, no order": unordered}
-        readers["pyarrow, one thread"] = by_pyarrow
+        readers = {"read_parquet, no order": unordered, "pyarrow, one thread": by_pyarrow}
         for workers in (0, 1) if given.peer_python else ():
             options = (given.peer_python, f"{folder}/peer", given.rows, workers)
             readers[f"StreamingDataset, {workers} workers"] = lambda *_, options=options: by_peer(*options)
@@ -140,34 +141,18 @@ def main():
             os.environ["PRETRAIN_LOCAL_RAY"] = "1"  # as in the process that makes a run's dataset
             passes = by_plan(uri, given.rows, times=2)
             results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))
-            results |= {name: reader(uri, given.rows) for name, reader in readers.items()}
-            for name, (rate, first) in results.items():
-                found.setdefault(name, []).append((rate, first))
-                print(f"  {name}: {rate:,.0f} samples/s, first after {first:.2f} s", flush=True)
-    print(f"{'':28}{'samples/s':>12}{'first batch, s':>16}")
-    medians, firsts = {}, {}
-    for name, results in found.items():
-        medians[name], firsts[name] = (statistics.median(values) for values in zip(*results, strict=True))
-        print(f"{name:28}{medians[name]:12,.0f}{firsts[name]:16.2f}")
-    peers = [rate for name, results in found.items() if name.startswith("Streaming") for rate, _ in results]
-    others = {name: rate for name, rate in medians.items() if "order, " not in name}
-    others |= {"StreamingDataset, all runs": statistics.median(peers)} if peers else {}
-    ratios = {}
-    for name, rate in others.items():
-        cold, warm = (medians[f"in the plan's order, {state}"] / rate for state in ("cold", "warm"))
-        ratios[name] = {"cold": cold, "warm": warm}
-        print(f"in the plan's order against {name}: {cold:.2f} cold, {warm:.2f} warm")
+            for name, one in (results | {name: reader(uri, given.rows) for name, reader in readers.items()}).items():
+                found.setdefault(name, []).append(one)
+    rates = record.medians(found)
     record.write(
         "read_speed",
         {
-            "reading SD2's latents: " + "; ".join(medians): ", ".join(
-                f"{medians[name]:,.0f} ({firsts[name]:.1f} s)" for name in medians
+            "reading SD2's latents: " + "; ".join(rates): ", ".join(
+                f"{rate:,.0f} ({first:.1f} s)" for rate, first in rates.values()
             )
             + " samples/s (first batch after)"
         },
-        samples_per_second=medians,
-        first_batch_seconds=firsts,
-        ratios=ratios,
+        samples_per_second_and_first_batch_seconds=found,
     )
 
 

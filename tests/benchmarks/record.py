@@ -52,6 +52,11 @@ def compare(rates, name, reference):
     return one / other, f"{one:.0f} of {other:.0f} images/s: {one / other:.3f}"
 
 
+def medians(found):
+    """{name: the median of each column} of {name: [(value, ...), ...]}."""
+    return {name: tuple(map(statistics.median, zip(*rows, strict=True))) for name, rows in found.items()}
+
+
 def folder():
     """Where results are written: `tests/benchmarks/results`, or what BENCHMARK_RESULTS says."""
     return pathlib.Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "tests" / "benchmarks" / "results"))
@@ -83,6 +88,13 @@ def revision():
 
 
 def write(name, summary, **details):
+    """Print what was measured, and write `NAME.json`; see `save`."""
+    for what, measured in summary.items():
+        print(f"{what}: {measured}", flush=True)
+    save(name, summary, **details)
+
+
+def save(name, summary, **details):
     """Write `NAME.json`.
 
     `summary`: {what was measured: the measurement as a text}, the lines of the table in README.md; `details`:
@@ -147,4 +159,4 @@ class Rows:
 
     def write(self, in_progress):
         summary = self.summarise(self.rows) if self.rows else {}
-        write(self.name, summary, rows=self.rows, failed=self.failed, in_progress=in_progress, **self.details)
+        save(self.name, summary, rows=self.rows, failed=self.failed, in_progress=in_progress, **self.details)

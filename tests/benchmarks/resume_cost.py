@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from helpers.config.notebook import TrainingConfig
+from helpers.latents.manifest import DataSets
 from helpers.latents.plan import load_plan
 from helpers.latents.read import UNIT, latents_dataset
 from helpers.runtime import session
@@ -26,7 +27,7 @@ def first_batch(config, step):
     # All CPUs at once can only be had when the last measurement's tasks are gone.
     ray.get(ray.remote(num_cpus=ray.cluster_resources()["CPU"])(lambda: None).remote())
     started = time.perf_counter()
-    plan = load_plan(config)
+    plan = load_plan(DataSets.open(config.proportions), config)
     data = latents_dataset(plan, step, plan.steps_per_epoch)
     wanted = step * plan.units_per_step
     # Closed, or the rest of the epoch would be read beside the next measurement.
@@ -49,19 +50,9 @@ def main():
             for step in starts:
                 first_batch(config, steps - 1)  # each finds Ray's processes started: a cancelled task ends its own
                 found[step].append(first_batch(config, step))
-    for step, seconds in found.items():
-        print(f"start at step {step:7,} of {steps:,}: {statistics.median(seconds):.2f} s to the first batch")
-    medians = {step: statistics.median(seconds) for step, seconds in found.items()}
-    record.write(
-        "resume_cost",
-        {
-            f"from a plan of {given.rows:,} samples to the first batch, from the first step to the last": ", ".join(
-                f"{seconds:.2f}" for seconds in medians.values()
-            )
-            + " s"
-        },
-        seconds=medians,
-    )
+    what = f"from a plan of {given.rows:,} samples to the first batch, from the first step to the last"
+    said = ", ".join(f"{statistics.median(seconds):.2f}" for seconds in found.values())
+    record.write("resume_cost", {what: f"{said} s"}, seconds=found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 
 from helpers.lesson import estimates
 from helpers.model import denoisers
-from helpers.model.unet import load_unet_config
 from tests.benchmarks import record
 
 # What moves bytes of its own although it computes next to nothing.
@@ -99,14 +98,16 @@ def products(query, key, number):
 def step_work(name, resolution, batch, num_tokens=77):
     """The work of a training step on one GPU: forward, backward and AdamW; a frame with kind, flops, bytes."""
     with torch.device("meta"):
-        unet = cast(denoisers.build(load_unet_config(name)), torch.bfloat16)
-        side, channels = resolution // 8, unet.config.in_channels
+        denoiser = cast(denoisers.build_denoiser(name), torch.bfloat16)
+        side, channels = resolution // 8, denoiser.config.in_channels
         latents = torch.empty(batch, channels, side, side, dtype=torch.bfloat16)
-        text = torch.empty(batch, num_tokens, unet.config[denoisers.adapter_of(unet).text_width], dtype=torch.bfloat16)
+        text = torch.empty(
+            batch, num_tokens, denoiser.config[denoisers.adapter_of(denoiser).text_width], dtype=torch.bfloat16
+        )
         with counted() as rows:
-            denoisers.denoise(unet, latents, torch.zeros(batch, dtype=torch.long), text).sum().backward()
+            denoisers.denoise(denoiser, latents, torch.zeros(batch, dtype=torch.long), text).sum().backward()
     # AdamW reads four fp32 numbers a parameter and writes three and the bf16 weight; clipping reads the gradient.
-    rows.append(("optimizer", 0, (16 + 12 + 2 + 4) * sum(p.numel() for p in unet.parameters())))
+    rows.append(("optimizer", 0, (16 + 12 + 2 + 4) * sum(p.numel() for p in denoiser.parameters())))
     return pd.DataFrame(rows, columns=["kind", "flops", "bytes"])
 
 

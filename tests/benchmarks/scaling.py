@@ -1,4 +1,4 @@
-"""Images a second on 1, 2, 4, ... workers, the share of a step that is communication, and a prediction beyond.
+"""Images a second on 1, 2, 4, ... workers, and the share of a step that is communication.
 
     python -m tests.benchmarks.scaling [--workers 1 2 4] [--strategy ddp fsdp] [--rounds 3]  # tiny U-Net, CPU
     python -m tests.benchmarks.scaling --unet sd2-base --resolution 256 --workers 8 16 32 --gpus --batch 128 \\
@@ -9,24 +9,21 @@ over that of the fewest workers; numbers of workers take turns, medians are prin
 threads however many there are: the cores over the most workers, at least one; workers beyond the cores share them and
 cannot scale. Bus bandwidth is that of an all-reduce, 2 (n - 1) / n of its bytes a second, as nccl-tests counts it: it
 tells whether EFA is on. --gpus: one a worker, of the kind --accelerator-type. --storage: a folder that every node
-reaches. The prediction holds for sd2-base (865.9 M parameters) at --step-seconds (128 images at the documents' 185
-images/s) and --bandwidth, GB/s of a node's network (by default with EFA, and without).
+reaches.
 """
 
 import itertools
-import statistics
 import tempfile
 
-import pandas as pd
 import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
 from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
-from helpers.lesson import ablations, estimates, network, published_results
+from helpers.lesson import ablations, network
 from helpers.runtime import session
-from helpers.train import profiling, setup
+from helpers.train import setup
 from tests.benchmarks import record
 
 
@@ -40,7 +37,6 @@ def measure_per_worker(values):
         size = 2**30 if get_device().type == "cuda" else 2**22
         bandwidth = network.measure_bandwidth(get_device(), [size])[0]["bus bandwidth, GB/s"]
     if context.get_world_rank() == 0:
-        found["hardware"] = profiling.hardware(get_device())
         found["bus bandwidth, GB/s"] = bandwidth
         storage.write_json(storage.join(config.run_uri, "speed.json"), found)
 
@@ -75,69 +71,40 @@ def main():
         accelerator_type=None,
         address="local",
         storage=None,
-        step_seconds=0.69,
-        bandwidth=[published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")],
     )
     session.connect(given.address, max(given.workers) + 1)
-    tables = {}
+    found, summary = {strategy: {count: [] for count in given.workers} for strategy in given.strategy}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for strategy in given.strategy:
-            found = {count: [] for count in given.workers}
-            for number, count in itertools.product(range(given.rounds), given.workers):
-                config = TrainingConfig(
-                    storage=given.storage or folder,
-                    run_name=f"scaling-{strategy}-{count}-{number}",
-                    unet_config=given.unet,
-                    resolution=given.resolution,
-                    num_training_workers=count,
-                    use_gpu=given.gpus,
-                    strategy=strategy,
-                    global_batch_size=given.batch * count,
-                    units_per_step=count,
-                    precision=given.precision,
-                    compile_unet=given.compile,
-                    training_accelerator_type=given.accelerator_type,
-                )
-                found[count].append(measure(config, steps=given.steps, most_workers=max(given.workers)))
-            rows = []
-            for count, runs in found.items():
-                rate, talk, bandwidth = (
-                    statistics.median(run[what] for run in runs)
-                    for what in ("images/s", "communication", "bus bandwidth, GB/s")
-                )
-                rows.append(
-                    {
-                        "workers": count,
-                        "images/s": rate,
-                        "a worker": rate / count,
-                        "efficiency": rate / count / (rows[0]["a worker"] if rows else rate / count),
-                        "communication": talk,
-                        "bus bandwidth, GB/s": bandwidth,
-                    }
-                )
-            what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker"
-            print(f"{what} ({runs[0]['hardware']})")
-            print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
-            tables[strategy] = {"what": what, "on": runs[0]["hardware"], "rows": rows}
-    for bandwidth in given.bandwidth:
-        for strategy in ("ddp", "fsdp"):
-            print(
-                f"\npredicted: 865.9 M parameters, {strategy}, {given.step_seconds} s a step, {bandwidth} GB/s a node"
+        for number, strategy, count in itertools.product(range(given.rounds), given.strategy, given.workers):
+            config = TrainingConfig(
+                storage=given.storage or folder,
+                run_name=f"scaling-{strategy}-{count}-{number}",
+                unet_config=given.unet,
+                resolution=given.resolution,
+                num_training_workers=count,
+                use_gpu=given.gpus,
+                strategy=strategy,
+                global_batch_size=given.batch * count,
+                units_per_step=count,
+                precision=given.precision,
+                compile_unet=given.compile,
+                training_accelerator_type=given.accelerator_type,
             )
-            table = estimates.predict_scaling(865_910_724, given.step_seconds, bandwidth, strategy=strategy)
-            print(table.round(3).to_string(index=False))
-    record.write(
-        "scaling",
-        {
-            f"{table['what']}, on {', '.join(map(str, given.workers))} workers": ", ".join(
-                f"{row['images/s']:.0f}" for row in table["rows"]
-            )
-            + " images/s; efficiency "
-            + ", ".join(f"{row['efficiency']:.2f}" for row in table["rows"])
-            for table in tables.values()
-        },
-        strategies=tables,
-    )
+            run = measure(config, steps=given.steps, most_workers=max(given.workers))
+            found[strategy][count].append((run["images/s"], run["communication"], run["bus bandwidth, GB/s"]))
+    for strategy, runs in found.items():
+        rates, communication, bandwidths = zip(*record.medians(runs).values(), strict=True)
+        each = [rate / count for rate, count in zip(rates, given.workers, strict=True)]
+        what = f"{given.unet} at {given.resolution}, {strategy}, {given.precision}, batch {given.batch} a worker, "
+        summary[f"{what}on {', '.join(map(str, given.workers))} workers"] = (
+            f"{texts(rates, '.0f')} images/s; efficiency {texts([rate / each[0] for rate in each], '.2f')}; "
+            f"communication {texts(communication, '.0%')} of a step; bus bandwidth {texts(bandwidths, '.1f')} GB/s"
+        )
+    record.write("scaling", summary, runs=found)
+
+
+def texts(values, form):
+    return ", ".join(format(value, form) for value in values)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def score_checkpoints(run, at, prompts, clip):
         run.advance(step)
         pictures = run.draw(prompts)
         embedded = clip.images(pictures)
-        with run.train_step.averaged() as unet:
-            loss = validation_loss(unet, run.manifest, run.held_out, run.config)[0]
+        with run.train_step.averaged() as denoiser:
+            loss = validation_loss(denoiser, run.manifest, run.held_out, run.config)[0]
         found.append(
             {
                 "step": step,
@@ -72,15 +72,12 @@ def main():
     for seed in range(given.seeds):
         run = Training({**lesson_recipe(), "max_steps": max(given.at)}, seed, table, manifest)
         found.append(score_checkpoints(run, given.at, prompts, clip))
-        print(f"seed {seed}:", correlations(found[-1]), flush=True)
     by_seed = [correlations(one) for one in found]
     summary = {}
     for name in SCORES:
         values = [one[name] for one in by_seed]
         what = f"rank correlation of {name} with agreement, {len(given.at)} checkpoints, {given.seeds} seeds"
         summary[what] = f"{statistics.mean(values):.2f} (lowest {min(values):.2f})"
-    for what, said in summary.items():
-        print(f"{what}: {said}")
     record.write("scores_and_agreement", summary, correlations=by_seed, scores=found)
 
 

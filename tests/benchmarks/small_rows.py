@@ -47,7 +47,6 @@ def main():
             measures[name] = functools.partial(rate, storage=folder, name=name, steps=given.steps)
         rates = record.in_turns(given.rounds, measures)
     ratio, said = record.compare(rates, "small", "large")
-    print(said)
     what = "training where 62 % of the rows are smaller"
     record.write("small_rows", {what: said}, images_per_second=rates, ratio=ratio)
 

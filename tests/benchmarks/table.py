@@ -19,7 +19,7 @@ def machine(hardware):
 
 def lines():
     """The table, a line for each thing that was measured, and below it a line for each machine."""
-    found = [json.loads(path.read_text()) for path in sorted(record.folder().glob("*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(record.folder().rglob("*.json"))]
     machines = list(dict.fromkeys(machine(result["hardware"]) for result in found))
     table = ["| what | measured | command | on, at revision |", "|---|---|---|---|"]
     for result in found:

@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def first_batch(config, manifest):
     table = read.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
-    return Unit.from_arrow(table, manifest, config.resolution, 0)
+    return Unit.from_arrow(table, manifest, manifest.latents(config.resolution), 0)
 
 
 def bare(config, manifest):
@@ -85,7 +85,7 @@ def main():
             return TrainingConfig(**run, validate_every=0, validation_share=0)
 
         def without_ray(_):
-            return bare(config("bare"), setup.open_run(config("bare")))
+            return bare(config("bare"), setup.open_run(config("bare")).first)
 
         measures = {
             "bare": without_ray,
@@ -97,7 +97,6 @@ def main():
     summary, ratios = {}, {}
     for name, what in names.items():
         ratios[name], summary[what] = record.compare(rates, name, "bare")
-        print(f"{what}: {summary[what]}")
     record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios)
 
 

@@ -23,7 +23,7 @@ RECIPE = {"learning_rate": 1e-3, "lr_schedule": "constant", "warmup_steps": 20}
 def train(seed, data, steps, resolution, weights=None):
     run = Training({**lesson_recipe(), **RECIPE, "max_steps": steps, "resolution": resolution}, seed, *data)
     if weights is not None:
-        run.train_step.unet.load_state_dict(weights)
+        run.train_step.denoiser.load_state_dict(weights)
     run.advance(steps)
     return run
 
@@ -31,12 +31,12 @@ def train(seed, data, steps, resolution, weights=None):
 def held_out_losses(run):
     """{"averaged weights": loss, "last weights": loss}"""
 
-    def loss(unet):
-        return validation_loss(unet, run.manifest, run.held_out, run.config)[0]
+    def loss(denoiser):
+        return validation_loss(denoiser, run.manifest, run.held_out, run.config)[0]
 
-    with run.train_step.averaged() as unet:
-        averaged = loss(unet)
-    return {"averaged weights": averaged, "last weights": loss(run.train_step.unet)}
+    with run.train_step.averaged() as denoiser:
+        averaged = loss(denoiser)
+    return {"averaged weights": averaged, "last weights": loss(run.train_step.denoiser)}
 
 
 def main():
@@ -48,8 +48,8 @@ def main():
     alone = round(given.large + given.small * small / large)
     for seed in range(given.seeds):
         first = train(seed, data, given.small, 32)
-        with first.train_step.averaged() as unet:
-            second = train(seed, data, given.large, 64, unet.state_dict())
+        with first.train_step.averaged() as denoiser:
+            second = train(seed, data, given.large, 64, denoiser.state_dict())
         runs = {"64 alone": train(seed, data, alone, 64), "32, then 64": second}
         for name, run in runs.items():
             losses = held_out_losses(run)
@@ -64,7 +64,6 @@ def main():
             f"held-out loss {row.value:.4f} against {row.baseline:.4f}; "
             f"difference {row.difference:.4f}, 95 % interval {row.low:.4f} to {row.high:.4f}, {row.seeds} seeds"
         )
-        print(f"{what}: {summary[what]}")
     record.write("two_phases", summary, losses=results.to_dict("records"))
 
 

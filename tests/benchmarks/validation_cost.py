@@ -59,15 +59,15 @@ def main():
         pq.write_table(rows[: held_out.NUM_ROWS], uri)
         trainer, batch = TrainStep(config, manifest), rows[: config.global_batch_size].combine_chunks()
         started = time.perf_counter()
-        trainer.step(0, [Unit.from_arrow(batch, manifest, 32, 0)])
+        trainer.step(0, [Unit.from_arrow(batch, manifest, manifest.latents(32), 0)])
         between = config.validate_every * (time.perf_counter() - started)
         count_calls(counted)
         on_workers = at_checkpoints.OnWorkers(rows["caption"].to_pylist()[: at_checkpoints.NUM_PROMPTS])
         for number in range(1, given.evaluations + 1):
             counted.clear()
             started = time.perf_counter()
-            with trainer.averaged() as unet:
-                on_workers(unet, config, number * config.validate_every)
+            with trainer.averaged() as denoiser:
+                on_workers(denoiser, config, number * config.validate_every)
             pause = time.perf_counter() - started
             found.append({"pause": pause, "share": pause / between, **{name: counted[name] for name in NAMES}})
             print(found[-1], flush=True)

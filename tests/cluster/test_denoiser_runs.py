@@ -9,7 +9,7 @@ import pytest
 
 from helpers.config.notebook import OnlineConfig
 from helpers.encode import prepare_online
-from helpers.sample import pipeline
+from helpers.sample.from_checkpoint import export_checkpoint
 from helpers.train.resume import last_checkpoint
 from tests.faults import attempts_of, die, loop_with, slow
 from tests.pipelines import assert_bare, encode, fit, fit_parts, online_stream, short_run
@@ -40,7 +40,7 @@ def test_a_killed_run_of_pixart_over_stored_latents_is_a_bare_loop(encoded, reci
     fit(config, loop=loop_with((die, 11, 0, tmp_path / "killed")))
     assert attempts_of(config) == [1, 9]
     assert_bare(config)
-    uri = pipeline.export_checkpoint(config, last_checkpoint(config))
+    uri = export_checkpoint(config, last_checkpoint(config))
     assert "max_sequence_length=24" in pathlib.Path(uri, "README.md").read_text()
 
 

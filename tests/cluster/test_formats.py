@@ -18,9 +18,9 @@ from helpers.encode import online, prepare, prepare_online, stages
 from helpers.latents import schema
 from helpers.latents.held_out import FOLDER
 from helpers.latents.manifest import read_manifest
-from helpers.latents.plan import load_plan
 from helpers.lesson import captioned_shapes
 from helpers.raw import filters, images, inputs, readers
+from tests.conftest import plan_for
 
 ROWS = 150
 COLUMNS = {
@@ -176,7 +176,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     )
     manifest, _ = prepare_online.prepare_run(config, training)
     assert manifest.read == 130
-    plan = load_plan(training)
+    plan = plan_for(training)
     found = {}
     for index in range(plan.chunks_per_epoch):
         ((source, ranges),) = plan.chunk_rows(index)[0]

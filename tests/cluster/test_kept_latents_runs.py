@@ -9,11 +9,11 @@ from ray import cloudpickle
 from helpers import storage
 from helpers.config.notebook import OnlineConfig
 from helpers.encode import encoder
-from helpers.latents.manifest import read_manifest, read_manifests
-from helpers.latents.plan import load_plan
+from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.train import metrics, step
 from helpers.train.kept import FOLDER
+from tests.conftest import plan_for
 from tests.faults import assert_same_run, attempts_of, die, loop_with, run_driver, slow, steps_done
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
 
@@ -55,9 +55,9 @@ def counting(counted):
 
 def bare(raw, config):
     """[(loss, samples_crc32)] of a run, without Ray: an epoch encoded, then steps of stored latents."""
-    (manifest,) = read_manifests(config.proportions).values()
-    plan, (uri, kept_manifest) = load_plan(config), kept(config)
-    kept_plan = load_plan(short_run(raw.storage, "any", latents_uri=uri))
+    manifest = DataSets.open(config.proportions).first
+    plan, (uri, kept_manifest) = plan_for(config), kept(config)
+    kept_plan = plan_for(short_run(raw.storage, "any", latents_uri=uri))
     alone, epoch = step.TrainStep(config, manifest), plan.steps_per_epoch
     first = train_alone(alone, manifest, plan, read_alone(plan, epoch, raw, config.seed), range(epoch))
     others = read_alone(kept_plan, STEPS - epoch)
@@ -78,7 +78,7 @@ def test_a_run_that_keeps_latents_encodes_each_row_once(raw, straight):
     """Its losses are those of a bare loop. What it promises when it is killed: `tests/unit/train/test_kept.py`."""
     config, found, encoded = straight
     _, manifest = kept(config)
-    plan = load_plan(config)
+    plan = plan_for(config)
     epoch = plan.steps_per_epoch
     assert attempts_of(config) == [1, epoch + 1]
     # After the first epoch, and after the others: between them what was left over, and in them nothing.

@@ -25,13 +25,13 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import online, prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import read_segments
-from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import faults, metrics, monitor, results, resume, sources
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
+from tests.conftest import plan_for
 from tests.faults import (
     ROOT,
     MetadataService,
@@ -326,7 +326,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
 
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
-    plan = load_plan(config)
+    plan = plan_for(config)
     options = {"first_chunk": 0, "first_step": 0, "end_step": config.max_steps}
     read = functools.partial(online.read_raw, config=raw)
     samples = [[] for _ in range(config.max_steps)]

@@ -19,8 +19,7 @@ from helpers.config.notebook import OnlineConfig
 from helpers.encode import encoder, online, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read, schema
-from helpers.latents.manifest import read_manifests
-from helpers.latents.plan import load_plan
+from helpers.latents.manifest import DataSets
 from helpers.latents.read import build_dataset, execution_options, join_blocks, worker_units
 from helpers.lesson import baseline, captioned_shapes, looks
 from helpers.raw import index
@@ -28,6 +27,7 @@ from helpers.train import faults, metrics, monitor, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests.benchmarks import executor_ceiling
+from tests.conftest import plan_for
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
 from tests.pipelines import assert_bare, fit, online_stream, short_run
 from tests.unit.latents.test_plan import plan_of
@@ -114,14 +114,14 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
 
 
 def schema_of(config):
-    return read_manifests(config.proportions)[config.latents_uri]
+    return DataSets.open(config.proportions).first
 
 
 def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
     """A plain DataLoader, and encoders on the trainer's device, without Ray."""
     config, found = straight
     manifest = schema_of(config)
-    plan = load_plan(config)
+    plan = plan_for(config)
     encode, alone = baseline.DeviceEncoder(raw), TrainStep(config, manifest)
     losses, samples = [], []
     for step, item in enumerate(baseline.build_loader(plan, config, raw, first_step=0)):
@@ -199,10 +199,10 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     monkeypatch.setattr(read, "BACKPRESSURE_BYTES", 2**20)
     config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
     manifest, _ = prepare_online.prepare_run(raw, config)
-    plan = load_plan(config)
+    plan = plan_for(config)
     stream = online_stream(raw, latent_encoder=counting(counted))
     rows = stream(plan, 0, config.max_steps)
-    rows.context.execution_options = execution_options(config)
+    rows.context.execution_options = execution_options(manifest.row_bytes, config.global_batch_size)
     (feed,) = rows.streaming_split(1, equal=False)
     blocks = iter(feed.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4))
 
@@ -281,7 +281,7 @@ def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     manifest, _ = prepare_online.prepare_run(limited, config)
     rejected = sum(manifest.rejected.values())
     assert manifest.read == 150 == manifest.written + manifest.filtered + rejected
-    plan = load_plan(config)
+    plan = plan_for(config)
     rows = pa.concat_tables(online.read_raw(ranges, source, config=limited) for source, ranges in plan.chunk_rows(0)[0])
     table = pa.concat_tables(pq.read_table(path) for path in storage.list_files(raw.raw_uri))[:150]
     wanted = {row["hash"] for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
@@ -301,7 +301,7 @@ def test_a_large_row_group_is_read_once_an_epoch(cluster, tmp_path, monkeypatch)
     config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)
     manifest, _ = prepare_online.prepare_run(whole, config)
     limited = dataclasses.replace(whole, read_ahead_bytes=int(2.5 * manifest.job["raw_group_bytes"]))
-    plan = load_plan(config)
+    plan = plan_for(config)
     kept, keep = [], index.keep_row_groups
     monkeypatch.setattr(index, "keep_row_groups", lambda most: kept.append((most, keep(most))) or kept[-1][1])
     rows = online.raw_rows(plan, 0, plan.steps_per_epoch, config=limited).select_columns(["id", "unit"]).to_pandas()

@@ -75,7 +75,8 @@ def trainer_requests(profile):
         config=config,
         TorchTrainer=trainer,
         ScalingConfig=ScalingConfig,
-        execution_options=lambda config: None,  # which read the latents
+        execution_options=lambda *_: None,
+        StepSource=lambda config: types.SimpleNamespace(data=types.SimpleNamespace(row_bytes=1), datasets=None),
         at_checkpoints=stand_in(at_checkpoints, validation_config=lambda *_: None),
         **{"test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},

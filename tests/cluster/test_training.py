@@ -18,15 +18,15 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents import read
-from helpers.latents.plan import load_plan
 from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
-from helpers.sample import pipeline
+from helpers.sample import from_checkpoint, pipeline
 from helpers.train import checkpoint, results, resume, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics, speed_summary
+from tests.conftest import plan_for
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
 
@@ -106,9 +106,9 @@ def validating_loop(folder):
     """The worker loop where there is no GPU to spare; a rank that validates leaves a file."""
 
     class Noted(at_checkpoints.OnWorkers):
-        def __call__(self, unet, config, step):
+        def __call__(self, denoiser, config, step):
             (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
-            return super().__call__(unet, config, step)
+            return super().__call__(denoiser, config, step)
 
     def loop(config, **options):
         resume.has_spare_gpu = lambda *_: False
@@ -160,7 +160,7 @@ def test_two_workers_reproduce_a_bare_loop(run):
 def test_a_run_of_more_tasks_than_are_listed_reads_the_same(run, monkeypatch):
     """Their numbers are then made one after another, while the first ones read."""
     config, _ = run
-    plan = load_plan(config)
+    plan = plan_for(config)
 
     def ids():
         rows = latents_dataset(plan, 3, 3 * plan.steps_per_epoch)
@@ -189,7 +189,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 
     def load(alone):
         with result.checkpoint.as_directory() as folder:
-            checkpoint.load_weights(folder, alone.unet, "model")
+            checkpoint.load_weights(folder, alone.denoiser, "model")
 
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
     middle, last = results.read(config.run_uri)
@@ -200,7 +200,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = pipeline.export_checkpoint(config, resume.last_checkpoint(config), which)
+        uri = from_checkpoint.export_checkpoint(config, resume.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -212,7 +212,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
 
     From a U-Net in diffusers' layout, given by a relative path.
     """
-    build_unet("tiny", seed=5).save_pretrained(tmp_path / "unet")
+    build_denoiser("tiny", seed=5).save_pretrained(tmp_path / "unet")
     monkeypatch.chdir(tmp_path)
     raw = PreprocessingConfig(storage=data, latents_uri=str(tmp_path / "latents"), aspect_ratios=[0.67, 1, 1.5])
     encode(raw)
@@ -222,16 +222,18 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     result = fit(config)
     metrics = read_metrics(config.run_uri)
     assert set(zip(metrics["width"], metrics["height"], strict=True)) == {(64, 64), (80, 48), (48, 80)}
-    assert_bare(config, prepare=lambda alone: alone.unet.load_state_dict(build_unet("tiny", seed=5).state_dict()))
+    assert_bare(
+        config, prepare=lambda alone: alone.denoiser.load_state_dict(build_denoiser("tiny", seed=5).state_dict())
+    )
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     # Step 10 is skipped if step 16 is saved before its evaluation begins.
     assert results.scores(config.run_uri)["step"].iloc[-1] == 16
-    wide = pipeline.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = from_checkpoint.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
 def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
-    build_unet("tiny", seed=5).save_pretrained(tmp_path / "unet")
+    build_denoiser("tiny", seed=5).save_pretrained(tmp_path / "unet")
     monkeypatch.chdir(tmp_path)
     setup.check_init_from(small(data, run_name="other", init_from="./unet"))
     with pytest.raises(
@@ -243,16 +245,16 @@ def test_a_unet_of_another_shape_is_refused(data, tmp_path, monkeypatch):
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = pipeline.export_checkpoint(config, result.checkpoint)
+    uri = from_checkpoint.export_checkpoint(config, result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = pipeline.sample(config, [prompt], result.checkpoint)[0]
+    mine = from_checkpoint.sample(config, [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
     theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
-        averaged = checkpoint.load_weights(folder, build_unet("tiny"), "ema").state_dict()
+        averaged = checkpoint.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
     exported = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
 

@@ -12,11 +12,11 @@ import ray.train
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
-from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks, read_latents
 from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, faults, metrics, resume
 from tests.benchmarks import made_up
+from tests.conftest import plan_for
 from tests.faults import attempts_of, wait_until
 from tests.pipelines import assert_bare, encode, fit, short_run
 
@@ -115,7 +115,7 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
     uri, shapes = "s3://bucket/trouble", {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
     made_up.write_latents(uri, 512, shapes, rows_per_file=64)
     config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64, validation_share=0)
-    plan = load_plan(config)
+    plan = plan_for(config)
 
     def rows():
         options = {"first_chunk": 0, "first_step": 0, "end_step": 16, "read": read_latents}

@@ -4,15 +4,13 @@ import importlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from helpers.train import profiling
-from tests.benchmarks import gpu_all, gpu_checks, gpu_step, record, roofline, table
+from tests.benchmarks import gpu_all, gpu_step, record, roofline, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,95 +41,42 @@ def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, r
     assert [path.name for path in results.iterdir()] == [f"{name}.json"]
 
 
+# ---- on a GPU: what a CPU can try of it
+
+PARTS = ["checks-eager", "encode-eager", "step-512-eager"]
+
+
 @pytest.mark.slow
-def test_everything_about_a_gpu_runs_in_one_command(monkeypatch, results):
+def test_everything_about_a_gpu_runs_by_one_command(monkeypatch, results):
     """Its parts are processes of their own: each setting of the step and of encoding, and the checks."""
-    parts = ["checks-eager", "encode-eager", "step-512-eager"]
-    monkeypatch.setattr(sys, "argv", ["gpu_all", *parts])
+    monkeypatch.setattr(sys, "argv", ["gpu_all", *PARTS])
     gpu_all.main()
-    found = json.loads((results / "gpu_all.json").read_text())
-    details = {name: part["details"] for name, part in found["details"]["parts"].items()}
-    assert list(details) == parts and found["summary"]
-    assert all(part["failed"] == [] and part["in_progress"] is None for part in details.values())
-    assert {row["setting"] for row in details["step-512-eager"]["rows"]} == set(gpu_step.SETTINGS)
-    checks = gpu_all.PARTS["checks-eager"].arguments.split()[1:]
-    assert {row["check"] for row in details["checks-eager"]["rows"]} == set(checks)
-    assert all(row["passed"] for row in details["checks-eager"]["rows"])
-    assert "## step-512-eager" in (results / "gpu_all.md").read_text()
+    rows = {}
+    for name in PARTS:
+        details = json.loads((results / name / f"{gpu_all.PARTS[name].module}.json").read_text())["details"]
+        assert details["failed"] == [] and details["in_progress"] is None
+        rows[name] = details["rows"]
+    assert {row["setting"] for row in rows["step-512-eager"]} == set(gpu_step.SETTINGS)
+    assert {row["check"] for row in rows["checks-eager"]} == set(gpu_all.PARTS["checks-eager"].arguments.split()[1:])
+    assert all(row["passed"] for row in rows["checks-eager"])
 
 
-def test_the_calls_that_measure_a_gpu_are_listed_the_cheap_ones_first(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu_all", "--out", "folder"])
-    gpu_all.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"python -m tests.benchmarks.gpu_all {name} --out folder" for name in gpu_all.PARTS]
-    assert ["compiled" in part.arguments for part in gpu_all.PARTS.values()] == [False] * 4 + [True] * 5
+def test_a_benchmark_that_is_killed_leaves_every_finished_line(results):
+    def killed():
+        raise KeyboardInterrupt
+
+    rows = record.Rows("gpu_step", lambda rows: {"what": f"{len(rows)} rows"})
+    rows.add({"setting": "base"}, lambda: {"images/s": 5.0})
+    rows.add({"setting": "flash"}, lambda: {"images/s": 6.0})
+    with pytest.raises(KeyboardInterrupt):
+        rows.add({"setting": "cudnn"}, killed)
+    found = json.loads((results / "gpu_step.json").read_text())
+    assert found["summary"] == {"what": "2 rows"} and found["details"]["in_progress"] == {"setting": "cudnn"}
+    assert [row["images/s"] for row in found["details"]["rows"]] == [5.0, 6.0] and found["details"]["failed"] == []
 
 
 def test_a_part_that_hangs_is_ended_after_its_time(tmp_path):
     assert gpu_all.run(gpu_all.Part("million_rows", "", "--help"), tmp_path, 0.01) == "ended after its time"
-
-
-# A clock in place of the GPU's time: the first setting of a part takes 150 s, each other one 100 s.
-KILLED = """
-import os, signal, sys
-from tests.benchmarks import {module} as benchmark, record
-seconds, add = 50, record.Rows.add
-
-def add_slowly(rows, what, measure):
-    global seconds
-    seconds += 100
-    row = {{"images/s": 5.0, "MFU": 0.5, "of roofline": 0.5, "32 px, rows/s": 5.0, "passed": True}}
-    return add(rows, what, lambda: row if seconds <= 540 else os.kill(os.getpid(), signal.SIGKILL))
-
-record.Rows.add = add_slowly
-sys.argv = {arguments}
-benchmark.main()
-"""
-
-
-@pytest.mark.parametrize("name", ["checks-eager", "encode-eager", "step-512-eager"])
-def test_a_part_that_is_killed_leaves_every_finished_line(name, results):
-    """After nine minutes of a clock."""
-    part = gpu_all.PARTS[name]
-    batches = "--batch 2 4 6 8 10" if name == "encode-eager" else ""
-    arguments = [part.module, *part.arguments.split(), *part.on_cpu.split(), *batches.split()]
-    killed = subprocess.run([sys.executable, "-c", KILLED.format(module=part.module, arguments=arguments)])
-    found = json.loads((results / f"{part.module}.json").read_text())["details"]
-    expected = {
-        "checks-eager": [{"check": check} for check in gpu_checks.CHECKS],
-        "encode-eager": [{"setting": "base", "batch": batch} for batch in (2, 4, 6, 8, 10)],
-        "step-512-eager": [{"setting": setting, "batch": 2} for setting in gpu_step.SETTINGS],
-    }[name]
-    assert killed.returncode == -signal.SIGKILL and found["failed"] == [] and found["in_progress"] == expected[4]
-    assert [{key: row[key] for key in expected[0]} for row in found["rows"]] == expected[:4]
-
-
-def test_a_result_is_replaced_whole_or_not_at_all(monkeypatch, tmp_path):
-    record.replace(tmp_path / "a.json", "old")
-    monkeypatch.delattr(os, "replace")  # as if the process had ended just before
-    with pytest.raises(AttributeError):
-        record.replace(tmp_path / "a.json", "new")
-    assert (tmp_path / "a.json").read_text() == "old"
-
-
-def test_results_of_several_calls_are_merged_as_those_of_their_gpu(monkeypatch, results, tmp_path, capsys):
-    """On a machine without one; those of two GPUs are not."""
-    monkeypatch.setattr(record, "hardware", lambda: {"gpu": "H200" if "encode" in str(record.folder()) else "H100"})
-    for name in ("step-512", "step-256", "encode"):
-        monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / name / name))
-        rows = record.Rows(gpu_all.PARTS[name].module, lambda rows, name=name: {name: "5 images/s"})
-        rows.add({"setting": "base"}, lambda: {"images/s": 5.0})
-        rows.write(in_progress={"setting": "flash"})
-    merge = ["gpu_all", "--out", str(results), "--merge", str(tmp_path / "step-512"), str(tmp_path / "step-256")]
-    monkeypatch.setattr(sys, "argv", merge)
-    gpu_all.main()
-    found = json.loads((results / "gpu_all.json").read_text())
-    assert found["hardware"]["gpu"] == "H100" and found["summary"].keys() == {"step-512", "step-256"}
-    assert "ended while measuring: {'setting': 'flash'}" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*merge, str(tmp_path / "encode")])
-    with pytest.raises(SystemExit, match="^These results are of several GPUs, which are not compared: H100, H200.$"):
-        gpu_all.main()
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_a_setting_that_fails_is_passed_over(monkeypatch, results):
@@ -176,6 +121,17 @@ def test_the_least_time_is_bound_by_flops_or_by_bytes():
     rates = {"matrix product": 10, "convolution": 5, "bytes": 10}
     assert roofline.least_seconds(work, rates).to_dict() == {"convolution": 20, "norm": 3, "matrix product": 2}
     assert roofline.least_seconds(work, rates, fused=False)["elementwise"] == 5
+
+
+# ---- results
+
+
+def test_a_result_is_replaced_whole_or_not_at_all(monkeypatch, tmp_path):
+    record.replace(tmp_path / "a.json", "old")
+    monkeypatch.delattr(os, "replace")  # as if the process had ended just before
+    with pytest.raises(AttributeError):
+        record.replace(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
 
 
 def test_the_table_is_made_from_the_results(monkeypatch, tmp_path):

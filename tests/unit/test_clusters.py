@@ -1,12 +1,10 @@
 """The files that start a cluster, against the schemas of Ray's launcher and of KubeRay, and against the profiles."""
 
-import copy
 import importlib.util
 import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -15,131 +13,148 @@ import pytest
 import yaml
 from ray.autoscaler._private import util
 from ray.autoscaler.v2.instance_manager.config import FileConfigReader
-from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
-from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
 from helpers.lesson import full_run
 from tests.processes import DYING_DRIVER
 
 ROOT = pathlib.Path(__file__).parents[2]
 CLUSTERS = ROOT / "helpers" / "clusters"
-KUBERAY = ["kuberay-cluster.yaml", "kuberay-job.yaml"]
+TEXTS = {path.name: path.read_text() for path in CLUSTERS.iterdir()}
+AWS = yaml.safe_load(TEXTS["aws.yaml"])
+NODES = AWS["available_node_types"]
+KUBERAY = [yaml.safe_load(TEXTS[name]) for name in ("kuberay-cluster.yaml", "kuberay-job.yaml")]
+GROUPS = {group["groupName"]: group for group in KUBERAY[0]["spec"]["workerGroupSpecs"]}
 
 
-def read(name):
-    return yaml.safe_load((CLUSTERS / name).read_text())
+def container(group):
+    return group["template"]["spec"]["containers"][0]
+
+
+# ---- against what reads them
+
+
+def test_the_aws_file_is_what_rays_launcher_takes():
+    util.validate_config(util.prepare_config(yaml.safe_load(TEXTS["aws.yaml"])))
+    with pytest.raises(jsonschema.ValidationError):  # misspelt
+        util.validate_config(util.prepare_config({**AWS, "docker": {**AWS["docker"], "images": "a"}}))
 
 
 def closed(schema):
     """A Kubernetes schema in which what it does not list is an error, as `kubectl --validate=strict` has it."""
-    if isinstance(schema, dict):
-        closed_schema = {name: closed(value) for name, value in schema.items()}
-        if "properties" in schema and "additionalProperties" not in schema:
-            closed_schema["additionalProperties"] = False
-        return closed_schema
-    return [closed(value) for value in schema] if isinstance(schema, list) else schema
+    if isinstance(schema, list):
+        return [closed(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {"additionalProperties": False} if "properties" in schema else {}
+    return {**strict, **{name: closed(value) for name, value in schema.items()}}
 
 
-@pytest.fixture(scope="module")
-def schemas():
-    """{kind: schema} of KubeRay's resources."""
-    found = closed(yaml.safe_load((pathlib.Path(__file__).parent / "kuberay_crds.yaml").read_text()))
-    cluster = found["RayCluster"]["properties"]["spec"]
-    found["RayJob"]["properties"]["spec"]["properties"]["rayClusterSpec"] = cluster
-    for schema in found.values():
-        schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
-    return found
+def test_the_kubernetes_files_are_what_kuberay_takes_and_describe_one_cluster():
+    schemas = closed(yaml.safe_load((ROOT / "tests/unit/kuberay_crds.yaml").read_text()))
+    properties = {kind: schema["properties"] for kind, schema in schemas.items()}
+    properties["RayJob"]["spec"]["properties"]["rayClusterSpec"] = properties["RayCluster"]["spec"]
+    for resource in KUBERAY:
+        properties[resource["kind"]]["metadata"] = {"type": "object", "required": ["name"]}
+        jsonschema.validate(resource, schemas[resource["kind"]])
+    with pytest.raises(jsonschema.ValidationError):  # misspelt
+        jsonschema.validate({**KUBERAY[0], "spec": {**KUBERAY[0]["spec"], "head": {}}}, schemas["RayCluster"])
+    assert KUBERAY[1]["spec"]["rayClusterSpec"] == KUBERAY[0]["spec"]
 
 
-# ---- Ray's cluster launcher
+# ---- against the profiles
 
 
-def test_the_aws_file_is_what_rays_launcher_takes():
-    util.validate_config(util.prepare_config(read("aws.yaml")))
-    misspelt = read("aws.yaml")
-    misspelt["docker"]["images"] = "a"
-    with pytest.raises(jsonschema.ValidationError):
-        util.validate_config(util.prepare_config(misspelt))
+@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
+@pytest.mark.parametrize(
+    ("group", "count", "kind", "instances"),
+    [
+        ("trainers", "num_training_workers", "training_accelerator_type", "p4de.24xlarge"),
+        ("encoders", "num_encoders", "encoder_accelerator_type", "g5.2xlarge"),
+    ],
+)
+def test_the_clusters_hold_the_full_runs_workers(resolution, group, count, kind, instances):
+    full, node, pods = full_run.PARAMETERS[resolution], NODES[group], GROUPS[group]
+    name = f"accelerator_type:{full[kind]}"
+    assert node["node_config"]["InstanceType"] == instances
+    assert name in node["resources"] and node["max_workers"] * node["resources"]["GPU"] >= full[count]
+    assert AWS["max_workers"] >= NODES["trainers"]["max_workers"] + NODES["encoders"]["max_workers"]
+    assert pods["rayStartParams"]["resources"] == json.dumps(json.dumps({name: 1}))
+    assert container(pods)["resources"]["limits"]["nvidia.com/gpu"] * pods["maxReplicas"] >= full[count]
+    slurm = re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+)", TEXTS["slurm.sh"])
+    nodes, gpus = slurm[["trainers", "encoders"].index(group)]
+    assert int(nodes) * int(gpus) >= full[count]
 
 
 def test_all_aws_nodes_are_in_one_network():
     """Ray's launcher wants a node's subnet and security groups on the node, or on each of its interfaces."""
-    nodes = {name: kind["node_config"] for name, kind in read("aws.yaml")["available_node_types"].items()}
-    efa = nodes["trainers"].pop("NetworkInterfaces")
-    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & set(nodes["trainers"])
-    for place in [*efa, nodes["head"], nodes["encoders"], nodes["encoders-on-demand"]]:
-        assert place.get("SubnetId") == "subnet-0123" or place["SubnetIds"] == ["subnet-0123"]
-        assert place.get("Groups", place.get("SecurityGroupIds")) == ["sg-0123"]
+    nodes = {name: kind["node_config"] for name, kind in NODES.items()}
+    trainers = nodes.pop("trainers")
+    efa = trainers["NetworkInterfaces"]
+    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & set(trainers) and trainers["Placement"]
+    assert {(card["SubnetId"], *card["Groups"], card["InterfaceType"]) for card in efa} == {
+        ("subnet-0123", "sg-0123", "efa")
+    }
+    assert {(*node["SubnetIds"], *node["SecurityGroupIds"]) for node in nodes.values()} == {("subnet-0123", "sg-0123")}
     assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in efa] == [(0, 0), (1, 1), (2, 1), (3, 1)]
-    assert {card["InterfaceType"] for card in efa} == {"efa"} and nodes["trainers"]["Placement"]
 
 
-@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
-def test_the_clusters_hold_the_full_runs_workers(resolution):
-    full, aws = full_run.PARAMETERS[resolution], read("aws.yaml")["available_node_types"]
-    assert aws["trainers"]["node_config"]["InstanceType"] == "p4de.24xlarge"  # 8 A100-80G
-    assert aws["encoders"]["node_config"]["InstanceType"] == "g5.2xlarge"  # an A10G
-    for kind, accelerator, needed in (
-        ("trainers", full["training_accelerator_type"], full["num_training_workers"]),
-        ("encoders", full["encoder_accelerator_type"], full["num_encoders"]),
-    ):
-        assert f"accelerator_type:{accelerator}" in aws[kind]["resources"]
-        assert aws[kind]["max_workers"] * aws[kind]["resources"]["GPU"] >= needed
-    assert read("aws.yaml")["max_workers"] >= sum(aws[kind]["max_workers"] for kind in ("trainers", "encoders"))
-    assert aws["encoders-on-demand"]["resources"] == aws["encoders"]["resources"]
-    for group in read("kuberay-cluster.yaml")["spec"]["workerGroupSpecs"]:
-        kind = {"trainers": "training_accelerator_type", "encoders": "encoder_accelerator_type"}[group["groupName"]]
-        assert json.loads(json.loads(f'"{group["rayStartParams"]["resources"][1:-1]}"')) == {
-            f"accelerator_type:{full[kind]}": 1
-        }
-        gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-        needed = {"trainers": "num_training_workers", "encoders": "num_encoders"}[group["groupName"]]
-        assert gpus * group["maxReplicas"] >= full[needed]
-    options = re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+)", (CLUSTERS / "slurm.sh").read_text())
-    trainers, encoders = (int(nodes) * int(gpus) for nodes, gpus in options)
-    assert trainers >= full["num_training_workers"] and encoders >= full["num_encoders"]
-
-
-@pytest.mark.parametrize(
-    ("encoders", "seen", "launched"),
-    [
-        (62, None, {"encoders": 58, "encoders-on-demand": 4}),
-        # Why the file tells people to lower max_workers of the spot instances: a refused launch changes nothing.
-        (40, Instance.ALLOCATION_FAILED, {"encoders": 40}),
-        (40, Instance.ALLOCATION_TIMEOUT, {"encoders-on-demand": 40}),
-    ],
-)
-def test_encoders_are_spot_instances_and_the_rest_is_on_demand(encoders, seen, launched):
-    """What Ray's own scheduler launches for so many encoders, after it has seen something of spot instances."""
-    nodes, monitor = (
-        FileConfigReader(str(CLUSTERS / "aws.yaml")).get_cached_autoscaling_config(),
-        CloudResourceMonitor(),
-    )
-    monitor.notify([InstanceUpdateEvent(instance_type="encoders", new_instance_status=seen)] if seen else [])
+def test_encoders_are_spot_instances_and_the_rest_is_on_demand():
+    """What Ray's own scheduler launches for 62 encoders."""
+    nodes = FileConfigReader(str(CLUSTERS / "aws.yaml")).get_cached_autoscaling_config()
     wanted = ResourceRequestUtil.make({"GPU": 1, "accelerator_type:A10G": 0.001})
     request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=nodes.get_node_type_configs(),
         max_num_nodes=nodes.get_max_num_worker_nodes(),
-        resource_requests=ResourceRequestUtil.group_by_count([wanted] * encoders),
-        recoverable_resource_availabilities=monitor.get_recoverable_resource_availabilities(),
+        resource_requests=ResourceRequestUtil.group_by_count([wanted] * 62),
     )
-    asked = {launch.instance_type: launch.count for launch in ResourceDemandScheduler(None).schedule(request).to_launch}
-    assert asked == launched
+    launches = ResourceDemandScheduler(None).schedule(request).to_launch
+    assert {one.instance_type: one.count for one in launches} == {"encoders": 58, "encoders-on-demand": 4}
+    assert NODES["encoders"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+
+
+# ---- against the image and each other
 
 
 def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disks():
-    *_, start, watch = read("aws.yaml")["worker_start_ray_commands"]
+    *_, start, watch = AWS["worker_start_ray_commands"]
     folder, module = re.fullmatch(r"cd (\S+); nohup setsid python -m (\S+) > .* &", watch).groups()
-    assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in (CLUSTERS / "Dockerfile").read_text()
+    assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
     # Ray spills to a folder of the instance's own disks, which its container sees.
-    assert re.search(r"ray start --address=\S+ --object-spilling-directory=/spill$", start)
-    assert read("aws.yaml")["docker"]["run_options"] == ["-v /opt/dlami/nvme/spill:/spill"]
+    assert start.endswith(" --object-spilling-directory=/spill")
+    assert AWS["docker"]["run_options"] == ["-v /opt/dlami/nvme/spill:/spill"]
 
 
-# ---- a driver that fails
+def test_the_image_holds_what_the_jobs_command_needs():
+    (folder,) = re.findall(r"^WORKDIR (\S+)$", TEXTS["Dockerfile"], re.MULTILINE)
+    command = KUBERAY[1]["spec"]["entrypoint"]
+    assert command.startswith(f"cd {folder} && PRETRAIN_JOB_ID=") and "efa_installer.sh" in TEXTS["Dockerfile"]
+    copied = re.findall(r"^COPY (?:--\S+ )?(\S+) ", TEXTS["Dockerfile"], re.MULTILINE)
+    named = re.findall(r"(?<= )\w[\w/-]+\.(?:ipynb|yaml|sh)", command)
+    hooks = [container(group)["lifecycle"]["preStop"]["exec"]["command"][1] for group in GROUPS.values()]
+    for path in [*copied, *named, *hooks]:
+        assert list(ROOT.glob(path)), path
+    assert len(named) == 3
+
+
+def test_every_file_has_the_pinned_ray():
+    (version,) = re.findall(r"^ray\[data,train\]==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert f"FROM rayproject/ray:{version}-py3" in TEXTS["Dockerfile"]
+    assert f'"ray[default]=={version}"' in TEXTS["Dockerfile"]
+    assert KUBERAY[0]["spec"]["rayVersion"] == version
+
+
+def test_dashboards_listen_on_private_addresses():
+    """A pod's own address is one; its service must not be seen from outside."""
+    for name in ("aws.yaml", "slurm.sh"):
+        found = re.findall(r"--dashboard-host=(\S+)", TEXTS[name])
+        assert found and "0.0.0.0" not in found, name
+    assert KUBERAY[0]["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+# ---- the scripts
 
 
 @pytest.mark.parametrize(
@@ -161,63 +176,6 @@ def test_a_driver_that_dies_is_started_again(tmp_path, killed_until, last_status
     assert ("given up after 3 failures in a row" in done.stderr) == (status == 137)
 
 
-# ---- KubeRay
-
-
-@pytest.mark.parametrize("name", KUBERAY)
-def test_the_kubernetes_files_are_what_kuberay_takes(name, schemas):
-    resource = read(name)
-    jsonschema.validate(resource, schemas[resource["kind"]])
-    assert resource["apiVersion"] == "ray.io/v1"
-    misspelt = copy.deepcopy(resource)
-    misspelt["spec"].get("rayClusterSpec", misspelt["spec"])["workerGroupSpecs"][0]["maxReplica"] = 3
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(misspelt, schemas[resource["kind"]])
-
-
-def test_the_job_runs_on_the_cluster_of_the_other_file():
-    assert read("kuberay-job.yaml")["spec"]["rayClusterSpec"] == read("kuberay-cluster.yaml")["spec"]
-
-
-def test_the_jobs_command_is_a_profiles():
-    words = read("kuberay-job.yaml")["spec"]["entrypoint"].split()
-    assert words[3].startswith("PRETRAIN_JOB_ID=") and words[4] == "bash" and words[6] == "papermill"
-    assert (ROOT / words[5]).is_file() and (ROOT / words[7]).is_file()
-    for group in read("kuberay-cluster.yaml")["spec"]["workerGroupSpecs"]:
-        _, script = group["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert (ROOT / script).is_file()
-    assert (ROOT / words[words.index("-f") + 1]).is_file()
-
-
-# ---- all
-
-
-def test_every_file_has_the_pinned_ray():
-    (ray_version,) = re.findall(r"^ray\[data,train\]==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    dockerfile = (CLUSTERS / "Dockerfile").read_text()
-    assert f"FROM rayproject/ray:{ray_version}-py3" in dockerfile and f'"ray[default]=={ray_version}"' in dockerfile
-    assert read("kuberay-cluster.yaml")["spec"]["rayVersion"] == ray_version
-
-
-def test_the_image_holds_what_the_jobs_command_needs():
-    """What the Dockerfile copies is there, and where the job changes to."""
-    dockerfile = (CLUSTERS / "Dockerfile").read_text()
-    for source in re.findall(r"^COPY (?:--\S+ )?(\S+) ", dockerfile, re.MULTILINE):
-        assert list(ROOT.glob(source)), source
-    (folder,) = re.findall(r"^WORKDIR (\S+)$", dockerfile, re.MULTILINE)
-    assert f"cd {folder} " in read("kuberay-job.yaml")["spec"]["entrypoint"]
-    assert "efa_installer.sh" in dockerfile
-
-
-def test_dashboards_listen_on_private_addresses():
-    """A pod's own address is one; its service must not be seen from outside."""
-    for name in ("aws.yaml", "slurm.sh"):
-        found = re.findall(r"--dashboard-host=(\S+)", (CLUSTERS / name).read_text())
-        assert found and "0.0.0.0" not in found, name
-    assert read("kuberay-cluster.yaml")["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_slurm_script_asks_for_a_command():
     done = subprocess.run(["bash", CLUSTERS / "slurm.sh"], capture_output=True, text=True)
     assert done.returncode == 2 and "Give the command to run on the cluster" in done.stderr

@@ -49,7 +49,7 @@ ONE = {
     "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
     "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
     "clip_model": ([3], "a CLIP's folder or hub id, or None"),
-    "init_from": ([5, ""], "a run, the folder of a U-Net, or None"),
+    "init_from": ([5, ""], "a run, the folder of a denoiser, or None"),
     "run_name": (
         ["", ".", "..", "a/b", "../a", "a b", "a\\b", None],
         "a plain folder name without slashes or spaces",

@@ -4,13 +4,11 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
-from diffusers import AutoencoderKL
 
 from helpers.config.notebook import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.captions import load_tokenizer, tokenize
 from helpers.latents import schema
-from helpers.sample import decoder
 from tests.unit.latents.test_buckets import raw_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,11 +54,10 @@ def test_half_precision_on_a_cpu_computes_in_fp32(monkeypatch, precision):
     assert prepare.describe_encoder(config)["encoder"]["precision"] == precision
 
 
-@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
 @pytest.mark.parametrize("overflowing", ["moments", "embeddings"])
-def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing, text_precision):
+def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing):
     """The second batch of three rows, by its last values; a picture that was rejected before keeps its reason."""
-    config = PreprocessingConfig(resolutions=[32], text_precision=text_precision, encoder_batch_size=3)
+    config = PreprocessingConfig(resolutions=[32], encoder_batch_size=3)
     rows = stages.transform(raw_rows([(40, 40)] * 4 + [(8, 8)] + [(40, 40)] * 4), config=config)
     actor, batches = encoder.LatentEncoder(**prepare.encoder_arguments(config)), []
     encode = getattr(actor.encoder, overflowing)
@@ -82,51 +79,6 @@ def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowin
     )
     for column in ("image_latents_32", schema.EMBEDDINGS):
         assert pc.is_valid(found[column]).to_pylist() == [reason == "" for reason in reasons]
-
-
-# ---- decoding
-
-
-@pytest.fixture(scope="module")
-def sd2_vae():
-    """Stable Diffusion 2's VAE, without memory."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    with torch.device("meta"):
-        return AutoencoderKL(**blocks, block_out_channels=(128, 256, 512, 512), layers_per_block=2)
-
-
-@pytest.mark.parametrize(
-    ("resolution", "dtype", "gib", "at_once"),
-    [  # 32 pictures at once take more than an A10G has
-        (512, torch.float32, 22, 23),
-        (512, torch.float32, 8, 8),
-        (512, torch.float16, 22, 32),
-        (256, torch.float32, 4, 17),
-        (1024, torch.float32, 2, 1),
-    ],
-)
-def test_as_many_pictures_are_decoded_at_once_as_a_gpus_memory_holds(sd2_vae, resolution, dtype, gib, at_once):
-    """At most three times 256 channels live at the full resolution: a block's input, the norm of it, what is next."""
-    vae, shape = sd2_vae.to(dtype), (4, resolution // 8, resolution // 8)
-    found = decoder.decoding_bytes(vae.to_json_string(), shape)
-    assert found == pytest.approx(3 * 256 * resolution**2 * 4, rel=0.05)
-    assert decoder.decoded_at_once(vae, shape, gib * 2**30) == at_once
-
-
-def test_the_peak_of_bytes_counts_what_lives_at_the_same_time_and_views_once():
-    with decoder.PeakBytes() as counted:
-        values = torch.zeros(1000)
-        for _ in range(5):
-            values = (values + 1).view(10, 100).relu().flatten()
-    assert counted.peak == 3 * 4000
-
-
-def test_pictures_decoded_in_slices_are_those_decoded_together(monkeypatch):
-    vae, latents = encoder.load_vae("tiny-sd"), torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    together, rows, decode = decoder.decode_latents(vae, latents), [], vae.decode
-    monkeypatch.setattr(vae, "decode", lambda some: rows.append(len(some)) or decode(some))
-    monkeypatch.setattr(decoder, "MOST_DECODED", 2)
-    assert np.abs(decoder.decode_latents(vae, latents).astype(int) - together).max() <= 1 and rows == [2, 1]
 
 
 # ---- what it computes with

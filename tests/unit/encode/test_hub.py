@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import captions, encoder, prepare, prepare_online
 from helpers.evaluation import scores
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import setup
@@ -132,7 +132,7 @@ def test_a_text_encoder_of_another_model_keeps_its_commit_too(hub, newer, tmp_pa
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
     (manifest, _), first = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
-    begun = setup.describe_data({training.latents_uri: manifest}, training)
+    begun = setup.describe_data(DataSets({training.latents_uri: manifest}, training.proportions))
     begun = json.loads(json.dumps(begun))  # as a run keeps it
     second = hub.move("main", newer)
     resumed, raw = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training)
@@ -140,7 +140,7 @@ def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     assert raw.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
     assert encoder.load_vae(manifest.encoder["model"]).config.scaling_factor != 7.0
     other, _ = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
-    now = setup.describe_data({training.latents_uri: other}, training)
+    now = setup.describe_data(DataSets({training.latents_uri: other}, training.proportions))
     with pytest.raises(ValueError, match=rf"^run_name='run' was started .* with encoder=.*{first}.*, not .*{second}"):
         setup.check_same_data(training, begun, now)
 

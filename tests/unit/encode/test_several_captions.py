@@ -8,17 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers import storage
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, online, prepare, prepare_online, stages
 from helpers.encode.job import Segment, segment_entry
 from helpers.latents import schema
-from helpers.latents.manifest import Manifest, read_manifest, write_manifest
-from helpers.latents.plan import draw_caption, load_plan
+from helpers.latents.manifest import DataSets, Manifest, read_manifest, write_manifest
+from helpers.latents.plan import draw_caption
 from helpers.latents.read import latents_reader, read_chunks, worker_units
 from helpers.raw import checks, inputs
 from helpers.train import setup
 from helpers.train.kept import keep_block
+from tests.conftest import plan_for
 from tests.unit.raw.test_index import picture
 
 NUM_ROWS = 96
@@ -114,7 +114,7 @@ def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
 def test_each_epoch_draws_one_caption_for_a_row_group_in_the_shares_that_are_asked_for(stored):
     config, _, rows = stored
     captions = {row["id"]: (row["caption"], row["caption_2"]) for row in rows.to_pylist()}
-    plan = load_plan(training(config.storage, caption_shares=[0.25, 0.75]))
+    plan = plan_for(training(config.storage, caption_shares=[0.25, 0.75]))
     places = {row["id"]: number // schema.ROWS_PER_ROW_GROUP for number, row in enumerate(rows.to_pylist())}
     drawn, num_epochs = [], 24
     found = steps_of(plan, 0, num_epochs * plan.steps_per_epoch)
@@ -133,14 +133,14 @@ def test_each_epoch_draws_one_caption_for_a_row_group_in_the_shares_that_are_ask
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_any_number_of_workers_resumes_with_the_same_captions(stored, num_workers):
-    plan = load_plan(training(stored[0].storage))
+    plan = plan_for(training(stored[0].storage))
     end = 2 * plan.steps_per_epoch
     undisturbed = steps_of(plan, 0, end)
     assert steps_of(plan, 5, end, num_workers) == {step: undisturbed[step] for step in range(5, end)}
 
 
 def test_a_reader_reads_the_columns_of_the_drawn_caption_alone(stored, monkeypatch):
-    plan, read, asked = load_plan(training(stored[0].storage)), pq.ParquetFile.read_row_group, []
+    plan, read, asked = plan_for(training(stored[0].storage)), pq.ParquetFile.read_row_group, []
 
     def noted(self, group, columns, **options):
         asked.append([name for name in columns if name.startswith("caption")])
@@ -157,7 +157,7 @@ def online_rows(folder, **changes):
     values = {**write_raw(folder), "caption_column": ["short", "long"], **changes}
     raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
     prepare_online.prepare_run(raw, run)
-    plan = load_plan(run)
+    plan = plan_for(run)
     chunks = plan.chunk_range(0, plan.steps_per_epoch)
     read = functools.partial(online.read_raw, config=raw)
     options = {"first_chunk": 0, "first_step": 0, "end_step": plan.steps_per_epoch, "read": read}
@@ -211,7 +211,7 @@ def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_pa
         TrainingConfig(caption_shares=[0.4, 0.8])
     run = training(config.storage, caption_shares=[0.2, 0.3, 0.5])
     with pytest.raises(ValueError, match="has 3 numbers, and .* holds 2 captions a row"):
-        setup.check_run(run, {storage.join(config.storage, "latents"): manifest})
+        setup.check_run(run, DataSets({run.latents_uri: manifest}, run.proportions))
     other = Manifest.from_dict(
         json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
     )

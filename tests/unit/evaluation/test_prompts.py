@@ -31,30 +31,6 @@ def test_prompts_of_every_format_are_the_same(tmp_path, name, content):
     assert read_prompts(write(tmp_path / name, content)) == TWO
 
 
-@pytest.fixture
-def coco(tmp_path):
-    """captions_val2014.json in small: several captions an image, in no order."""
-    notes = [(30, 7, "third of 7"), (3, 9, "first of 9\n"), (10, 7, "first of 7 "), (2, 400, "of 400"), (20, 9, "x")]
-    keys = ("id", "image_id", "caption")
-    whole = {
-        "info": {"year": 2014},
-        "licenses": [],
-        "images": [{"id": number, "file_name": f"COCO_val2014_{number:012d}.jpg"} for number in (400, 7, 9)],
-        "annotations": [dict(zip(keys, note, strict=True)) for note in notes],
-    }
-    return write(tmp_path / "captions_val2014.json", json.dumps(whole))
-
-
-def test_coco_gives_the_first_caption_of_each_image(coco):
-    assert read_prompts(coco) == ["first of 7", "first of 9", "of 400"]
-
-
-def test_other_annotations_of_coco_are_refused(tmp_path):
-    path = write(tmp_path / "instances_val2014.json", json.dumps({"annotations": [{"id": 1, "image_id": 2}]}))
-    with pytest.raises(ValueError, match="or one of COCO's captions_"):
-        read_prompts(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -67,7 +43,8 @@ def test_other_annotations_of_coco_are_refused(tmp_path):
         ("p.json", '["good", ""]', "line 2 is empty"),
         ("p.json", '["good", 3]', "line 2: 3 is not text"),
         ("p.json", '["good",\n]', "line 2 is not valid JSON"),
-        ("p.json", '"good"', "holds 'good', not a list"),
+        ("p.json", '"good"', "holds a JSON str, not a list"),
+        ("p.json", '{"prompt": "good"}', "holds a JSON dict, not a list"),
         ("p.csv", "a,b\n1,2\n", "has the columns a, b: name the prompts' one 'prompt'"),
         ("p.pdf", "x", "is not a .txt, .json, .csv, .tsv file"),
     ],

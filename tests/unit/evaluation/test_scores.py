@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -41,7 +39,7 @@ def test_cmmd_pair_by_pair(monkeypatch):
 @pytest.mark.parametrize(
     ("x", "y", "sentence"),
     [
-        (np.ones((9, 3)), np.ones((1, 3)), "at least 2 pictures on each side; there are 9 and 1: give more"),
+        (np.ones((9, 3)), np.ones((1, 3)), "at least 2 images on each side; there are 9 and 1: give more"),
         (np.ones((9, 3)), np.ones((9, 2)), r"shapes are \(9, 3\) and \(9, 2\): make both by the same CLIP"),
         (np.full((9, 2), np.nan), np.ones((9, 2)), "some are NaN"),
     ],
@@ -55,7 +53,7 @@ def test_clip_score_by_hand():
     """Cosines 1, 0.6 and -1; a negative one counts as 0."""
     pictures, texts = [[1, 0], [0, 2], [1, 0]], [[3, 0], [4, 3], [-1, 0]]
     assert scores.clip_score(pictures, texts) == pytest.approx(100 * (1 + 0.6 + 0) / 3)
-    with pytest.raises(ValueError, match="one text embedding a picture"):
+    with pytest.raises(ValueError, match="one text embedding an image"):
         scores.clip_score(pictures, texts[:2])
 
 
@@ -122,27 +120,3 @@ def test_weights_without_a_tower_are_refused(clip, tmp_path):
     shutil.copy(tmp_path / "text" / "model.safetensors", tmp_path / "half" / "model.safetensors")
     with pytest.raises(ValueError, match="its weights lack"):
         scores.CLIP(folder)
-
-
-# ---- torch-fidelity
-
-
-def test_without_torch_fidelity_fid_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_fidelity", None)
-    with pytest.raises(ImportError, match="pip install torch-fidelity, or take CLIP score and CMMD"):
-        scores.fid_and_kid("generated", "real")
-
-
-def test_fid_and_kid_are_those_of_torch_fidelity(monkeypatch):
-    """A stand-in with the interface of release 0.4."""
-
-    def calculate_metrics(*, input1, input2, fid, kid, cuda, cache, verbose, samples_resize_and_crop):
-        assert (input1, input2, samples_resize_and_crop) == ("generated", "real", 64) and fid and kid and not cache
-        return {
-            "frechet_inception_distance": 12.5,
-            "kernel_inception_distance_mean": 0.01,
-            "kernel_inception_distance_std": 0.001,
-        }
-
-    monkeypatch.setitem(sys.modules, "torch_fidelity", types.SimpleNamespace(calculate_metrics=calculate_metrics))
-    assert scores.fid_and_kid("generated", "real", samples_resize_and_crop=64) == {"fid": 12.5, "kid": 0.01}

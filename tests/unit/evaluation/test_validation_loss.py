@@ -5,10 +5,10 @@ import torch
 from helpers.config.notebook import TrainingConfig
 from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import write_manifest
+from helpers.latents.manifest import DataSets, write_manifest
 from helpers.latents.read import read_row_ranges
 from helpers.model import diffusion
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.train import setup
 from helpers.train.step import Unit
 from tests.benchmarks import made_up
@@ -18,37 +18,37 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def unet():
-    return build_unet("tiny")
+def denoiser():
+    return build_denoiser("tiny")
 
 
-def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(unet, build_manifest, build_latents):
+def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(denoiser, build_manifest, build_latents):
     """The same every time, whatever the seed; weighted and not; and `validation_loss` is their mean."""
     manifest, rows = build_manifest(), build_latents(80)
-    found = losses_by_noise(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
+    found = losses_by_noise(denoiser, manifest, rows, TrainingConfig(), timesteps_per_row=2)
     torch.manual_seed(5)
-    again = losses_by_noise(unet, manifest, rows, TrainingConfig(seed=7), timesteps_per_row=2)
+    again = losses_by_noise(denoiser, manifest, rows, TrainingConfig(seed=7), timesteps_per_row=2)
     np.testing.assert_array_equal(found, again)
-    assert all(parameter.grad is None for parameter in unet.parameters())
+    assert all(parameter.grad is None for parameter in denoiser.parameters())
     expected, schedule = np.zeros((2, 80, 2)), diffusion.noise_schedule()
     with torch.no_grad():
         for row in range(80):
-            unit = Unit.from_arrow(rows.slice(row, 1).combine_chunks(), manifest, 64, row)
+            unit = Unit.from_arrow(rows.slice(row, 1).combine_chunks(), manifest, manifest.latents(64), row)
             for number, timestep in enumerate((250, 750)):
-                draws = diffusion.draw(0, number, unit.positions_U, (4, 8, 8))
+                draws = diffusion.random_draws(0, number, unit.positions_U, (4, 8, 8))
                 draws.timesteps_B[:] = timestep
                 latents = diffusion.sample_latents(unit.moments, draws.posterior_BCHW, manifest.scaling_factor)
                 for column, gamma in enumerate((5.0, None)):
-                    loss = diffusion.row_losses(unet, schedule, latents, unit.text.float(), draws, gamma)
+                    loss = diffusion.row_losses(denoiser, schedule, latents, unit.text.float(), draws, gamma)
                     expected[number, row, column] = loss.item()
     assert found[:, 0].tolist() == [250, 750]
     np.testing.assert_allclose(found[:, 1:], expected.mean(axis=1), rtol=1e-4)
-    means = validation_loss(unet, manifest, rows, TrainingConfig(), timesteps_per_row=2)
+    means = validation_loss(denoiser, manifest, rows, TrainingConfig(), timesteps_per_row=2)
     assert means == tuple(found[:, 1:].mean(axis=0)) and means[0] != means[1]
 
 
-def test_no_validation_rows_give_zero_not_a_crash(unet, build_manifest, build_latents):
-    assert validation_loss(unet, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
+def test_no_validation_rows_give_zero_not_a_crash(denoiser, build_manifest, build_latents):
+    assert validation_loss(denoiser, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
 
 
 def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypatch):
@@ -89,11 +89,11 @@ def test_a_validation_set_unlike_the_data_is_refused_before_the_run_starts(tmp_p
     if changes is not None:
         write_manifest(config.validation_uri, build_manifest(**changes), [])
     with pytest.raises(ValueError) as error:
-        setup.check_run(config, {config.latents_uri: build_manifest()})
+        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))
     assert str(error.value).startswith(f"validation_uri={config.validation_uri!r} {said}")
 
 
 def test_training_data_are_no_validation_set(tmp_path, build_manifest):
     config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "latents")
     with pytest.raises(ValueError, match="is what the run trains on: give another data set, or leave it empty.$"):
-        setup.check_run(config, {config.latents_uri: build_manifest()})
+        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))

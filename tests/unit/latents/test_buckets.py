@@ -18,11 +18,11 @@ from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job, Segment, segment_entry
 from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import Manifest, encode_embedding, read_files, read_manifest, write_manifest
+from helpers.latents.manifest import DataSets, Manifest, encode_embedding, read_files, read_manifest, write_manifest
 from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_chunks, read_row_ranges, split_units
 from helpers.lesson import looks
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.raw import images, inputs
 from helpers.train import setup
 from helpers.train.meter import Meter
@@ -183,7 +183,7 @@ def test_shapes_of_as_many_values_travel_in_one_column(folder):
     uri, manifest = folder
     columns = [spec for spec in manifest.columns if spec.resolution is None or spec.size[0] != spec.size[1]]
     manifest, config = dataclasses.replace(manifest, columns=columns), config_of(uri, resolution=32)
-    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    plan = plan_run(DataSets({uri: manifest}, config.proportions), config, {uri: read_files(uri)})
     found = [units[0].moments.shape[2:] for units in batches(plan, config, manifest, plan.steps_per_epoch).values()]
     assert set(found) == {(4, 6, 2), (4, 2, 6)}
 
@@ -193,7 +193,7 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
     """With the stored latents of the step's shape, though shapes travel in one column."""
     uri, manifest = folder
     config = config_of(uri, resolution=resolution)
-    plan = plan_run({uri: manifest}, config, {uri: read_files(uri)})
+    plan = plan_run(DataSets({uri: manifest}, config.proportions), config, {uri: read_files(uri)})
     state, shapes = TrainStep(config, manifest), set()
     place = {row_id: row for row, row_id in enumerate(encoded["id"].to_pylist())}
     for step, units in batches(plan, config, manifest, plan.steps_per_epoch).items():
@@ -239,10 +239,10 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     for latents in manifest.latents_at(64):
         mine = rows.filter(rows[latents.name].is_valid())
         counts.append(len(mine))
-        losses.append(validation_loss(state.unet, manifest, mine, config))
+        losses.append(validation_loss(state.denoiser, manifest, mine, config))
     assert sum(counts) == len(rows) and all(counts)
     expected = np.average(losses, axis=0, weights=counts)
-    np.testing.assert_allclose(validation_loss(state.unet, manifest, rows, config), expected, rtol=1e-6)
+    np.testing.assert_allclose(validation_loss(state.denoiser, manifest, rows, config), expected, rtol=1e-6)
 
 
 def validate(rank, folder, config, world):
@@ -251,7 +251,7 @@ def validate(rank, folder, config, world):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
     config = TrainingConfig.from_dict(config)
     rows = held_out.ValidationSet(config, rank, world)
-    losses = losses_by_noise(build_unet("tiny").eval(), rows.manifest, rows, config)
+    losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
 
@@ -259,11 +259,11 @@ def validate(rank, folder, config, world):
 def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tmp_path):
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
-    config, unet = TrainingConfig(validation_uri=uri), build_unet("tiny").eval()
+    config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
     rows = held_out.ValidationSet(config)
     assert rows.num_rows == 40
-    alone = losses_by_noise(unet, rows.manifest, rows, config)
-    in_one_batch = losses_by_noise(unet, manifest, pq.read_table(f"{uri}/data"), config)
+    alone = losses_by_noise(denoiser, rows.manifest, rows, config)
+    in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)
     np.testing.assert_allclose(alone, in_one_batch, rtol=1e-5)
     for world in (2, 3):
         start_ranks(validate, (str(tmp_path), config.to_dict(), world), nprocs=world)

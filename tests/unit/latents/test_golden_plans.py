@@ -15,7 +15,7 @@ import pytest
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import Files, Manifest
+from helpers.latents.manifest import DataSets, Files, Manifest
 from helpers.latents.plan import plan_run
 from helpers.latents.read import read_chunks, worker_units
 
@@ -82,7 +82,8 @@ def make_plan(case):
     config = TrainingConfig(latents_uri=dict(zip(uris, shares, strict=True)), **parameters)
     made = {uri: make_manifest(files, **changes) for uri, files in zip(uris, data_sets, strict=True)}
     manifests = {uri: manifest for uri, (manifest, _) in made.items()}
-    return plan_run(manifests, config, {uri: Files.of(uri, entries) for uri, (_, entries) in made.items()})
+    files = {uri: Files.of(uri, entries) for uri, (_, entries) in made.items()}
+    return plan_run(DataSets(manifests, config.proportions), config, files)
 
 
 def read_ids(row_ranges, source):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import Files
+from helpers.latents.manifest import DataSets, Files
 from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape
 from helpers.latents.read import padding_blocks, units_of_worker, worker_units
 from helpers.train.setup import describe_shapes
@@ -67,6 +67,10 @@ def plans(draw, most_sources=3, **fixed):
     return plan
 
 
+def one_set(manifest):
+    return DataSets({"/a": manifest}, {"/a": 1.0})
+
+
 @st.composite
 def bucket_plans(draw, sizes=None, most_sources=2):
     """Rows of several shapes and sizes and held-out ones, some row groups of each; trained on at one size or two."""
@@ -83,7 +87,8 @@ def bucket_plans(draw, sizes=None, most_sources=2):
         )
         files = draw(st.lists(file, min_size=1, max_size=4))
         manifest, entries = make_manifest([dict(file) for file in files])
-        for one in sources_by_shape(manifest, uri, number, config, Files.of(uri, entries)):
+        share, of_sizes = config.proportions[uri], config.resolution_shares
+        for one in sources_by_shape(manifest, number, share, of_sizes, Files.of(uri, entries)):
             by_shape.setdefault(one.latents.name, []).append(one)
     shares = config.resolution_shares
     shapes = [Shape(sources, shares[sources[0].latents.resolution]) for sources in by_shape.values()]
@@ -264,10 +269,10 @@ def test_small_pictures_leave_large_ones_to_large_sizes():
     manifest, files = made([{"32": [50] * 5, "32+64": [50] * 15}])
     for share, expected in ((0.75, {"32x32": 25, "64x64": 75}), (0.5, {"32x32": 50, "64x64": 50})):
         config = TrainingConfig(latents_uri="/a", resolution={32: 1 - share, 64: share}, global_batch_size=10)
-        plan = plan_run({"/a": manifest}, config, {"/a": files})
+        plan = plan_run(one_set(manifest), config, {"/a": files})
         assert {one["shape"]: one["steps"] for one in describe_shapes(plan)} == expected
     config = TrainingConfig(latents_uri="/a", resolution={32: 0.1, 64: 0.9}, global_batch_size=10)
-    left_over = [one["left_over"] for one in describe_shapes(plan_run({"/a": manifest}, config))]
+    left_over = [one["left_over"] for one in describe_shapes(plan_run(one_set(manifest), config))]
     assert left_over == [170, 0]  # too small for 64 pixels, and not needed at 32
 
 
@@ -275,9 +280,8 @@ def test_data_sets_mix_within_a_batch_of_one_shape():
     """Three to one, in batches of both shapes, though the smaller part of the rows is wide."""
     manifest, files = made([{"32+64": [50] * 12, "32+80x48": [50] * 6}])
     config = TrainingConfig(latents_uri={"/a": 3, "/b": 1}, resolution=64, global_batch_size=20)
-    plan = plan_run(
-        dict.fromkeys(["/a", "/b"], manifest), config, {"/a": files, "/b": dataclasses.replace(files, uri="/b")}
-    )
+    data = DataSets(dict.fromkeys(["/a", "/b"], manifest), config.proportions)
+    plan = plan_run(data, config, {"/a": files, "/b": dataclasses.replace(files, uri="/b")})
     for step, batch in enumerate(steps_of(plan, 0, plan.steps_per_epoch)):
         assert sum(uri == "/a" for uri, *_ in batch) == 15, plan.latents_at(step)
     assert plan.shape_steps.tolist() == [40, 20]
@@ -290,9 +294,8 @@ def test_a_mixture_keeps_its_proportions_where_shapes_differ():
         made([{"32+64": [50] * 20}]),
     )
     config = TrainingConfig(latents_uri={"/a": 1, "/b": 1}, resolution=64, global_batch_size=20)
-    plan = plan_run(
-        {"/a": wide, "/b": square}, config, {"/a": files_of_wide, "/b": dataclasses.replace(files_of_square, uri="/b")}
-    )
+    data = DataSets({"/a": wide, "/b": square}, config.proportions)
+    plan = plan_run(data, config, {"/a": files_of_wide, "/b": dataclasses.replace(files_of_square, uri="/b")})
     used = sum(steps_of(plan, 0, plan.steps_per_epoch), [])
     assert len(used) == 2000 and sum(uri == "/a" for uri, *_ in used) == pytest.approx(1000, abs=20)
     assert [one["left_over"] for one in describe_shapes(plan)] == pytest.approx([1500, 1500], abs=20)
@@ -304,7 +307,7 @@ def test_a_size_of_which_all_rows_are_held_out_is_refused():
     with pytest.raises(
         ValueError, match=r"^global_batch_size=16 is more than the rows of /a \(128 of 32x32, 0 of 64x64\) "
     ):
-        plan_run({"/a": manifest}, config)
+        plan_run(one_set(manifest), config)
 
 
 def test_a_worker_plans_without_the_files():
@@ -317,7 +320,7 @@ def test_a_worker_plans_without_the_files():
         units_per_step=2,
         num_training_workers=(2, 3),
     )
-    whole, head = plan_run({"/a": manifest}, config, {"/a": files}), plan_run({"/a": manifest}, config)
+    whole, head = plan_run(one_set(manifest), config, {"/a": files}), plan_run(one_set(manifest), config)
     assert head.steps_per_epoch == whole.steps_per_epoch > 5
     assert [head.latents_at(step) for step in range(99)] == [whole.latents_at(step) for step in range(99)]
     for rank in range(3):
@@ -328,12 +331,12 @@ def test_a_worker_plans_without_the_files():
 def test_a_shape_that_fills_no_batch_is_left_out():
     manifest, _ = made([{"32+64": [64], "32+80x48": [10]}])
     config = TrainingConfig(latents_uri="/a", resolution=64, global_batch_size=16)
-    assert describe_shapes(plan_run({"/a": manifest}, config)) == [
+    assert describe_shapes(plan_run(one_set(manifest), config)) == [
         {"shape": "64x64", "rows": 64, "steps": 4, "left_over": 0},
         {"shape": "80x48", "rows": 10, "steps": 0, "left_over": 10},
     ]
     with pytest.raises(ValueError) as error:
-        plan_run({"/a": manifest}, dataclasses.replace(config, global_batch_size=128))
+        plan_run(one_set(manifest), dataclasses.replace(config, global_batch_size=128))
     assert str(error.value) == (
         "global_batch_size=128 is more than the rows of /a (64 of 64x64, 10 of 80x48) can fill: make it smaller, or "
         "encode more data."
@@ -416,21 +419,21 @@ def test_chunks_are_sized_by_bytes_and_blocks_are_as_large_where_they_can(build_
     shapes = {"image_latents_256": [2, 4, 32, 32], "caption_embeddings": [77, 1024]}
     config = TrainingConfig(global_batch_size=64 * workers, units_per_step=workers, latents_uri="/a", resolution=256)
     manifest = build_manifest([64] * 1000, shapes=shapes, job={"validation_share": 0.0, **job})
-    plan = plan_run({"/a": manifest}, config)
+    plan = plan_run(one_set(manifest), config)
     assert 0.5 < plan.chunk_units * 64 * (16384 + 157696) / CHUNK_BYTES <= 1
     assert plan.block_steps == steps
 
 
 def test_small_units_travel_together(build_manifest):
     config = TrainingConfig(global_batch_size=32, units_per_step=2, latents_uri="/a")
-    plan = plan_run({"/a": build_manifest([64] * 1000)}, config)
+    plan = plan_run(one_set(build_manifest([64] * 1000)), config)
     assert plan.block_steps == 8 and plan.chunk_units % 16 == 0
 
 
 def test_too_few_rows_for_one_batch_is_one_sentence(build_manifest):
     with pytest.raises(ValueError) as error:
         config = TrainingConfig(global_batch_size=64, latents_uri="/data/latents")
-        plan_run({"/data/latents": build_manifest((30, 33))}, config)
+        plan_run(DataSets({"/data/latents": build_manifest((30, 33))}, config.proportions), config)
     assert str(error.value) == (
         "global_batch_size=64 is more than the rows of /data/latents (63 of 64x64) can fill: make it smaller, or "
         "encode more data."

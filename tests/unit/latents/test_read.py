@@ -13,7 +13,6 @@ import ray
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import read, schema
 from helpers.latents.manifest import RowRange, write_manifest
-from helpers.latents.plan import load_plan
 from helpers.latents.read import (
     CHUNKS_AHEAD,
     join_blocks,
@@ -24,7 +23,7 @@ from helpers.latents.read import (
     share_plan,
     split_units,
 )
-from tests.conftest import build_segment
+from tests.conftest import build_segment, plan_for
 from tests.unit.latents.test_plan import dealt, plan_of
 
 
@@ -171,7 +170,7 @@ def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manif
     config = TrainingConfig(
         latents_uri={folders[0]: 3, folders[1]: 1}, global_batch_size=8, units_per_step=2, validation_share=0
     )
-    plan = load_plan(config)
+    plan = plan_for(config)
     rows = pa.concat_tables(read_all(plan, latents_reader(plan)))
     rows = rows.filter(pa.array(np.array(rows["unit"]) >= 0))
     second = set(build_latents(40, 1)["image_latents_64"].to_pylist())

@@ -14,7 +14,7 @@ from helpers.latents.held_out import first
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import trials
 from helpers.model import diffusion
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from tests.benchmarks import made_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
 
     def look(trial):
         units = list(itertools.chain.from_iterable(trials.batches(trial)))
-        draws = [diffusion.draw(trial.seed, 0, unit.positions_U, (4, 4, 4)).noise_BCHW for unit in units]
+        draws = [diffusion.random_draws(trial.seed, 0, unit.positions_U, (4, 4, 4)).noise_BCHW for unit in units]
         seen[trial.run_name, trial.seed] = [unit.ids for unit in units], torch.stack(draws)
 
     monkeypatch.setattr(trials, "train", look)
@@ -62,13 +62,13 @@ def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
 class AsVelocity(torch.nn.Module):
     """A U-Net that predicts noise, as one that predicts v."""
 
-    def __init__(self, unet):
+    def __init__(self, denoiser):
         super().__init__()
-        self.unet, self.alphas = unet, diffusion.noise_schedule().alphas_cumprod
+        self.denoiser, self.alphas = denoiser, diffusion.noise_schedule().alphas_cumprod
 
     def forward(self, noisy, timesteps, text, return_dict):
         noise, alpha = (
-            self.unet(noisy, timesteps, text, return_dict=False)[0],
+            self.denoiser(noisy, timesteps, text, return_dict=False)[0],
             self.alphas[timesteps][:, None, None, None],
         )
         clean = (noisy - (1 - alpha).sqrt() * noise) / alpha.sqrt()
@@ -77,10 +77,10 @@ class AsVelocity(torch.nn.Module):
 
 def test_errors_of_noise_and_v_predictions_are_comparable(config, monkeypatch):
     monkeypatch.setattr(diffusion, "denoise", lambda model, *inputs: model(*inputs[:3], return_dict=False)[0])
-    unet, rows = build_unet("tiny", seed=0).eval(), first(config, 20)
+    denoiser, rows = build_denoiser("tiny", seed=0).eval(), first(config, 20)
     known = {"manifest": read_manifest(config.latents_uri), "rows": rows}
-    of_noise = trials.held_out_errors(unet, dataclasses.replace(config, prediction_type="epsilon"), **known)
-    of_v = trials.held_out_errors(AsVelocity(unet), config, **known)
+    of_noise = trials.held_out_errors(denoiser, dataclasses.replace(config, prediction_type="epsilon"), **known)
+    of_v = trials.held_out_errors(AsVelocity(denoiser), config, **known)
     assert list(of_v) == ["min-SNR error", *(f"t={t}" for t in range(50, 1000, 100))]
     assert of_noise == pytest.approx(of_v, rel=1e-4)
 

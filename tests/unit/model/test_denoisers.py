@@ -16,8 +16,10 @@ from helpers.latents import schema
 from helpers.latents.manifest import encode_embedding
 from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
-from helpers.model.unet import PRESETS, build_model, build_unet, load_unet_config
-from helpers.sample.pipeline import build_pipeline, denoiser_of, describe_call, export_pipeline, generate
+from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
+from helpers.model.sharding import build_model
+from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
+from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
 from tests.models import tiny_model
@@ -28,7 +30,7 @@ from tests.unit.train.test_step import MIDDLE, column, group, run_strategy, trai
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {
-    "unet": {**load_unet_config("tiny"), "block_out_channels": [32, 32], "attention_head_dim": [2, 2]},
+    "unet": {**load_denoiser_config("tiny"), "block_out_channels": [32, 32], "attention_head_dim": [2, 2]},
     "pixart": {
         "_class_name": "PixArtTransformer2DModel",
         "num_attention_heads": 2,
@@ -41,7 +43,13 @@ SMALL = {
         "sample_size": 8,
         "patch_size": 1,
     },
-    "prx": {**load_unet_config("tiny-transformer"), "hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": [8, 8]},
+    "prx": {
+        **load_denoiser_config("tiny-transformer"),
+        "hidden_size": 32,
+        "num_heads": 2,
+        "depth": 2,
+        "axes_dim": [8, 8],
+    },
 }
 FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++", "timestep_sampling": "logit_normal"}
 # name: (denoiser, what differs in the config)
@@ -153,7 +161,7 @@ def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data,
     def look(module, arguments, named):
         times.append(named["timestep"])
 
-    state.unet.register_forward_pre_hook(look, with_kwargs=True)
+    state.denoiser.register_forward_pre_hook(look, with_kwargs=True)
     np.testing.assert_allclose(column(train(state, *data)), column(alone), rtol=0.02)
     assert all(time.dtype in (torch.float32, torch.int64) for time in times)
 
@@ -162,7 +170,7 @@ def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data,
 def test_a_denoiser_made_on_the_meta_device_computes_as_one_made_at_once(name, configs):
     """Also what is not in its state, such as PixArt's positions."""
     made, _ = build_model(configs[name], seed=3)
-    plain = build_unet(configs[name], seed=3)
+    plain = build_denoiser(configs[name], seed=3)
     assert dict(made.named_buffers()).keys() == dict(plain.named_buffers()).keys()
     inputs = torch.randn(2, 4, 8, 8), torch.tensor([10, 900]), torch.randn(2, 6, 128)
     for one, other in zip(made.named_buffers(), plain.named_buffers(), strict=True):
@@ -193,7 +201,7 @@ def awake(model):
 @pytest.mark.parametrize("name", SMALL)
 @torch.no_grad()
 def test_a_denoiser_is_called_as_by_hand_and_padding_that_is_masked_changes_nothing(name, configs):
-    model = awake(build_unet(configs[name]))
+    model = awake(build_denoiser(configs[name]))
     noisy, timesteps, text = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 500.5, 999.0]), torch.randn(3, 6, 128)
     mask = torch.arange(6) < torch.tensor([[2], [6], [4]])
     predicted = denoisers.denoise(model, noisy, timesteps, text, mask)
@@ -206,7 +214,7 @@ def test_a_denoiser_is_called_as_by_hand_and_padding_that_is_masked_changes_noth
 
 @pytest.mark.parametrize("name", SMALL)
 def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
-    model, called = build_unet(configs[name]), []
+    model, called = build_denoiser(configs[name]), []
     parts = denoisers.parts(model, denoisers.adapter_of(model).parts)
     for part, module in parts.items():
         module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
@@ -222,15 +230,15 @@ def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
 
 def test_the_larger_transformer_has_600_m_parameters():
     with torch.device("meta"):
-        model = denoisers.build(load_unet_config("transformer-600m"))
+        model = build_denoiser("transformer-600m")
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
 
 
 def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
     """Whatever its values are, no loss changes; a caption's tokens do change it."""
     manifest, rows = ragged
-    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, 64, 0)
-    awake(state.unet)
+    state, unit = TrainStep(recipe("pixart, v"), manifest), Unit.from_arrow(rows[:6], manifest, manifest.latents(64), 0)
+    awake(state.denoiser)
     expected = state.row_losses(unit, 0)
     unit.text[~unit.mask_UL] = 100.0
     torch.testing.assert_close(state.row_losses(unit, 0), expected)
@@ -292,13 +300,13 @@ def with_encoders(config, folder, vae, text):
     raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
     described = prepare.describe_encoder(raw)
     channels, text_shape = described["columns"][0].shape[1], described["columns"][-1].shape
-    values = load_unet_config(config.unet_config)
+    values = load_denoiser_config(config.unet_config)
     changes = {"in_channels": channels, "context_in_dim": text_shape[-1], "caption_channels": text_shape[-1]}
     values |= {name: value for name, value in changes.items() if name in values}
     (folder / "denoiser.json").write_text(json.dumps({**values, "out_channels": channels}))
     config = dataclasses.replace(config, unet_config=str(folder / "denoiser.json"))
     manifest = dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
-    return build_pipeline(build_unet(config.unet_config), manifest, config)
+    return pipeline_of_run(build_denoiser(config.unet_config), manifest, config)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +341,7 @@ def test_the_readme_beside_the_presets_says_what_goes_with_what():
     for kind, adapter in denoisers.ADAPTERS.items():
         row = [
             f"`{kind}`",
-            ", ".join(name for name in PRESETS if load_unet_config(name)["_class_name"] == kind),
+            ", ".join(name for name in PRESETS if load_denoiser_config(name)["_class_name"] == kind),
             "`maximum_tokens`" if adapter.masks_padding else "padded",
             ", ".join(adapter.text_encoders),
             adapter.text_cleaning or "any",
@@ -348,7 +356,7 @@ def test_a_pixart_that_asks_for_sizes_is_refused_in_one_sentence_and_none_is_mad
     """diffusers makes one for its default `sample_size` of 128, unless it is told not to."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL["pixart"], "sample_size": 128}))
-    denoisers.denoise(build_unet(str(path)), torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
+    denoisers.denoise(build_denoiser(str(path)), torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
     path.write_text(json.dumps({**SMALL["pixart"], "use_additional_conditions": True}))
     with pytest.raises(ValueError, match="^unet_config=.* has use_additional_conditions=True, for which [^\n]*False.$"):
-        load_unet_config(str(path))
+        load_denoiser_config(str(path))

@@ -19,10 +19,10 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks
 from helpers.raw import images, index, readers
 from helpers.train.step import Unit
+from tests.conftest import plan_for
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
@@ -60,7 +60,7 @@ def configs(folder, row_group_size=20, rows=200, training=None, sizes=SIZES, **c
 
 def planned(raw, training):
     manifest, _ = prepare_online.prepare_run(raw, training)
-    return manifest, load_plan(training)
+    return manifest, plan_for(training)
 
 
 def blocks_of(plan, first_step, end_step, read):

@@ -16,9 +16,9 @@ from helpers.config.notebook import OnlineConfig, TrainingConfig
 from helpers.encode import encoder, prepare_online
 from helpers.latents import held_out, read, schema
 from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_manifest
-from helpers.latents.plan import Plan, Shape, load_plan
+from helpers.latents.plan import Plan, Shape
 from helpers.train import kept, resume, sources
-from tests.conftest import build_segment
+from tests.conftest import build_segment, plan_for
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
 
 RAW = OnlineConfig(keep_latents=True)
@@ -89,6 +89,7 @@ class Run:
             "validate_every": 0,
         }
         self.config = TrainingConfig(**{**values, **changes})
+        self.manifest = manifest
         write_manifest(self.config.latents_uri, manifest, [build_segment([("0.parquet", GROUPS)])])
         patch.setattr(resume, "last_step", lambda config: self.saved)
         patch.setattr(sources, "choose_resume_point", lambda config: {"step": self.saved})
@@ -108,7 +109,7 @@ class Run:
         return blocks_of(plan, first_step, end_step, read.latents_reader(plan))
 
     def fit(self, source, die_at=None):
-        begin, plan = source.first_step, load_plan(source.config)
+        begin, plan = source.first_step, plan_for(source.config)
         if source.stream is read.latents_dataset:
             source.stream = self.stored
         steps = range(self.saved - begin, source.end_step - begin)
@@ -251,8 +252,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(start, monkeypatch, kill):
 def test_a_block_is_committed_before_it_is_handed_over(start):
     """So also before the checkpoint that covers it; a block that is committed is not written again."""
     run = start("blocks")
-    plan = load_plan(run.config)
-    job = kept.open_job(run.config, plan)
+    plan = plan_for(run.config)
+    job = kept.open_job(run.config, plan, run.manifest)
     options = {"stream": run.stream, "keep": job.write_arguments()}
     for _ in range(2):
         for number, _ in enumerate(kept.encode(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
@@ -263,8 +264,8 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
 def test_a_block_without_its_first_steps_is_not_committed(start):
     """A run that resumes within a block: what was trained on before is there, and committed."""
     run = start("within")
-    plan = load_plan(run.config)
-    job = kept.open_job(run.config, plan)
+    plan = plan_for(run.config)
+    job = kept.open_job(run.config, plan, run.manifest)
     options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments()}
     block = next(run.stream(plan, 2, 4).iter_batches())
     units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
-from helpers.model.unet import build_unet
+from helpers.model.denoisers import build_denoiser
 from helpers.train import meter, profiling, setup
 from helpers.train.meter import Meter
 from helpers.train.metrics import speed_summary, throughput
@@ -74,9 +74,11 @@ def test_kernels_have_the_category_of_their_work():
 
 
 def test_a_profile_adds_up_and_names_what_a_unet_does():
-    unet = build_unet("tiny")
+    denoiser = build_denoiser("tiny")
     with meter.profiled() as events:
-        unet(torch.randn(2, 4, 8, 8), torch.zeros(2).long(), torch.randn(2, 6, 128)).sample.square().mean().backward()
+        denoiser(
+            torch.randn(2, 4, 8, 8), torch.zeros(2).long(), torch.randn(2, 6, 128)
+        ).sample.square().mean().backward()
     table = profiling.time_by_category(events)
     assert table["share"].sum() == pytest.approx(1) and {"convolution", "attention", "norm"} <= set(table["kind"])
     assert meter.exposed_communication(events) == 0
@@ -119,23 +121,23 @@ def worker(rank, folder, manifest, rows, worlds):
                 held = {}
 
                 def in_forward(*_, held=held, state=state):
-                    whole = sum(p.nbytes for p in state.unet.parameters() if not isinstance(p, DTensor))
+                    whole = sum(p.nbytes for p in state.denoiser.parameters() if not isinstance(p, DTensor))
                     held["gathered"] = max(whole, held.get("gathered", 0))
 
-                def after_forward(unet, *_, held=held):
-                    held["kept"] = sum(local(p).nbytes for p in unet.parameters())
+                def after_forward(denoiser, *_, held=held):
+                    held["kept"] = sum(local(p).nbytes for p in denoiser.parameters())
 
                 def before_update(*_, held=held, state=state):
-                    held["gradients"] = sum(local(p.grad).nbytes for p in state.unet.parameters())
+                    held["gradients"] = sum(local(p.grad).nbytes for p in state.denoiser.parameters())
 
-                for module in state.unet.modules():
+                for module in state.denoiser.modules():
                     module.register_forward_pre_hook(in_forward)
-                state.unet.register_forward_hook(after_forward)
+                state.denoiser.register_forward_hook(after_forward)
                 state.optimizer.register_step_pre_hook(before_update)
                 made = Meter(config, manifest, "cpu")
                 with made.watch():
                     train(state, manifest, rows, 0, 1, rank, world)
-                held["parameters"] = sum(local(p).nbytes for p in state.unet.parameters())
+                held["parameters"] = sum(local(p).nbytes for p in state.denoiser.parameters())
                 states = [
                     value for one in state.optimizer.state.values() for name, value in one.items() if name != "step"
                 ]

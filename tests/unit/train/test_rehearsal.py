@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates
-from helpers.model import unet as unet_module
-from helpers.model.unet import load_unet_config
+from helpers.model import sharding
+from helpers.model.denoisers import load_denoiser_config
 from helpers.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,18 +36,18 @@ RANKS, RANKS_PER_NODE = 32, 8
 def test_a_step_in_bf16_keeps_shapes_and_dtypes(name, resolution):
     batch, side, seen = 4, resolution // 8, []
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(load_unet_config(name)).to(torch.bfloat16)
-        for module in unet.modules():
+        denoiser = UNet2DConditionModel.from_config(load_denoiser_config(name)).to(torch.bfloat16)
+        for module in denoiser.modules():
             module.register_forward_hook(lambda module, inputs, output: seen.append((module, output)))
         latents = torch.empty(batch, 4, side, side, dtype=torch.bfloat16, requires_grad=True)
-        text = torch.empty(batch, 77, unet.config.cross_attention_dim, dtype=torch.bfloat16)
-        predicted = unet(latents, torch.zeros(batch, dtype=torch.long), text).sample
+        text = torch.empty(batch, 77, denoiser.config.cross_attention_dim, dtype=torch.bfloat16)
+        predicted = denoiser(latents, torch.zeros(batch, dtype=torch.long), text).sample
         predicted.float().square().mean().backward()
     assert predicted.shape == latents.shape == latents.grad.shape
     for module, output in seen:
-        if isinstance(output, torch.Tensor) and module is not unet.time_proj:  # sines, in fp32
+        if isinstance(output, torch.Tensor) and module is not denoiser.time_proj:  # sines, in fp32
             assert output.dtype == torch.bfloat16 and output.shape[0] == batch, module
-    for parameter, tensor in unet.named_parameters():
+    for parameter, tensor in denoiser.named_parameters():
         assert tensor.grad is not None and tensor.grad.shape == tensor.shape, parameter
         assert tensor.grad.dtype == torch.bfloat16, parameter
 
@@ -66,10 +66,12 @@ def ranks(monkeypatch):
             "cpu", (RANKS // RANKS_PER_NODE, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard")
         ),
     }
-    monkeypatch.setattr(unet_module, "init_device_mesh", lambda kind, shape, **_: meshes[shape])
-    monkeypatch.setattr(unet_module, "shard_size", lambda device: RANKS_PER_NODE)  # asks every rank
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, shape, **_: meshes[shape])
+    monkeypatch.setattr(sharding, "shard_size", lambda device: RANKS_PER_NODE)  # asks every rank
     # Fake tensors have no values to draw.
-    monkeypatch.setattr(unet_module, "allocate_weights", lambda unet, name, seed, device: unet.to_empty(device=device))
+    monkeypatch.setattr(
+        sharding, "allocate_weights", lambda denoiser, name, seed, device: denoiser.to_empty(device=device)
+    )
     yield
     dist.destroy_process_group()
 
@@ -99,17 +101,17 @@ def held_on_rank_0(name, strategy):
         state = TrainStep(config, manifest)
 
         def in_forward(module, inputs):
-            gathered.append(sum(p.nbytes for p in state.unet.parameters() if not isinstance(p, DTensor)))
+            gathered.append(sum(p.nbytes for p in state.denoiser.parameters() if not isinstance(p, DTensor)))
             dtypes.update(p.dtype for p in module.parameters(recurse=False))
 
-        for module in state.unet.modules():
+        for module in state.denoiser.modules():
             module.register_forward_pre_hook(in_forward)
         for field in ("moments", "text", "keep_U"):
             setattr(unit, field, mode.from_tensor(getattr(unit, field)))
         losses = state.row_losses(unit, 0)
         assert losses.shape == (2,) and losses.dtype == torch.float32
         losses.sum().backward()
-        parameters = list(state.unet.parameters())
+        parameters = list(state.denoiser.parameters())
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in parameters)
         held = {"gradients": sum(local(p.grad).nbytes for p in parameters)}
         state.optimizer.step()

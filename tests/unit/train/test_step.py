@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,8 +19,10 @@ from helpers.config.notebook import TrainingConfig
 from helpers.distributed import local
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
+from helpers.latents.manifest import DataSets
 from helpers.latents.read import UNIT
-from helpers.model.unet import build_unet, has_compiler, load_unet_config
+from helpers.model.denoisers import build_denoiser, load_denoiser_config
+from helpers.model.sharding import has_compiler
 from helpers.train import checkpoint, loop, sources
 from helpers.train.step import TrainStep, Unit
 from tests.conftest import SHAPES
@@ -38,18 +39,18 @@ NAN, INFINITY = 0x7E00, 0x7C00  # as bits of fp16
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A function that makes a config: a U-Net of one level, the same parts as "tiny" at a third of the time."""
-    unet = tmp_path_factory.mktemp("unet") / "unet.json"
+    path = tmp_path_factory.mktemp("unet") / "unet.json"
     one_level = {
         "block_out_channels": [32],
         "down_block_types": ["CrossAttnDownBlock2D"],
         "up_block_types": ["CrossAttnUpBlock2D"],
         "attention_head_dim": [2],
     }
-    unet.write_text(json.dumps({**load_unet_config("tiny"), **one_level}))
+    path.write_text(json.dumps({**load_denoiser_config("tiny"), **one_level}))
 
     def build(**values):
         small = {"global_batch_size": BATCH, "units_per_step": 4, "warmup_steps": 2, "max_steps": 50}
-        return TrainingConfig(**{"unet_config": str(unet), "learning_rate": 1e-3, **small, **values})
+        return TrainingConfig(**{"unet_config": str(path), "learning_rate": 1e-3, **small, **values})
 
     return build
 
@@ -83,7 +84,7 @@ def units(config, manifest, rows, step, rank=0, world=1):
         Unit.from_arrow(
             rows.slice(step * BATCH + slot * config.unit_rows, config.unit_rows),
             manifest,
-            config.resolution,
+            manifest.latents(config.resolution),
             slot * config.unit_rows,
         )
         for slot in range(rank, config.units_per_step, world)
@@ -124,7 +125,7 @@ def whole(tensor):
 def everything(state):
     """Copies of this rank's part of all that a checkpoint holds: weights, moments, counters of steps, averages."""
     moments = [value for one in state.optimizer.state.values() for value in one.values()]
-    tensors = [*state.unet.parameters(), *moments, *state.ema.state_dict().values()]
+    tensors = [*state.denoiser.parameters(), *moments, *state.ema.state_dict().values()]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in tensors]
 
 
@@ -159,12 +160,12 @@ def group(folder, name, rank, world):
 def run_strategy(folder, name, config, manifest, rows, rank, world):
     """What a rank finds; it leaves the checkpoint `name`, of step MIDDLE."""
     state = TrainStep(config, manifest)
-    drawn = build_unet(config.unet_config).state_dict()
-    assert all(torch.equal(whole(value), drawn[name]) for name, value in state.unet.named_parameters())
+    drawn = build_denoiser(config.unet_config).state_dict()
+    assert all(torch.equal(whole(value), drawn[name]) for name, value in state.denoiser.named_parameters())
     lines = train(state, manifest, rows, 0, MIDDLE, rank, world)
     writing = begin_save(f"{folder}/{name}", state, MIDDLE)
-    with state.averaged() as unet:  # between two steps, whose losses stay
-        validated = validation_loss(unet, manifest, held_out(rows), config)
+    with state.averaged() as denoiser:  # between two steps, whose losses stay
+        validated = validation_loss(denoiser, manifest, held_out(rows), config)
     lines += train(state, manifest, rows, MIDDLE, STEPS, rank, world)
     writing()
     restored = TrainStep(config, manifest)
@@ -246,8 +247,8 @@ def test_it_trains_as_one_process_does(one, run):
 
 def test_it_validates_as_one_process_does(run, recipe, manifest, rows):
     """By all ranks together, with the averaged weights."""
-    unet = checkpoint.load_weights(run[1], build_unet(recipe().unet_config))
-    expected = validation_loss(unet, manifest, held_out(rows), recipe())
+    denoiser = checkpoint.load_weights(run[1], build_denoiser(recipe().unet_config))
+    expected = validation_loss(denoiser, manifest, held_out(rows), recipe())
     for found in run[0]:
         assert found["validated"] == pytest.approx(expected, rel=1e-5)
 
@@ -272,7 +273,7 @@ def test_checkpoints_do_not_depend_on_who_wrote_them(one, run, recipe, manifest,
 @pytest.mark.parametrize("which", ["model", "ema"])
 def test_it_has_the_weights_and_averages_of_one_process(run, recipe, which):
     def read(folder):
-        return checkpoint.load_weights(folder, build_unet(recipe().unet_config, seed=9), which).state_dict()
+        return checkpoint.load_weights(folder, build_denoiser(recipe().unet_config, seed=9), which).state_dict()
 
     expected = read(run[1].parent / "alone")
     for name, value in read(run[1]).items():
@@ -295,7 +296,7 @@ def compiled_worker(rank, folder, configs, manifest, rows):
             state, gradients = TrainStep(TrainingConfig.from_dict(config), manifest), []
 
             def keep(*_, state=state, gradients=gradients):
-                gradients.append({name: whole(p.grad).clone() for name, p in state.unet.named_parameters()})
+                gradients.append({name: whole(p.grad).clone() for name, p in state.denoiser.named_parameters()})
 
             state.optimizer.register_step_pre_hook(keep)
             found[name] = column(train(state, manifest, rows, 0, STEPS, rank, 2)), gradients[0]
@@ -333,8 +334,8 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, group_of_o
     again = TrainStep(state.config, manifest)
     assert train(again, manifest, rows, checkpoint.load(tmp_path / "c", **parts(again))) == found[MIDDLE:]
     assert column(found) == pytest.approx(column(one[0]), rel=0.02) and (column(found) != column(one[0])).any()
-    unet = checkpoint.load_weights(tmp_path / "c", build_unet(state.config.unet_config, seed=9), "model")
-    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}
+    denoiser = checkpoint.load_weights(tmp_path / "c", build_denoiser(state.config.unet_config, seed=9), "model")
+    assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
@@ -345,7 +346,7 @@ def test_an_evaluation_changes_no_modules_mode_layout_or_compiled_code(
     """The nine blocks of Stable Diffusion 2, narrow: nine graphs before it, of any sizes, and none after it."""
     narrow = {"block_out_channels": [32] * 4, "attention_head_dim": [2] * 4, "cross_attention_dim": 128}
     narrow |= {"layers_per_block": 1}
-    (tmp_path / "unet.json").write_text(json.dumps({**load_unet_config("sd2-base"), **narrow}))
+    (tmp_path / "unet.json").write_text(json.dumps({**load_denoiser_config("sd2-base"), **narrow}))
     graphs, compile_module = [], torch.nn.Module.compile
 
     def compile_by_recording(module, **options):
@@ -354,18 +355,18 @@ def test_an_evaluation_changes_no_modules_mode_layout_or_compiled_code(
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by_recording)
     torch.compiler.reset()
     state = TrainStep(recipe(unet_config=str(tmp_path / "unet.json"), compile_unet=True, **values), manifest)
-    frozen = state.unet.mid_block.eval()  # in another mode than the rest
+    frozen = state.denoiser.mid_block.eval()  # in another mode than the rest
     train(state, manifest, rows, 0, 2)
 
     def look():
-        modes = [module.training for module in state.unet.modules()]
-        tensors = [*state.unet.parameters(), *state.ema.state_dict().values()]
+        modes = [module.training for module in state.denoiser.modules()]
+        tensors = [*state.denoiser.parameters(), *state.ema.state_dict().values()]
         return modes, [(tensor.stride(), local(tensor).data_ptr()) for tensor in tensors]
 
     before, made = look(), len(graphs)
-    with state.averaged() as unet:
-        assert not any(module.training for module in unet.modules())
-        validation_loss(unet, manifest, held_out(rows), state.config)
+    with state.averaged() as denoiser:
+        assert not any(module.training for module in denoiser.modules())
+        validation_loss(denoiser, manifest, held_out(rows), state.config)
     assert look() == before and not frozen.training
     train(state, manifest, rows, 2, 4)
     assert made == len(graphs) == 9
@@ -443,13 +444,13 @@ def test_the_gradient_is_clipped_to_a_norm_of_one(recipe, manifest, rows):
     state, norms = TrainStep(recipe(), manifest), []
 
     def look(optimizer, *_):
-        norm = torch.stack([parameter.grad.norm() for parameter in state.unet.parameters()]).norm()
+        norm = torch.stack([parameter.grad.norm() for parameter in state.denoiser.parameters()]).norm()
         norms.append((norm / optimizer.grad_scale).item())
 
     state.optimizer.register_step_pre_hook(look)
     (line,) = train(state, manifest, with_bits(rows, np.float16(100).view(np.uint16), slice(None)), 0, 1)
     assert line["grad_norm"] > 1 and norms == [pytest.approx(1, rel=1e-3)]
-    assert all(parameter.grad is None for parameter in state.unet.parameters())
+    assert all(parameter.grad is None for parameter in state.denoiser.parameters())
 
 
 # ---- beside the step
@@ -471,8 +472,9 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     monkeypatch.setattr(Unit, "from_arrow", record)
     rejects = types.SimpleNamespace(add=lambda rows: rejected.append(rows[UNIT][0].as_py()))
     config = recipe(units_per_step=1, max_steps=3)
-    monkeypatch.setattr(sources, "read_manifests", lambda uris: dict.fromkeys(uris, manifest))
-    steps = sources.StepSource(config).steps(0, rejects)
+    source = sources.StepSource(config)
+    source.data = DataSets({config.latents_uri: manifest}, config.proportions)
+    steps = source.steps(0, rejects)
     for step, (mine, _) in enumerate(steps):
         assert len(mine) == 1 and rejected == list(range(step + 1))
         assert step == 2 or made[step + 1].wait(60)
@@ -507,27 +509,12 @@ def test_without_a_keep_column_rows_without_latents_are_masked(manifest, build_l
     table, valid = build_latents(4), np.array([True, False, True, True])
     values, _ = schema.from_binary(table[COLUMN], SHAPES[COLUMN])
     table = table.set_column(table.column_names.index(COLUMN), COLUMN, schema.to_binary(values, valid))
-    unit = Unit.from_arrow(table, manifest, 64, 12)
+    unit = Unit.from_arrow(table, manifest, manifest.latents(64), 12)
     assert unit.keep_U.tolist() == valid.tolist() and unit.positions_U.tolist() == [12, 13, 14, 15]
     assert unit.ids == [0, 1, 2, 3] and unit.moments.shape == (4, 2, 4, 8, 8) and unit.text.shape == (4, 6, 128)
     assert unit.moments.dtype == unit.text.dtype == torch.float16 and unit.latents_spec == manifest.latents(64)
     pieces = list(unit.split(3))
     assert [piece.ids for piece in pieces] == [[0, 1, 2], [3]] and pieces[1].positions_U.tolist() == [15]
-
-
-def test_8_bit_captions_are_decoded_on_the_device(recipe, manifest, rows):
-    """The worker's thread copies bytes; the step sees the fp16 values that `ColumnSpec.decode` gives."""
-    spec = schema.ColumnSpec(schema.EMBEDDINGS, SHAPES[schema.EMBEDDINGS], "fp8")
-    in_8_bits = dataclasses.replace(manifest, columns=[manifest.latents(64), spec])
-    values, _ = manifest.embeddings.decode(rows[schema.EMBEDDINGS])
-    place = rows.column_names.index(schema.EMBEDDINGS)
-    stored = rows.set_column(place, schema.EMBEDDINGS, spec.encode(values))
-    decoded = rows.set_column(place, schema.EMBEDDINGS, schema.to_binary(spec.decode(stored[spec.name])[0]))
-    unit = Unit.from_arrow(stored.slice(0, 4), in_8_bits, 64, 0)
-    assert unit.text.dtype == torch.float8_e4m3fn and unit.text.shape == (4, *spec.shape)
-    config = recipe(micro_batch_size=1)
-    found = train(TrainStep(config, in_8_bits), in_8_bits, stored, 0, 2)
-    assert found == train(TrainStep(config, manifest), manifest, decoded, 0, 2)
 
 
 def test_dropped_captions_are_trained_as_the_empty_one(recipe, manifest, rows):
@@ -537,7 +524,7 @@ def test_dropped_captions_are_trained_as_the_empty_one(recipe, manifest, rows):
     def look(module, arguments, named):
         seen.append(named["encoder_hidden_states"])
 
-    state.unet.register_forward_pre_hook(look, with_kwargs=True)
+    state.denoiser.register_forward_pre_hook(look, with_kwargs=True)
     train(state, manifest, rows, 0, 1)
     empty = torch.from_numpy(manifest.empty_caption.astype(np.float32))
     assert seen and all(torch.equal(text, empty.expand_as(text)) for text in seen)
@@ -571,7 +558,7 @@ def test_an_infinite_gradient_raises_before_any_weight_changes(recipe, manifest,
     state = TrainStep(recipe(), manifest)
     train(state, manifest, rows, 0, 1)
     before = everything(state)
-    state.unet.conv_in.weight.register_hook(lambda gradient: gradient * float("inf"))
+    state.denoiser.conv_in.weight.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(FloatingPointError, match="^The gradient at step 1 is (inf|nan): check the latents, lower"):
         train(state, manifest, rows, 1, 2)
     assert same(everything(state), before)

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -9,15 +7,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.config.notebook import TrainingConfig
-from helpers.model import denoisers
-from helpers.model import unet as unet_module
-from helpers.model.unet import (
+from helpers.model import denoisers, sharding
+from helpers.model.denoisers import build_denoiser, load_denoiser_config
+from helpers.model.sharding import (
     autocast,
     build_model,
-    build_unet,
     compile_blocks,
     has_compiler,
-    load_unet_config,
     shard_size,
     synchronise_gradients,
 )
@@ -50,24 +46,17 @@ def inputs(batch=2, size=8):
 )
 def test_presets_have_the_published_size_and_cost(name, size, parameters, gigaflops):
     """Of Stable Diffusion 2 at 256 and at 512 pixels; counted without memory, by the blocks of the forward pass."""
-    blocks = count_flops(name, (4, size, size), (77, load_unet_config(name)["cross_attention_dim"]))
+    blocks = count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
     assert blocks["parameters"].sum() == parameters
     assert blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
 
 
-def test_copying_the_unet_needs_only_pytorch_and_diffusers():
-    """With the two modules that it imports."""
-    script = "import sys, helpers.model.unet; print(*(name for name in sys.modules if name.startswith('helpers.')))"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert set(loaded) == {"helpers.model", "helpers.model.unet", "helpers.model.denoisers", "helpers.distributed"}
-
-
 def test_a_unet_may_come_from_a_config_json(tmp_path):
-    unet = build_unet("tiny")
-    unet.save_config(tmp_path)
-    again = build_unet(str(tmp_path / "config.json"))
+    denoiser = build_denoiser("tiny")
+    denoiser.save_config(tmp_path)
+    again = build_denoiser(str(tmp_path / "config.json"))
     assert {name: p.shape for name, p in again.named_parameters()} == {
-        name: p.shape for name, p in unet.named_parameters()
+        name: p.shape for name, p in denoiser.named_parameters()
     }
 
 
@@ -76,14 +65,14 @@ def test_an_unknown_unet_is_refused_in_one_sentence(tmp_path):
         with pytest.raises(
             ValueError, match="^unet_config='.*' is unknown: choose 'tiny', .*'transformer-600m', or the path"
         ):
-            load_unet_config(name)
+            load_denoiser_config(name)
 
 
 @pytest.mark.parametrize("text", ["not json", json.dumps({"_class_name": "AutoencoderKL", "latent_channels": 4}), "[]"])
 def test_a_config_of_another_model_is_refused_in_one_sentence(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="^unet_config='.*config.json' configures (no model|AutoencoderKL): give"):
-        load_unet_config(str(tmp_path / "config.json"))
+        load_denoiser_config(str(tmp_path / "config.json"))
 
 
 # ---- weights
@@ -91,10 +80,10 @@ def test_a_config_of_another_model_is_refused_in_one_sentence(tmp_path, text):
 
 def test_the_same_seed_gives_the_same_weights():
     torch.manual_seed(1)
-    first = build_unet("tiny", seed=3).state_dict()
+    first = build_denoiser("tiny", seed=3).state_dict()
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    again, other = build_unet("tiny", seed=3).state_dict(), build_unet("tiny", seed=4).state_dict()
+    again, other = build_denoiser("tiny", seed=3).state_dict(), build_denoiser("tiny", seed=4).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -130,16 +119,16 @@ def test_latents_that_do_not_fit_are_refused_in_one_sentence(build_manifest, sha
 # ---- compiled, replicated, in bf16
 
 
-def gradients(unet):
-    unet.zero_grad()
-    prediction = unet(*inputs(), return_dict=False)[0]
+def gradients(denoiser):
+    denoiser.zero_grad()
+    prediction = denoiser(*inputs(), return_dict=False)[0]
     prediction.square().mean().backward()
-    return prediction.detach(), {name: parameter.grad for name, parameter in unet.named_parameters()}
+    return prediction.detach(), {name: parameter.grad for name, parameter in denoiser.named_parameters()}
 
 
-def assert_same_gradients(unet, eager):
+def assert_same_gradients(denoiser, eager):
     expected_output, expected = gradients(eager)
-    output, found = gradients(unet)
+    output, found = gradients(denoiser)
     assert list(found) == list(expected) and (output - expected_output).abs().max() < 1e-5
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
@@ -147,7 +136,7 @@ def assert_same_gradients(unet, eager):
 
 def test_without_a_compiler_compiling_is_skipped_with_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    calls = [block._compiled_call_impl for block in compile_blocks(build_unet("tiny")).down_blocks]
+    calls = [block._compiled_call_impl for block in compile_blocks(build_denoiser("tiny")).down_blocks]
     assert calls == [None, None] and "compile_unet=True is skipped: there is no C++ compiler" in capsys.readouterr().out
 
 
@@ -198,7 +187,7 @@ def test_every_block_is_compiled_for_every_size_by_itself(version, request, monk
             return super().forward(values).relu()
 
     blocks = [Block(width, width, 3, padding=1) for width in (2, 3, 4, 5)]
-    monkeypatch.setattr(denoisers, "blocks", lambda unet: blocks)
+    monkeypatch.setattr(denoisers, "blocks", lambda denoiser: blocks)
     compile_blocks(torch.nn.Sequential(*blocks))
     for number, size in enumerate(((4, 4), (8, 8), (8, 16), (32, 16)), start=1):  # twice as many as the default limit
         for block in blocks:
@@ -220,7 +209,7 @@ def test_ddp_does_not_cut_compiled_blocks(group_of_one, graphs, monkeypatch):
             return values
 
     blocks = [Block(*(torch.nn.Linear(600, 600) for _ in range(3))) for _ in range(2)]
-    monkeypatch.setattr(denoisers, "blocks", lambda unet: blocks)
+    monkeypatch.setattr(denoisers, "blocks", lambda denoiser: blocks)
     compile_blocks(torch.nn.Sequential(*blocks))
     model = DistributedDataParallel(torch.nn.Sequential(*blocks), bucket_cap_mb=1)
     model(torch.randn(2, 600)).sum().backward()
@@ -242,7 +231,7 @@ def test_ddp_does_not_cut_compiled_blocks(group_of_one, graphs, monkeypatch):
 def test_hsdp_shards_on_nodes_of_any_sizes_and_says_what_it_shards_over(monkeypatch, capsys, nodes, size, told):
     here = [number for number in nodes for _ in range(number)]  # of each rank
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here[0]))
-    monkeypatch.setattr(unet_module, "world_size", lambda: len(here))
+    monkeypatch.setattr(sharding, "world_size", lambda: len(here))
     monkeypatch.setattr(
         torch.distributed, "all_gather", lambda sizes, _: [one.fill_(n) for one, n in zip(sizes, here, strict=True)]
     )
@@ -257,11 +246,11 @@ def test_hsdp_shards_on_nodes_of_any_sizes_and_says_what_it_shards_over(monkeypa
 
 def test_one_process_trains_an_unwrapped_unet():
     for strategy in ("ddp", "fsdp", "fsdp-full", "hsdp"):
-        unet, model = build_model("tiny", strategy=strategy)
-        assert model is unet
-    with synchronise_gradients(unet, last=False, strategy="ddp"):
-        gradients(unet)
-    assert all(parameter.grad is not None for parameter in unet.parameters())
+        denoiser, model = build_model("tiny", strategy=strategy)
+        assert model is denoiser
+    with synchronise_gradients(denoiser, last=False, strategy="ddp"):
+        gradients(denoiser)
+    assert all(parameter.grad is not None for parameter in denoiser.parameters())
 
 
 # ---- in a process group of one: precision and layout
@@ -275,49 +264,49 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_norms_run_in_bf16_where_sharded_and_weights_stay_fp32(group_of_one, precision, strategy, device):
     """MosaicML's low precision GroupNorm and LayerNorm. On a GPU, autocast ("ddp") computes norms in fp32."""
-    unet, model = build_model("tiny", strategy=strategy, precision=precision, device=device)
-    norms = [module for module in unet.modules() if isinstance(module, (torch.nn.GroupNorm, torch.nn.LayerNorm))]
+    denoiser, model = build_model("tiny", strategy=strategy, precision=precision, device=device)
+    norms = [module for module in denoiser.modules() if isinstance(module, (torch.nn.GroupNorm, torch.nn.LayerNorm))]
     seen = set()
     for norm in norms:
         norm.register_forward_hook(lambda module, arguments, made: seen.add((module.weight.dtype, made.dtype)))
-    with autocast(precision if strategy == "ddp" else "fp32", device):
+    with autocast(model, precision):
         predicted = model(*(values.to(device) for values in inputs()), return_dict=False)[0]
     predicted.float().square().mean().backward()
     half = torch.bfloat16 if precision == "bf16" else torch.float32
     by_autocast = torch.float32, torch.float32 if device == "cuda" else half
     assert len(norms) > 10 and seen == {by_autocast if strategy == "ddp" else (half, half)}
-    assert {parameter.dtype for parameter in unet.parameters()} == {torch.float32}  # the master weights
-    assert {parameter.grad.dtype for parameter in unet.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}  # the master weights
+    assert {parameter.grad.dtype for parameter in denoiser.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "precision": "bf16"}], ids=str)
 def test_channels_last_reaches_every_convolution_and_keeps_the_gradients(group_of_one, options):
-    unet, _ = build_model("tiny", channels_last=True, **options)
-    assert isinstance(unet.conv_in.weight, DTensor) == bool(options)
+    denoiser, _ = build_model("tiny", channels_last=True, **options)
+    assert isinstance(denoiser.conv_in.weight, DTensor) == bool(options)
     seen = []
-    for module in unet.modules():
+    for module in denoiser.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(
                 lambda module, arguments, made: seen.append(made.is_contiguous(memory_format=torch.channels_last))
             )
     if options:
-        unet(*inputs())
+        denoiser(*inputs())
     else:
-        assert_same_gradients(unet, build_unet("tiny"))
+        assert_same_gradients(denoiser, build_denoiser("tiny"))
     assert len(seen) > 10 and all(seen)
 
 
 def test_activation_checkpointing_saves_memory_not_gradients():
     kept = {}
     for checkpointing in (False, True):
-        unet, _ = build_model("tiny", activation_checkpointing=checkpointing)
+        denoiser, _ = build_model("tiny", activation_checkpointing=checkpointing)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, sizes=sizes: (sizes.append(t.nbytes), t)[1], lambda t: t
         ):
-            prediction = unet(*inputs(), return_dict=False)[0]
+            prediction = denoiser(*inputs(), return_dict=False)[0]
         prediction.square().mean().backward()
-        kept[checkpointing] = sum(sizes), {name: parameter.grad for name, parameter in unet.named_parameters()}
+        kept[checkpointing] = sum(sizes), {name: parameter.grad for name, parameter in denoiser.named_parameters()}
     assert kept[True][0] < 0.5 * kept[False][0]
     assert all(torch.allclose(gradient, kept[True][1][name], atol=1e-7) for name, gradient in kept[False][1].items())
 
@@ -328,6 +317,6 @@ def test_attention_is_fused(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
     )
-    unet = build_unet("tiny")
-    unet(*inputs())
-    assert len(calls) == sum(isinstance(module, Attention) for module in unet.modules()) > 0
+    denoiser = build_denoiser("tiny")
+    denoiser(*inputs())
+    assert len(calls) == sum(isinstance(module, Attention) for module in denoiser.modules()) > 0

@@ -1,0 +1,230 @@
+"""The denoiser of a training run: built, compiled, sharded, in fp32 or bf16. No Ray.
+
+Read `build_model` first. The functions that it calls follow in its order, then two for the training step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+
+import torch
+import torch.distributed as dist
+from diffusers import ModelMixin
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import rank, world_size
+from . import denoisers
+
+
+def build_model(
+    name: str,
+    *,
+    seed: int = 0,
+    strategy: str = "ddp",
+    precision: str = "fp32",
+    compile_unet: bool = False,
+    channels_last: bool = False,
+    activation_checkpointing: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[ModelMixin, torch.nn.Module]:
+    """`(denoiser, model)`: the denoiser of a training run with its first weights, and the module to call in training.
+
+    Call it on every rank. The weights are the same on any number of ranks. A rank allocates its own part only, after
+    sharding; rank 0 also needs CPU memory for all weights, because it draws them.
+
+    Args:
+        name: a preset or a config.json, see `denoisers.load_denoiser_config`.
+        seed: of the weights.
+        strategy: what is spread over the ranks.
+            - "ddp": nothing but the batch; every rank holds everything, and gradients are averaged.
+            - "fsdp": gradients and optimizer state; weights stay gathered after the forward pass (SHARD_GRAD_OP).
+            - "fsdp-full": weights too; they are gathered block by block (FULL_SHARD).
+            - "hsdp": "fsdp" within a node, "ddp" across nodes; see `shard_size`.
+        precision: "fp32", or "bf16": see `autocast` and `apply_fsdp`.
+        compile_unet: see `compile_blocks`.
+        channels_last: see `apply_channels_last`.
+        activation_checkpointing: recompute activations in the backward pass, in place of keeping them in memory.
+        device: the device of this rank.
+    """
+    with torch.device("meta"):  # shapes without memory
+        denoiser = denoisers.build_denoiser(name)
+    if activation_checkpointing:
+        denoiser.enable_gradient_checkpointing()
+    if compile_unet:
+        compile_blocks(denoiser)
+    sharded = is_sharded(strategy, precision)
+    if sharded:
+        apply_fsdp(denoiser, strategy, precision, device)
+    allocate_weights(denoiser, name, seed, device)
+    if channels_last:
+        apply_channels_last(denoiser, sharded)
+    if world_size() == 1 or sharded:
+        return denoiser, denoiser
+    return denoiser, DistributedDataParallel(denoiser, gradient_as_bucket_view=True)
+
+
+def compile_blocks(denoiser: ModelMixin) -> ModelMixin:
+    """Compile each of `denoisers.blocks` in place, once for each size of its input; returns the denoiser.
+
+    Without a C++ compiler, it prints a sentence and compiles nothing. Parameter names do not change. A U-Net that is
+    compiled as a whole got wrong gradients on a CPU with PyTorch 2.13; with compiled blocks, gradients agree with eager
+    ones.
+    """
+    if not has_compiler():
+        print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
+        return denoiser
+    # By default TorchDynamo cuts blocks at the ends of DDP's buckets, to overlap communication with computation. Blocks
+    # are small enough to overlap uncut.
+    torch._dynamo.config.optimize_ddp = False
+    blocks = denoisers.blocks(denoiser)
+    # By default TorchDynamo counts the graphs of all blocks of a class together, stops at eight, and then compiles for
+    # symbolic sizes. Inductor chooses worse memory layouts for those.
+    try:
+        for block in blocks:
+            block.compile(dynamic=False, isolate_recompiles=True, recompile_limit=64)
+    except TypeError:  # PyTorch 2.11 has no `isolate_recompiles`
+        torch._dynamo.config.recompile_limit = 64 * len(blocks)
+        for block in blocks:
+            block.compile(dynamic=False)
+    return denoiser
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which Inductor needs on a CPU and, for its wrappers, on a GPU."""
+    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+
+
+def is_sharded(strategy: str, precision: str) -> bool:
+    """Whether `build_model` applies FSDP2.
+
+    One rank has nothing to shard. In a process group, it applies FSDP2 for its bf16 beside fp32 weights.
+    """
+    return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
+
+
+def apply_fsdp(denoiser: ModelMixin, strategy: str, precision: str, device: torch.device | str) -> None:
+    """Shard the denoiser in place with FSDP2: each block, then the rest.
+
+    In bf16, weights are gathered and used in bf16, also by GroupNorm and LayerNorm (MosaicML's low-precision norms).
+    Gradients are summed in fp32; weights are stored and updated in fp32.
+    """
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else {}
+    options = dict(mesh=build_mesh(strategy, device), reshard_after_forward=strategy == "fsdp-full")
+    for block in denoisers.blocks(denoiser):
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
+    # The loss takes the prediction in fp32. Between blocks, activations stay in bf16.
+    policy = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(denoiser, mp_policy=policy, **options)
+    if precision == "bf16":
+        denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def build_mesh(strategy: str, device: torch.device | str) -> DeviceMesh:
+    """All ranks as one dimension, "shard"; under "hsdp" over several nodes as two, "replicate" and "shard"."""
+    kind, world = torch.device(device).type, world_size()
+    size = shard_size(device) if strategy == "hsdp" else world
+    if size == world:
+        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_size(device: torch.device | str) -> int:
+    """Number of consecutive ranks that share one copy of the weights under "hsdp": the ranks of a node.
+
+    If nodes differ in size, it is their greatest common divisor, so that no copy spans two nodes. If the divisor is 1,
+    it is all ranks, as under "fsdp", because whole weights may not fit into a rank's memory. Rank 0 prints the choice.
+    """
+    nodes = node_sizes(device)
+    size = math.gcd(*nodes)
+    if len(set(nodes)) > 1:
+        size = size if size > 1 else world_size()
+        if rank() == 0:
+            print(f"strategy='hsdp' shards over groups of {size} ranks, as the nodes have {nodes}: give each as many.")
+    return size
+
+
+def node_sizes(device: torch.device | str) -> list[int]:
+    """Number of ranks of each node, in the order of their ranks; the ranks of a node are consecutive."""
+    world = world_size()
+    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world)), device=device)
+    ranks_by_rank = [torch.zeros_like(ranks_here) for _ in range(world)]
+    dist.all_gather(ranks_by_rank, ranks_here)
+    nodes = []
+    while sum(nodes) < world:
+        first_rank = sum(nodes)
+        nodes.append(int(ranks_by_rank[first_rank]))
+    return nodes
+
+
+def cast_inputs(denoiser: ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:
+    """Forward pre-hook: inputs in bf16, except for the timestep, which bf16 would round to 8 bits.
+
+    The timestep is the second positional argument, or the one of that name.
+    """
+
+    def cast(name, value):
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.bfloat16() if is_float and name not in (1, "timestep") else value
+
+    return tuple(cast(*item) for item in enumerate(arguments)), {name: cast(name, named[name]) for name in named}
+
+
+def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.device | str) -> None:
+    """Move a denoiser from the "meta" device to `device`, with the weights that rank 0 draws and broadcasts."""
+    weights = denoisers.build_denoiser(name, seed=seed).state_dict() if rank() == 0 else {}
+    denoiser.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
+    set_model_state_dict(denoiser, weights, options=options)
+    denoisers.rebuild_buffers(denoiser)
+
+
+def apply_channels_last(denoiser: ModelMixin, sharded: bool) -> None:
+    """Let convolutions compute on (B, H, W, C) in memory, which tensor cores are fastest on.
+
+    A convolution takes the layout of its weights. FSDP2 needs contiguous weights: there it takes that of its inputs.
+    """
+    if not sharded:
+        denoiser.to(memory_format=torch.channels_last)
+        return
+
+    def convert_input(module, arguments):
+        return (arguments[0].contiguous(memory_format=torch.channels_last),)
+
+    for module in denoiser.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(convert_input)
+
+
+# ---- in the training step
+
+
+def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str) -> contextlib.AbstractContextManager:
+    """Context manager for a micro-batch: gradients are reduced over the ranks in the `last` one's backward pass only.
+
+    Under "fsdp" and "hsdp", weights stay gathered until then: one all-gather a step for any number of micro-batches.
+    """
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        if strategy != "fsdp-full":
+            model.set_reshard_after_backward(last)
+    return contextlib.nullcontext()
+
+
+def autocast(model: torch.nn.Module, precision: str) -> torch.autocast:
+    """Context manager for a forward pass: with "bf16", matrix products in bf16; weights and sums stay in fp32.
+
+    It changes nothing for a model that casts itself: one that FSDP2 shards, or one with weights in bf16. Autocast would
+    compute the norms of such a model in fp32.
+    """
+    weight = next(model.parameters())
+    casts_itself = isinstance(model, FSDPModule) or weight.dtype == torch.bfloat16
+    enabled = precision == "bf16" and not casts_itself
+    return torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=enabled)
