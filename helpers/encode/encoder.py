@@ -254,6 +254,12 @@ def vae_config(model: str) -> dict[str, Any]:
     return {**{name: option.default for name, option in options.items()}, **config}
 
 
+def downsampling(vae_config: dict[str, Any]) -> int:
+    """Pixels along a side of the picture for each position of the latents."""
+    names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
+    return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
+
+
 def text_config(model: str) -> tuple[str, PreTrainedConfig]:
     """`(name of the text encoder's class, its config)`. Raises Unsupported for a class not in `TEXT_ENCODERS`."""
     folder = pathlib.Path(model_folder(model, "model_index.json", "text_encoder/config.json"))

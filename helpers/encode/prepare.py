@@ -150,7 +150,7 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
     vae, (_, text) = encoder.vae_config(model), encoder.text_config(config.model_of("text_encoder"))
     if config.latents == "moments" and vae["_class_name"] == "AutoencoderDC":
         raise models.Unsupported(f"latents='moments', and {model!r} has an AutoencoderDC, which has none: use 'mean'.")
-    factor = downsampling(vae)
+    factor = encoder.downsampling(vae)
     columns = [
         schema.ColumnSpec(
             schema.latents_column(width, height),
@@ -166,12 +166,6 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
         name = schema.numbered(schema.EMBEDDINGS, number)
         columns.append(schema.ColumnSpec(name, text_shape, ragged=is_ragged))
     return columns
-
-
-def downsampling(vae_config: dict[str, Any]) -> int:
-    """Pixels along a side of the picture for each position of the latents."""
-    names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
-    return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
 
 
 def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
@@ -212,7 +206,7 @@ def describe_encoder(config: PreprocessingConfig) -> dict:
             f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
             f"or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    check_sizes(config, downsampling(vae))
+    check_sizes(config, encoder.downsampling(vae))
     names = {**name_models(model, text_model), "precision": config.encoder_precision}
     return {
         "encoder": leave_out({**names, "vae_class": vae["_class_name"], "text_encoder_class": text_class}),

@@ -67,7 +67,7 @@ def test_latents_are_those_of_the_class_itself(model, name):
     expected = encoded.latent if name == "AutoencoderDC" else encoded.latent_dist.mean
     side = 32 // DOWNSAMPLING[name]
     assert found.shape == (3, 1 if name == "AutoencoderDC" else 2, CHANNELS[name], side, side) and finite.all()
-    assert prepare.downsampling(encoder.vae_config(model(name))) == DOWNSAMPLING[name]
+    assert encoder.downsampling(encoder.vae_config(model(name))) == DOWNSAMPLING[name]
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-3, atol=1e-3)
     description = prepare.describe_encoder(config_of(model(name), latents=LATENTS[name]))
     scales = description["scaling_factor"], description["shift_factor"]
