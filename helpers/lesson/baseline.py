@@ -22,7 +22,7 @@ import torch
 
 from .. import distributed
 from ..config.notebook import OnlineConfig, TrainingConfig
-from ..encode import encoder, online
+from ..encode import encoder, online, prepare
 from ..latents import schema
 from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import Plan, load_plan
@@ -43,7 +43,7 @@ class PlannedImages(torch.utils.data.Dataset):
         num_steps: of the run.
         rank, world_size: of the worker.
         read: `(row ranges, source)` -> raw rows, as `online.read_raw`.
-        transform: raw rows -> pixels and token ids, as `online.transform`.
+        transform: raw rows -> pixels and token ids, as `online.transform_for_epoch`.
     """
 
     plan: Plan
@@ -94,7 +94,9 @@ def build_loader(
 ) -> torch.utils.data.DataLoader:
     """A `DataLoader` of a worker's steps from `first_step` on."""
     read = functools.partial(online.read_raw, config=raw)
-    transform = functools.partial(online.transform, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed)
+    transform = functools.partial(
+        online.transform_for_epoch, config=raw, units_per_epoch=plan.units_per_epoch, seed=config.seed
+    )
     data = PlannedImages(plan, config.max_steps, rank, world_size, read, transform)
     return torch.utils.data.DataLoader(
         data,
@@ -117,7 +119,7 @@ class DeviceEncoder:
         models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
         self.encoder = encoder.Encoder(**models, precision=raw.encoder_precision, num_threads=threads)
         self.is_ragged = raw.maximum_tokens is not None
-        self.num_moments = encoder.MOMENTS[raw.latents]
+        self.num_moments = prepare.MOMENTS[raw.latents]
         self.batch_size = raw.encoder_batch_size
 
     def __call__(self, item) -> Unit:

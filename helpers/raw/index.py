@@ -108,10 +108,10 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
     if left_out and (rejects := pa.concat_tables(left_out)):
         found, counts = np.unique(rejects[schema.REASON].to_numpy(), return_counts=True)
         report["rejected"] = dict(zip(found.tolist(), counts.tolist(), strict=True))
-        write(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), rejects)
+        write_index(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), rejects)
     none = pa.table({"bucket": pa.array([], pa.string())})
     table, found = sort_by_bucket(pa.concat_tables(used or [none]))
-    write(target, table.replace_schema_metadata({"report": json.dumps({**report, **found})}))
+    write_index(target, table.replace_schema_metadata({"report": json.dumps({**report, **found})}))
     return {**report, **found}
 
 
@@ -167,7 +167,7 @@ def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
     }
 
 
-def write(uri: str, table: pa.Table) -> None:
+def write_index(uri: str, table: pa.Table) -> None:
     file = pa.BufferOutputStream()
     pq.write_table(table, file)
     storage.write_bytes(uri, file.getvalue())
@@ -179,7 +179,7 @@ def _read(uri: str) -> pa.Table:
     return pq.read_table(path, filesystem=filesystem, partitioning=None)
 
 
-def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
+def read_indexed_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
     """The rows of `ranges` (`manifest.RowRange` of index files, `{key}/{name}`) as readers return them, plus `path`.
 
     Columns: id, caption, picture. `read_group`: reads Parquet row groups in place of the reader.

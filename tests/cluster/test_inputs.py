@@ -325,7 +325,7 @@ def test_a_job_refuses_a_filter_that_does_not_fit_its_data(tmp_path):
     ):
         config = PreprocessingConfig(input_uri=str(tmp_path), row_filter=text, latents_uri=str(tmp_path / "latents"))
         with pytest.raises(ValueError, match=message):
-            prepare.prepare(config)
+            prepare.prepare_job(config)
     assert not storage.exists(tmp_path / "latents")
 
 

@@ -320,7 +320,7 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     config = small(
         str(tmp_path), prompts=None, latents_uri=str(tmp_path / "online"), validation_share=0.0, validate_every=0
     )
-    prepare_online.prepare(raw, config)
+    prepare_online.prepare_run(raw, config)
     assert looks.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
 
 
