@@ -64,7 +64,8 @@ def run_sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> 
     end = min(begin, config.max_steps)
     if resume.last_step(config) < end:
         if not job.finished:  # else only checkpoints are lost
-            stream_of_epoch = functools.partial(encode_epoch, stream=stream, keep=job.write_arguments())
+            keep = {"plan": plan_run(data, config), **job.write_arguments()}
+            stream_of_epoch = functools.partial(encode_epoch, stream=stream, keep=keep)
         else:
             stream_of_epoch = stream
         yield StepSource(config, stream_of_epoch, end_step=end)
@@ -117,20 +118,18 @@ def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
 
 def encode_epoch(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
     """The rows of `stream`; each block is committed before it goes on. `keep`: arguments of `keep_block`."""
-    arguments = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **keep}
     rows = stream(plan, first_step, end_step)
-    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=arguments, **WRITER)
+    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=keep, **WRITER)
 
 
-def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
+def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     """Commit a block's unmasked rows, unless they are committed already; returns the block.
 
     All captions of a row are kept, and only the one that the epoch has drawn goes on.
 
     Args:
         rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
-        steps: steps per block.
-        units_per_step: as in the plan.
+        plan: tells the block's first unit; its sources need no files.
         arguments: what `job.Job.write_arguments` returns.
     """
     units = rows[UNIT].to_numpy()
@@ -140,7 +139,7 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     if not len(units):
         return chosen
     first = int(units.min())
-    segment = Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
+    segment = Segment(plan.first_unit_of_block(first), [], len(units))
     uri = storage.join(arguments["latents_uri"], SEGMENTS, f"{segment.index:06d}.json")
     # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
     if first == segment.index and not storage.exists(uri):
@@ -165,9 +164,8 @@ def finish_epoch(job: Job, plan: Plan, config: TrainingConfig, stream: Callable)
     """
     if job.finished:
         return read_manifest(job.latents_uri)
-    units = np.arange(plan.units_per_epoch)
-    firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # first unit of each block
-    if missing := len(set(firsts.tolist()) - job.committed().keys()):
+    firsts = set(plan.first_unit_of_block(np.arange(plan.units_per_epoch)).tolist())
+    if missing := len(firsts - job.committed().keys()):
         raise RuntimeError(
             f"{job.latents_uri} has lost {missing} of the {len(firsts)} blocks that the first epoch of run_name="
             f"{config.run_name!r} kept: give another run_name."

@@ -254,7 +254,7 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
     run = start("blocks")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"stream": run.stream, "keep": job.write_arguments()}
+    options = {"stream": run.stream, "keep": {"plan": plan, **job.write_arguments()}}
     for _ in range(2):
         for number, _ in enumerate(kept.encode_epoch(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
@@ -266,7 +266,7 @@ def test_a_block_without_its_first_steps_is_not_committed(start):
     run = start("within")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments()}
+    options = {"plan": plan, **job.write_arguments()}
     block = next(run.stream(plan, 2, 4).iter_batches())
     units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())
     cut = block.set_column(block.column_names.index(read.UNIT), read.UNIT, pa.array(units))
