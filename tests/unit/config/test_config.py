@@ -270,10 +270,10 @@ def test_encoders_are_so_many_or_between_the_least_and_the_most():
 
 
 @pytest.mark.parametrize("name", FIELDS[TrainingConfig])
-def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
+def test_a_run_is_resumed_with_what_fixes_what_it_learns(name):
     config = TrainingConfig()
     earlier = {**stored(config), name: "another", "gone_since": 3}
-    if FIELDS[TrainingConfig][name].metadata["decides"] is None:
+    if FIELDS[TrainingConfig][name].metadata["fixes"] is None:
         setup.check_resume(config, earlier)
         return
     with pytest.raises(ValueError) as error:
@@ -285,10 +285,10 @@ def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
 
 
 def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
-    deciding = TrainingConfig().deciding("rows", "stored", "learned").keys()
-    assert not deciding & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
-    assert deciding > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
-    assert deciding > {"units_per_step", "max_steps", "lr_schedule", "precision"}
+    fixed = TrainingConfig().fixed("rows", "latents", "run").keys()
+    assert not fixed & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
+    assert fixed > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
+    assert fixed > {"units_per_step", "max_steps", "lr_schedule", "precision"}
 
 
 def test_a_run_of_another_version_can_be_resumed():
