@@ -281,7 +281,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
         config = PreprocessingConfig(**{config.to_dict()!r})
-        job = preprocess.prepare(config, rows_per_segment=40)
+        job = prepare.prepare_job(config, rows_per_segment=40)
         build = build_pipeline(job)
         def pipeline(segment):
             if segment.index == 1:  # the first segment is committed, the second one about to start
