@@ -32,6 +32,7 @@ from ..train import resume, sources
 from ..train.step import TrainStep, Unit
 
 
+@dataclasses.dataclass
 class PlannedImages(torch.utils.data.Dataset):
     """One item for each step of the run: the decoded pictures and captions of a worker's units.
 
@@ -45,17 +46,14 @@ class PlannedImages(torch.utils.data.Dataset):
         transform: raw rows -> pixels and token ids, as `online.transform_for_epoch`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        num_steps: int,
-        rank: int,
-        world_size: int,
-        read: ReadRows,
-        transform: Callable[[pa.Table], pa.Table],
-    ):
-        self.plan, self.num_steps, self.rank, self.world_size = plan, num_steps, rank, world_size
-        self.read, self.transform = read, transform
+    plan: Plan
+    num_steps: int
+    rank: int
+    world_size: int
+    read: ReadRows
+    transform: Callable[[pa.Table], pa.Table]
+
+    def __post_init__(self):
         self.chunks = {}  # chunk number -> {unit number: its rows}
 
     def __len__(self):
@@ -107,14 +105,9 @@ def build_loader(
         num_workers=raw.num_transform_workers,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4,
-        collate_fn=as_it_is,
+        collate_fn=tuple,  # an item is a whole step
         multiprocessing_context="forkserver",
     )
-
-
-def as_it_is(item):
-    """An item is a whole step: nothing to collate."""
-    return item
 
 
 class DeviceEncoder:
@@ -157,7 +150,7 @@ class LoaderSource(sources.StepSource):
     def resume_point(self) -> dict:
         return resume.choose_resume_point(self.config)
 
-    def steps(self, step: int, rejects: sources.Rejects) -> Iterator[tuple[list[Unit], float]]:
+    def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)
         loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
         encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
@@ -165,7 +158,7 @@ class LoaderSource(sources.StepSource):
             started = time.perf_counter()
             item = next(loader)
             data_seconds = time.perf_counter() - started
-            rejects.add(item[-1])
+            self.note_rejects(item[-1])
             yield [encode(item)], data_seconds
 
 
@@ -183,27 +176,15 @@ class Profile:
     memory: pd.DataFrame
     device: str
 
-    @property
-    def shares(self) -> pd.Series:
-        """Share of the time of each phase, in the order of a step."""
-        seconds = self.phases.groupby("phase", sort=False)["seconds"].sum()
-        return seconds / seconds.sum()
-
 
 def profile(
-    config: TrainingConfig,
-    manifest: Manifest,
-    raw: OnlineConfig,
-    *,
-    num_steps: int = 3,
-    warm_up: int = 3,
-    device: str | None = None,
+    config: TrainingConfig, manifest: Manifest, raw: OnlineConfig, *, num_steps: int = 3, warm_up: int = 3
 ) -> Profile:
     """Train some steps with encoders and U-Net on one device, in this process, after `warm_up` steps that do not count.
 
     Phases: data (waiting for the loader), encode, forward, backward, optimizer (with clipping and EMA).
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = load_plan(DataSets.open(config.proportions), config)
     short = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, short, raw, 0))

@@ -22,7 +22,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations, product
 from pathlib import Path
@@ -129,21 +129,19 @@ def is_held_out(caption: str) -> bool:
 
 @cache
 def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
-    """Every caption with `num_objects` (1 or 2) objects, in a fixed order. `split` as in `scene`."""
+    """Every caption with `num_objects`, 1 or 2, in a fixed order. `split` as in `scene`."""
     if num_objects == 1:
         scenes = (
             Scene(background, (SceneObject(color, shape, size, position),))
             for (background, color), shape, size, position in product(permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
         )
-    elif num_objects == 2:
+    else:
         scenes = (
             Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
             for (background, color, color_2), shape, shape_2, size, size_2, relation in product(
                 permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS
             )
         )
-    else:
-        raise ValueError(f"num_objects is {num_objects}; scenes have 1 or 2 objects")
     return tuple(s.caption for s in scenes if _in_split(s.caption, split))
 
 
@@ -169,15 +167,12 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
         colors = list(COLORS)
         background, color, color_2 = (colors.pop(c) for c in choice[:3])
         sizes, positions = list(SIZES), list(POSITIONS)
-        first = SceneObject(
-            color, SHAPES[choice[3]], sizes[choice[5]], positions[choice[7]] if num_objects == 1 else None
-        )
+        first = SceneObject(color, SHAPES[choice[3]], sizes[choice[5]])
         second = SceneObject(color_2, SHAPES[choice[4]], sizes[choice[6]])
-        found = (
-            Scene(background, (first,))
-            if num_objects == 1
-            else Scene(background, (first, second), RELATIONS[choice[8]])
-        )
+        if num_objects == 1:
+            found = Scene(background, (replace(first, position=positions[choice[7]]),))
+        else:
+            found = Scene(background, (first, second), RELATIONS[choice[8]])
         if _in_split(found.caption, split):
             return found
 
@@ -370,27 +365,15 @@ def _find_objects(pixels: np.ndarray) -> tuple[int, np.ndarray, list[tuple[int, 
 
     A region (H, W) masks the pixels that may belong to the object: of two objects, those that are nearer to it.
     """
-    frame = np.concatenate(
-        [
-            pixels[:2].reshape(-1, 3),
-            pixels[-2:].reshape(-1, 3),
-            pixels[2:-2, :2].reshape(-1, 3),
-            pixels[2:-2, -2:].reshape(-1, 3),
-        ]
-    )
-    background_rgb = np.median(frame, 0)
+    frame = np.ones(pixels.shape[:2], bool)  # two pixels wide
+    frame[2:-2, 2:-2] = False
+    background_rgb = np.median(pixels[frame], 0)
     background = _nearest(background_rgb[None])[0]
     # Only pixels whose eight neighbours have the same colour count: on edges two colours mix to a third.
     labels = _nearest(pixels.reshape(-1, 3)).reshape(WORKING_SIZE, WORKING_SIZE)
     inner = np.zeros_like(labels, bool)
-    inner[1:-1, 1:-1] = np.all(
-        [
-            labels[1 + dy : WORKING_SIZE - 1 + dy, 1 + dx : WORKING_SIZE - 1 + dx] == labels[1:-1, 1:-1]
-            for dy in (-1, 0, 1)
-            for dx in (-1, 0, 1)
-        ],
-        axis=0,
-    )
+    neighbourhoods = np.lib.stride_tricks.sliding_window_view(labels, (3, 3))
+    inner[1:-1, 1:-1] = (neighbourhoods == labels[1:-1, 1:-1, None, None]).all(axis=(2, 3))
     area = np.bincount(labels[inner], minlength=len(_NAMES))
     area[background] = 0
     colors = [c for c in np.argsort(-area) if area[c] >= 10]  # the smallest triangle has about 40
@@ -497,18 +480,12 @@ _MARKER = b"captioned_shapes"
 
 
 def write_data_set(
-    folder: str | os.PathLike,
-    num_rows: int,
-    seed: int = 0,
-    rows_per_file: int = 2000,
-    two_object_share: float = 0.0,
-    size: int = 64,
-    spoilt_share: float = 0.0,
+    folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_per_file: int = 2000, spoilt_share: float = 0.0
 ) -> str:
     """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
-    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. A `spoilt_share` of the
+    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than 64 pixels. A `spoilt_share` of the
     rows, evenly spread, is damaged as rows of a real download are, see `corrupt`. Each file is written atomically.
     A second call with the same arguments writes nothing; with others it replaces the files. ValueError if `folder`
     holds Parquet files of another origin, or for counts that are not positive. Returns `folder`.
@@ -516,18 +493,12 @@ def write_data_set(
     if num_rows < 1 or rows_per_file < 1:
         raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
     if "://" in str(folder):
-        return _write_remote(folder, num_rows, seed, rows_per_file, two_object_share, size, spoilt_share)
+        return _write_remote(folder, num_rows, seed, rows_per_file, spoilt_share)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    call = {
-        "version": 4,
-        "num_rows": num_rows,
-        "seed": seed,
-        "rows_per_file": rows_per_file,
-        "two_object_share": two_object_share,
-        "size": size,
-        "spoilt_share": spoilt_share,
-    }
+    call = {"version": 4, "num_rows": num_rows, "seed": seed, "rows_per_file": rows_per_file}
+    # Two constants, which earlier releases let one choose: what they wrote is not written again.
+    call |= {"two_object_share": 0.0, "size": 64, "spoilt_share": spoilt_share}
     marker = json.dumps(call).encode()
     starts = {f"shapes-{i:05d}.parquet": i * rows_per_file for i in range(-(-num_rows // rows_per_file))}
 
@@ -542,7 +513,7 @@ def write_data_set(
 
     for name, start in starts.items():
         indices = range(start, min(start + rows_per_file, num_rows))
-        table = _table(indices, seed, two_object_share, size, spoilt_share)
+        table = _table(indices, seed, spoilt_share)
         temporary = folder / f".{name}.tmp"
         try:
             pq.write_table(table.replace_schema_metadata({_MARKER: marker}), temporary, row_group_size=500)
@@ -594,10 +565,10 @@ def _widen(picture: Image.Image, index: int) -> Image.Image:
     return larger
 
 
-def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float) -> pa.Table:
+def _table(indices: range, seed: int, spoilt_share: float) -> pa.Table:
     rows = []
     for index in indices:
-        picture, caption = draw_sample(index, seed, two_object_share, "train", size)
+        picture, caption = draw_sample(index, seed)
         picture = _widen(picture, index)
         data = _encode(picture, "PNG" if index % 4 == 3 else "JPEG")
         number = int((index + 1) * spoilt_share)  # rises by one at each damaged row

@@ -93,20 +93,18 @@ _WHY = {
 }
 
 
-def compare_parameters(parameters: dict, also: tuple = ()) -> pd.DataFrame:
+def compare_parameters(parameters: dict) -> pd.DataFrame:
     """What the full run changes in a notebook's `parameters` (name -> value), one row each, grouped by subject.
 
-    `also`: names of parameters that the notebook does not have, but on whose machines it depends. Columns: "this
-    notebook", "full run, 256 px", "full run, 512 px", "why".
+    Columns: "this notebook", "full run, 256 px", "full run, 512 px", "why".
     """
-    parameters = {**parameters, **dict.fromkeys(also, "-")}
-    rows = {
-        (group, name): [parameters[name], *(PARAMETERS[r].get(name, parameters[name]) for r in (256, 512)), why]
-        for group, whys in _WHY.items()
-        for name, why in whys.items()
-        if name in parameters
-        and any(full.get(name, parameters[name]) != parameters[name] for full in PARAMETERS.values())
-    }
+    rows = {}
+    for group, whys in _WHY.items():
+        for name, why in whys.items():
+            here = parameters.get(name)
+            full = [of_phase.get(name, here) for of_phase in PARAMETERS.values()]
+            if name in parameters and full != [here, here]:
+                rows[group, name] = [here, *full, why]
     columns = ["this notebook", "full run, 256 px", "full run, 512 px", "why"]
     index = pd.MultiIndex.from_tuples(rows, names=["group", "parameter"]) if rows else None
     return pd.DataFrame(list(rows.values()), columns=columns, index=index, dtype=object)

@@ -1,11 +1,14 @@
-"""What the notebooks show of raw rows, of a finished job, of held-out prompts, and of a cell that is run too early."""
+"""What the notebooks show of the pipeline, raw rows, a finished job, held-out prompts, and a cell run too early."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import io
+import pathlib
+import re
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -13,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.train
 from IPython import get_ipython
+from IPython.display import SVG
 from PIL import Image
 
 from .. import storage
@@ -39,6 +43,12 @@ def _show_name_error(shell, kind, error, trace, tb_offset=None):
     if kind is NameError:
         error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+def pipeline_diagram() -> SVG:
+    """The diagram of the pipeline, with its title as alternative text."""
+    file = pathlib.Path(__file__).with_name("architecture.svg")
+    return SVG(filename=str(file), metadata={"alt": re.search("<title>(.*)</title>", file.read_text())[1]})
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
@@ -154,7 +164,7 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             "run_name, or change them."
         )
     values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig.from_dict({**values, "storage": storage_uri}), resume.as_checkpoint(saved)
+    return TrainingConfig(**{**values, "storage": storage_uri}), resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
@@ -192,25 +202,27 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     return kept
 
 
-def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator):
+def sample_file(
+    path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator
+) -> Iterator[pa.Table]:
     """Tables with the first rows of random row groups of a file, `num_rows` in all.
 
-    For a tar, its first rows: seeking in it would mean reading all of it.
+    A tar's first rows are taken: seeking in it would mean reading all of it.
     """
     read, left = inputs.reader(config), num_rows
     if config.input_format == "webdataset":
         selections = [None]  # from the beginning
     else:
         selections = [[int(group)] for group in random.permutation(len(read.row_groups(path)))]
+    share = max(1, num_rows // min(4, max(1, len(selections))))  # of a row group, which may be the whole file
     for selection in selections:
-        share = min(left, max(num_rows // 4, num_rows // len(selections), 1))  # a row group may be the whole file
-        left -= share
+        wanted = min(left, share)
         for table in read.stream(path, inputs.used_columns(config), selection):
-            yield table[:share]
-            share -= len(table[:share])
-            if share == 0:
+            yield table[:wanted]
+            left -= len(table[:wanted])
+            wanted -= len(table[:wanted])
+            if wanted == 0:
                 break
-        left += share  # what a row group with fewer rows did not use
         if left == 0:
             return
 
@@ -286,6 +298,6 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     if raw is None:
         return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     # Earlier versions recorded a parameter more.
-    config = OnlineConfig.from_dict({name: value for name, value in raw.items() if name != "text_precision"})
+    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

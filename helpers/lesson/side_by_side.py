@@ -178,11 +178,11 @@ def judge(pairs: Sequence[Pair], names: Sequence[str], **scores: Callable[[np.nd
     return pd.DataFrame({question: [prefer(pair, scores[question]) for pair in pairs] for question in QUESTIONS})
 
 
-def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95) -> pd.DataFrame:
+def report(choices: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """How often each model was preferred, by question.
 
     Columns: for each of `names` and "no preference" the number of choices; `preferred`, the share of the second model
-    among those that prefer one; `low` and `high`, its Wilson interval. An interval that excludes 0.5 shows a
+    among those that prefer one; `low` and `high`, its 95 % interval by Wilson. An interval that excludes 0.5 shows a
     preference; if several readers judge the same prompt, their choices are not independent and the interval is too
     narrow.
     """
@@ -190,15 +190,15 @@ def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95
     for question in QUESTIONS:
         counts = {answer: int((choices[question] == answer).sum()) for answer in (first, NO_PREFERENCE, second)}
         decided = counts[first] + counts[second]
-        low, high = wilson_interval(counts[second], decided, confidence)
+        low, high = wilson_interval(counts[second], decided)
         preferred = counts[second] / decided if decided else math.nan
         rows[question] = {**counts, "preferred": preferred, "low": low, "high": high}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson, 1927); (0, 1) without trials."""
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share (Wilson, 1927); (0, 1) without trials."""
+    z = statistics.NormalDist().inv_cdf(0.975)
     middle = (successes + z**2 / 2) / (trials + z**2)
     variance = successes * (trials - successes) / max(1, trials) + z**2 / 4
     half = z * math.sqrt(variance) / (trials + z**2)

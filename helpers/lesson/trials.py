@@ -31,11 +31,7 @@ from ..train.step import TrainStep, Unit
 NUM_ROWS = 256  # held-out rows that errors are measured on
 
 
-def run(
-    config: TrainingConfig,
-    settings: Mapping[str, Mapping[str, object]],
-    seeds: Sequence[int],
-) -> pd.DataFrame:
+def run(config: TrainingConfig, settings: Mapping[str, Mapping[str, object]], seeds: Sequence[int]) -> pd.DataFrame:
     """Train each setting with each seed; returns a frame with columns setting, seed, metric, value.
 
     The metrics are those of `held_out_errors`, on rows that no setting trains on.
@@ -143,11 +139,11 @@ def compare_settings(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"])
 
 
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Student's t interval around the mean of a sample. Raises ValueError for fewer than two values."""
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval around the mean of a sample. Raises ValueError for fewer than two values."""
     if len(values) < 2:
         raise ValueError(f"{len(values)} value(s): an interval needs at least two, of different seeds.")
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values) - half, statistics.mean(values) + half
 
 

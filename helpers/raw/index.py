@@ -45,7 +45,7 @@ def make(
     (by reason) "rejected", the rows of its "largest" Parquet row group and of each of its "row_groups" in the index,
     and for each of its "buckets", in order, the number of these row groups and of "rows".
     """
-    made_of = {**config.deciding("rows"), "validation_share": validation_share}
+    made_of = {**config.fixed("rows"), "validation_share": validation_share}
     made_of |= {"listing": sorted(listing.items()), "version": 1}
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)

@@ -10,6 +10,8 @@ from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
 from helpers.train import setup
 
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+
 # ---- bad input
 
 # {parameter: (bad values, what they must be)}
@@ -122,6 +124,26 @@ SEVERAL = [
         {"deterministic": True, "compile_unet": True, "attention": "flash"},
         "deterministic=True excludes compile_unet=True, attention='flash', by which sums vary: leave either out.",
     ),
+    (
+        {**FLOW, "min_snr_gamma": 5.0},
+        "min_snr_gamma=5.0 weights epsilon and v, not prediction_type='flow': set it to None.",
+    ),
+    (
+        {**FLOW, "timestep_sampling": "importance"},
+        "timestep_sampling='importance' goes by min-SNR weights, which prediction_type='flow' does not have.",
+    ),
+    *[
+        (
+            values,
+            "timestep_sampling='logit_normal' and timestep_shift are for flow, not for prediction_type='v_prediction'.",
+        )
+        for values in ({"timestep_sampling": "logit_normal"}, {"timestep_shift": 3.0})
+    ],
+    (
+        {"prediction_type": "epsilon", "zero_terminal_snr": True},
+        "zero_terminal_snr=True needs v_prediction: prediction_type='epsilon' says nothing where all is noise.",
+    ),
+    ({**FLOW, "sampler": "ddim"}, "sampler='ddim' cannot sample prediction_type='flow': choose 'dpm++' or 'unipc'."),
     ({"sampler": "heun"}, "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'."),
 ]
 FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in (OnlineConfig, TrainingConfig)}
@@ -188,7 +210,7 @@ def stored(config):
     ],
 )
 def test_parameters_survive_json(config):
-    again = type(config).from_dict(stored(config))
+    again = type(config)(**stored(config))
     assert again == config and stored(again) == stored(config)
 
 
@@ -210,7 +232,7 @@ def test_relative_folders_are_the_notebooks(tmp_path, monkeypatch):
     assert preprocessing.raw_uri == f"{training.storage}/raw" and PreprocessingConfig().input_uri == ""
     assert preprocessing.latents_uri == training.latents_uri == f"{training.storage}/latents"
     monkeypatch.chdir("/")
-    assert TrainingConfig.from_dict(training.to_dict()) == training
+    assert TrainingConfig(**training.to_dict()) == training
 
 
 def test_latents_may_lie_elsewhere_than_the_rest():
@@ -248,10 +270,10 @@ def test_encoders_are_so_many_or_between_the_least_and_the_most():
 
 
 @pytest.mark.parametrize("name", FIELDS[TrainingConfig])
-def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
+def test_a_run_is_resumed_with_what_fixes_what_it_learns(name):
     config = TrainingConfig()
     earlier = {**stored(config), name: "another", "gone_since": 3}
-    if FIELDS[TrainingConfig][name].metadata["decides"] is None:
+    if FIELDS[TrainingConfig][name].metadata["fixes"] is None:
         setup.check_resume(config, earlier)
         return
     with pytest.raises(ValueError) as error:
@@ -263,10 +285,10 @@ def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
 
 
 def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
-    deciding = TrainingConfig().deciding("rows", "stored", "learned").keys()
-    assert not deciding & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
-    assert deciding > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
-    assert deciding > {"units_per_step", "max_steps", "lr_schedule", "precision"}
+    fixed = TrainingConfig().fixed("rows", "latents", "run").keys()
+    assert not fixed & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
+    assert fixed > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
+    assert fixed > {"units_per_step", "max_steps", "lr_schedule", "precision"}
 
 
 def test_a_run_of_another_version_can_be_resumed():
@@ -285,7 +307,7 @@ def test_units_are_by_default_as_many_as_the_most_workers(workers, units):
 def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     def config(workers, name="run", units=None):
         values = {"storage": str(tmp_path), "run_name": name, "num_training_workers": workers, "units_per_step": units}
-        return TrainingConfig.from_parameters(setup.resume_units(values))
+        return setup.training_config(values)
 
     earlier = config(2)
     storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})

@@ -249,7 +249,7 @@ def validate(rank, folder, config, world):
     """One of `world` processes, which validate on a validation set together."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
-    config = TrainingConfig.from_dict(config)
+    config = TrainingConfig(**config)
     rows = held_out.ValidationSet(config, rank, world)
     losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
