@@ -78,7 +78,7 @@ def checkpoint_is_there(config, step):
 
 def is_evaluated(config, step):
     """Whether the evaluation of a step's checkpoint is over, or the step was skipped."""
-    return any(result["step"] == step and "unfinished" not in result for result in results.read(config.run_uri))
+    return any(result["step"] == step and "unfinished" not in result for result in results.read_results(config.run_uri))
 
 
 def is_listed(config, step):

@@ -261,7 +261,7 @@ def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.La
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
     build = trainer_of(ONLINE, config, loop)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
-        for source in kept.sources(raw, config, stream):
+        for source in kept.run_sources(raw, config, stream):
             build(source).fit()
             if fitted:
                 fitted(source)

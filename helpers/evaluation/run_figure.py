@@ -70,7 +70,7 @@ def read_evaluated_images(run_uri: str) -> dict[int, dict[str, np.ndarray]]:
         prompts = storage.join(folder, "prompts.json")
         if storage.exists(prompts):
             found[int(storage.name(folder))] = {
-                prompt: results.read_picture(storage.join(folder, f"{number:02d}.png"))
+                prompt: results.read_png(storage.join(folder, f"{number:02d}.png"))
                 for number, prompt in enumerate(storage.read_json(prompts))
             }
     return found

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray.train
 from IPython import get_ipython
 from IPython.display import SVG
@@ -26,6 +25,7 @@ from ..encode.captions import count_tokens, load_tokenizer
 from ..evaluation import at_checkpoints
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest, read_manifest
+from ..latents.parquet import read_parquet
 from ..latents.read import first_latents
 from ..raw import filters, images, inputs
 from ..train import checkpoint, resume
@@ -164,15 +164,13 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             "run_name, or change them."
         )
     values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig.from_dict({**values, "storage": storage_uri}), resume.as_checkpoint(saved)
+    return TrainingConfig(**{**values, "storage": storage_uri}), resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
     """Rejected rows as a frame with columns id, reason, source: all, or those of the first `max_files` files."""
-    tables = []
-    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]:
-        filesystem, path = storage.open_filesystem(uri)
-        tables.append(pq.read_table(path, filesystem=filesystem))
+    files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]
+    tables = list(map(read_parquet, files))
     columns = [schema.ID, schema.REASON, schema.SOURCE]
     return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
 
@@ -298,6 +296,6 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     if raw is None:
         return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     # Earlier versions recorded a parameter more.
-    config = OnlineConfig.from_dict({name: value for name, value in raw.items() if name != "text_precision"})
+    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

@@ -79,8 +79,7 @@ def compile_blocks(denoiser: ModelMixin) -> ModelMixin:
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         return denoiser
-    # By default TorchDynamo cuts blocks at the ends of DDP's buckets, to overlap communication with computation. Blocks
-    # are small enough to overlap uncut.
+    # By default TorchDynamo cuts blocks at the ends of DDP's buckets. DDP reduces gradients beside whole ones as well.
     torch._dynamo.config.optimize_ddp = False
     blocks = denoisers.blocks(denoiser)
     # By default TorchDynamo counts the graphs of all blocks of a class together, stops at eight, and then compiles for

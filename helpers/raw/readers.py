@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import open_parquet
 from ..latents.schema import ROWS_PER_ROW_GROUP
 from .images import BadImage
 
@@ -64,9 +65,8 @@ class Parquet(Reader):
 
     def open(self, path: str) -> pq.ParquetFile:
         """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
-        filesystem, inner = storage.open_filesystem(path)
         try:
-            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
+            return open_parquet(path, buffer_size=BUFFER_BYTES)
         except (FileNotFoundError, PermissionError):
             raise
         except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid

@@ -84,7 +84,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
                 track(result["step"], values)
         new = metrics.read()
         for record in new:
-            values = results.numbers(record)
+            values = results.numeric_values(record)
             track(values.pop("step"), values)
         if new:  # a step that is repeated after a failure counts once, as the newest
             recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)

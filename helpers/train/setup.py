@@ -146,7 +146,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
-    An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
+    An earlier run of the same name must have had the same parameters, except those that fix nothing, and the same data.
     """
     check_mixture(data.manifests)
     for uri, manifest in data.manifests.items():
@@ -167,7 +167,7 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
     """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
-    now = config.deciding("rows", "stored", "learned")
+    now = config.fixed("rows", "latents", "run")
     if found := first_difference({**now, **earlier}, now, names=now):
         name, before, value = found
         raise ValueError(

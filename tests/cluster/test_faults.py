@@ -67,7 +67,7 @@ def test_killed_driver_and_damaged_checkpoint_lose_nothing(run, straight, tmp_pa
     """The same run bit by bit: a driver is killed after 33 steps, and the newest checkpoint, of step 30, damaged."""
     config = run_of(run, "resumed")
     run_driver(f"""
-        config = TrainingConfig.from_dict({config.to_dict()!r})
+        config = TrainingConfig(**{config.to_dict()!r})
         die_when(lambda: steps_done(config) >= 33 and is_listed(config, 30))
         fit(config, loop=loop_with((wait_for_ever, 33, 0, {str(tmp_path / "driver")!r})))
     """)
@@ -280,7 +280,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], row_filter="width > 64", limit=70)
     captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
-        config = PreprocessingConfig.from_dict({config.to_dict()!r})
+        config = PreprocessingConfig(**{config.to_dict()!r})
         job = preprocess.prepare(config, rows_per_segment=40)
         build = build_pipeline(job, config)
         def pipeline(segment):

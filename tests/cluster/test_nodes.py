@@ -357,10 +357,10 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_device(sample, True, 3)  # no config: on any kind
+    pid, gpus, number = session.run_on_device(sample, 3, use_gpu=True)  # on any kind
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert session.run_on_device(sample, False, 3)[0] == os.getpid()
+    assert session.run_on_device(sample, 3, use_gpu=False)[0] == os.getpid()
     lose(nodes, node)
 
 
@@ -380,9 +380,8 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     def where(*_):
         return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
 
-    for given in (config, config.to_dict()):
-        found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
-        assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
+    found = [session.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
+    assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
     found = at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
@@ -395,7 +394,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert spare("A10G") and spare(None) and not spare("H100")
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
-    results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
+    results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
     assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:

@@ -156,7 +156,7 @@ def counting(counted):
 
 def test_a_process_fetches_the_plan_before_it_reads(cluster):
     shared = read.share_plan(plan_of(["a"], [[64] * 20], 8, 4, 2), range(1))
-    ray.get(ray.remote(read.fetch_plan).remote([shared]))
+    ray.get(ray.remote(read.fetch).remote([shared]))
 
 
 def test_units_of_300_mib_arrive_whole(cluster):

@@ -135,7 +135,7 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
     loop = loop_with((first, 15, 0, tmp_path / "first"), (second, 25, 0, tmp_path / "second"))
     result = fit(config, loop=loop, detector=agreement)
     assert result.error is None and read_metrics(config.run_uri)["attempt"].eq(1).all()
-    found = {one["step"]: one for one in results.read(config.run_uri)}
+    found = {one["step"]: one for one in results.read_results(config.run_uri)}
     assert list(found) == [10, 20, 30, 40]
     assert found[10].keys() >= {"failed", "validation_loss"} and "agreement" not in found[10]
     assert found[20]["agreement"] == found[40]["agreement"] == 0.5 and found[30].keys() == {"step", "skipped"}
@@ -149,7 +149,7 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
 def test_config_json_says_what_made_the_run(run):
     config, _ = run
     saved = storage.read_json(storage.join(config.run_uri, "config.json"))
-    assert TrainingConfig.from_dict(saved["parameters"]) == config
+    assert TrainingConfig(**saved["parameters"]) == config
     assert saved["versions"]["torch"].startswith(torch.__version__.split("+")[0])
 
 
@@ -193,7 +193,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
             checkpoint.load_weights(folder, alone.denoiser, "model")
 
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
-    middle, last = results.read(config.run_uri)
+    middle, last = results.read_results(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
     saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
     again = at_checkpoints.evaluate_checkpoint(saved, at_checkpoints.Evaluation(config, list(config.prompts)))

@@ -210,7 +210,7 @@ def stored(config):
     ],
 )
 def test_parameters_survive_json(config):
-    again = type(config).from_dict(stored(config))
+    again = type(config)(**stored(config))
     assert again == config and stored(again) == stored(config)
 
 
@@ -232,7 +232,7 @@ def test_relative_folders_are_the_notebooks(tmp_path, monkeypatch):
     assert preprocessing.raw_uri == f"{training.storage}/raw" and PreprocessingConfig().input_uri == ""
     assert preprocessing.latents_uri == training.latents_uri == f"{training.storage}/latents"
     monkeypatch.chdir("/")
-    assert TrainingConfig.from_dict(training.to_dict()) == training
+    assert TrainingConfig(**training.to_dict()) == training
 
 
 def test_latents_may_lie_elsewhere_than_the_rest():
@@ -270,10 +270,10 @@ def test_encoders_are_so_many_or_between_the_least_and_the_most():
 
 
 @pytest.mark.parametrize("name", FIELDS[TrainingConfig])
-def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
+def test_a_run_is_resumed_with_what_fixes_what_it_learns(name):
     config = TrainingConfig()
     earlier = {**stored(config), name: "another", "gone_since": 3}
-    if FIELDS[TrainingConfig][name].metadata["decides"] is None:
+    if FIELDS[TrainingConfig][name].metadata["fixes"] is None:
         setup.check_resume(config, earlier)
         return
     with pytest.raises(ValueError) as error:
@@ -285,10 +285,10 @@ def test_a_run_is_resumed_with_what_decides_what_it_learns(name):
 
 
 def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
-    deciding = TrainingConfig().deciding("rows", "stored", "learned").keys()
-    assert not deciding & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
-    assert deciding > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
-    assert deciding > {"units_per_step", "max_steps", "lr_schedule", "precision"}
+    fixed = TrainingConfig().fixed("rows", "latents", "run").keys()
+    assert not fixed & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every"}
+    assert fixed > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
+    assert fixed > {"units_per_step", "max_steps", "lr_schedule", "precision"}
 
 
 def test_a_run_of_another_version_can_be_resumed():

@@ -169,14 +169,12 @@ def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
 
 
 @pytest.mark.parametrize("notebook", [TRAINING, ONLINE, *LESSONS])
-def test_what_a_notebook_runs_on_a_gpu_is_given_the_runs_config(notebook):
-    """By which `session.run_on_device` knows the kind of GPU that the run asks for."""
+def test_what_a_notebook_runs_on_a_gpu_is_on_the_trainers_kind(notebook):
     for source, _ in code(notebook):
         for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
             given = [ast.unparse(node) for node in (call.func, *call.args)]  # also by `partial`
             if "session.run_on_device" in given:
-                _, function, _, first, *_ = [*given[given.index("session.run_on_device") :], ""]
-                assert first in ("config", "config.to_dict()", "short", "one", "recipe"), function
+                assert {ast.unparse(keyword) for keyword in call.keywords} & {"**hardware", "**kind"}, given
 
 
 @pytest.mark.parametrize("notebook", CONFIGS)

@@ -249,8 +249,8 @@ def validate(rank, folder, config, world):
     """One of `world` processes, which validate on a validation set together."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
-    config = TrainingConfig.from_dict(config)
-    rows = held_out.ValidationSet(config, rank, world)
+    config = TrainingConfig(**config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution, rank, world)
     losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
@@ -260,7 +260,7 @@ def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tm
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
     config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
-    rows = held_out.ValidationSet(config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution)
     assert rows.num_rows == 40
     alone = losses_by_noise(denoiser, rows.manifest, rows, config)
     in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)

@@ -12,7 +12,7 @@ from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files
 from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape
-from helpers.latents.read import padding_blocks, units_of_worker, worker_units
+from helpers.latents.read import worker_units
 from helpers.train.setup import describe_shapes
 from tests.unit.latents.test_golden_plans import SHAPES, make_manifest
 
@@ -132,7 +132,7 @@ def dealt(plan, first_step, end_step):
             start = max(0, unit - first_unit) * plan.unit_rows
             travelling.append((unit, [rows[i] for i in permutation[start : start + plan.unit_rows]]))
     if first_step < end_step:
-        travelling += [(-1, travelling[0][1])] * (padding_blocks(plan, first_step, end_step) * plan.block_steps)
+        travelling += [(-1, travelling[0][1])] * (plan.padding_blocks(first_step, end_step) * plan.block_steps)
     return travelling
 
 
@@ -324,7 +324,7 @@ def test_a_worker_plans_without_the_files():
     assert head.steps_per_epoch == whole.steps_per_epoch > 5
     assert [head.latents_at(step) for step in range(99)] == [whole.latents_at(step) for step in range(99)]
     for rank in range(3):
-        units = [[list(units_of_worker(plan, step, 3, rank, 3)) for step in range(3, 20)] for plan in (whole, head)]
+        units = [[list(plan.units_of_worker(step, 3, rank, 3)) for step in range(3, 20)] for plan in (whole, head)]
         assert units[0] == units[1]
 
 

@@ -191,17 +191,17 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
         readers.Parquet, "describe", lambda self, path, columns: described.append(path) or describe(self, path, columns)
     )
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
-    write = index.write
+    write = index.write_table
 
     def stop_at_the_second(uri, table):
         if uri.endswith("1.parquet.parquet"):
             raise KeyboardInterrupt
         write(uri, table)
 
-    monkeypatch.setattr(index, "write", stop_at_the_second)
+    monkeypatch.setattr(index, "write_table", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         prepare_online.prepare(raw, training)
-    monkeypatch.setattr(index, "write", write)
+    monkeypatch.setattr(index, "write_table", write)
     manifest = prepare_online.prepare(raw, training)
     assert [storage.name(path) for path in described] == ["0.parquet", "1.parquet", "1.parquet"]
     assert prepare_online.prepare(raw, training) == manifest and len(described) == 3
