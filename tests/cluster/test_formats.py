@@ -114,7 +114,7 @@ def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_
     datasets = []
     for name in COLUMNS:
         config = filtered(input_folders, name, tmp_path / name)
-        datasets += [inputs.read_rows(segment, config) for segment in prepare.prepare(config).segments]
+        datasets += [inputs.read_rows(segment, config) for segment in prepare.prepare_job(config).segments]
     rows = datasets[0].union(*datasets[1:])
     rows = rows.map_batches(functools.partial(stages.transform, config=config), batch_format="pyarrow")
     found = collections.defaultdict(list)
@@ -135,7 +135,7 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
     # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
     for name, files, wanted in (("webdataset", 100, keys[100:120]), ("imagefolder", 50, keys[:70])):
         config = config_of(input_folders, name, tmp_path, limit=120)
-        first, last = prepare.prepare(config, rows_per_segment=40).segments
+        first, last = prepare.prepare_job(config, rows_per_segment=40).segments
         assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
         rows = inputs.read_rows(last, config).take_all()
         assert [row["id"] for row in rows] == wanted
@@ -150,7 +150,7 @@ def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, 
     config = filtered(input_folders, name, tmp_path, limit=130)
     values = {"storage": str(tmp_path), "latents_uri": str(tmp_path / "online"), "resolution": 32}
     training = TrainingConfig(**values, global_batch_size=10, validation_share=0.1)
-    manifest = prepare_online.prepare(config, training)
+    manifest, _ = prepare_online.prepare_run(config, training)
     assert manifest.read == 130
     plan = plan_for(training)
     found = {}
@@ -385,28 +385,25 @@ def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="url")
     with pytest.raises(ValueError, match=r"^image_column='url' holds URLs \(https://.*\): download the pictures first"):
-        prepare.prepare(config)
+        prepare.prepare_job(config)
 
 
 def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
     with pytest.raises(ValueError, match="A column called 'path' cannot be used, .*: rename it"):
-        prepare.prepare(config)
+        prepare.prepare_job(config)
 
 
 def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
     refused = {
-        "id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption, width": (
-            "webdataset",
-            "id_column",
-        ),
+        "id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption": ("webdataset", "id_column"),
         "row_filter='hash' is not a column of .*metadata.jsonl: it has key, text, width": ("imagefolder", "row_filter"),
     }
     for sentence, (name, parameter) in refused.items():
         value = "hash" if parameter == "id_column" else "hash < 0.5"
         with pytest.raises(ValueError, match=sentence):
-            prepare.prepare(config_of(input_folders, name, tmp_path, **{parameter: value}))
+            prepare.prepare_job(config_of(input_folders, name, tmp_path, **{parameter: value}))
     assert not pathlib.Path(tmp_path, "latents").exists()
 
 

@@ -157,13 +157,13 @@ def test_small_and_long_pictures_are_used_only_if_asked():
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_data_set(config.raw_uri, 2500, rows_per_file=500)
-    job = prepare.prepare(config)
+    job = prepare.prepare_job(config)
 
     def interrupt(done, total):
         signal.raise_signal(signal.SIGINT)  # the first time that files have been written
 
     with pytest.raises(KeyboardInterrupt):
-        job.run(build_pipeline(job, config), interrupt)
+        job.run(build_pipeline(job), interrupt)
     assert storage.list_files(storage.join(config.latents_uri, "data")) == []
     # All CPUs at once can only be had when no actor and no task is left.
     assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
@@ -188,7 +188,7 @@ def test_wrong_input_is_one_sentence(finished, tmp_path, sentence, change):
     config, _ = finished
     values = {"input_uri": config.raw_uri, "storage": str(tmp_path), **change}
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        prepare.prepare(PreprocessingConfig(**values))
+        prepare.prepare_job(PreprocessingConfig(**values))
     assert not storage.exists(storage.join(str(tmp_path), "latents"))
 
 
@@ -198,7 +198,7 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
     (tmp_path / "latents/data").mkdir(parents=True)
     (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
     with pytest.raises(ValueError, match=r"holds files that do not belong to an unfinished job \(.*train-00000"):
-        prepare.prepare(config)
+        prepare.prepare_job(config)
     assert (tmp_path / "latents/data/train-00000.parquet").exists()
 
 
@@ -206,7 +206,7 @@ def test_an_input_that_changed_is_refused(tmp_path):
     """A job cleans up behind an interrupted one, and leaves the files that it did not write."""
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_data_set(config.raw_uri, 20)
-    job = prepare.prepare(config)
+    job = prepare.prepare_job(config)
 
     def interrupted(segment):
         (tmp_path / "latents/data").mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ def test_an_input_that_changed_is_refused(tmp_path):
     assert (tmp_path / "latents/data/notes.txt").exists()
     captioned_shapes.write_data_set(config.raw_uri, 30)
     with pytest.raises(ValueError, match=r"was made with other parameters \(the files of the input\)"):
-        prepare.prepare(config)
+        prepare.prepare_job(config)
 
 
 def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
@@ -234,7 +234,7 @@ def test_an_input_without_rows_is_refused(tmp_path):
     columns = pa.schema([("hash", pa.int64()), ("caption", pa.string()), ("jpg", pa.binary())])
     pq.write_table(columns.empty_table(), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="The input holds no rows"):
-        prepare.prepare(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
+        prepare.prepare_job(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
 
 @slow

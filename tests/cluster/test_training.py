@@ -291,7 +291,7 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     pq.write_table(rows, tmp_path / "raw.parquet")
     raw = OnlineConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw.parquet"), resolutions=[32])
     config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), **none_held_out)
-    prepare_online.prepare(raw, config)
+    prepare_online.prepare_run(raw, config)
     assert looks.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
 
 
