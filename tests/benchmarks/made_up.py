@@ -14,34 +14,20 @@ from helpers.train import loop
 from helpers.train.step import TrainStep
 
 
-def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0, job=None):
-    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`.
-
-    `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
-    """
+def write_latents(uri, num_rows, shapes, rows_per_file, validation_share=0.0, job=None):
+    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`."""
     random, specs = np.random.default_rng(0), [schema.ColumnSpec(column, shape) for column, shape in shapes.items()]
     segment, reports = Segment(0, [], num_rows), []
+    where = {"latents_uri": uri, "segment_index": segment.index, "columns": specs, "id_type": pa.int64()}
     for start in range(0, num_rows, rows_per_file):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
-        largest = random.permutation(count) >= round(small_share * count)
         for spec in specs:
-            values = random.integers(0, 2**14, size=(count, *spec.shape), dtype=np.uint16).view(
-                schema.DTYPE
-            )  # 0 to 2, no NaN
-            is_last = spec.name == [name for name in shapes if name != schema.EMBEDDINGS][-1]
-            columns[spec.name] = spec.encode(values, largest if is_last else None)
-        rows = pa.table(columns).append_column(schema.REASON, pa.array([""] * count))
-        rows = rows.append_column("encoder_call", pa.nulls(count)).append_column("transform_seconds", pa.nulls(count))
-        report = stages.write_latents(
-            rows,
-            latents_uri=uri,
-            segment_index=segment.index,
-            columns=specs,
-            id_type=pa.int64(),
-            validation_share=validation_share,
-        )
-        reports.append(report)
+            bits = random.integers(0, 2**14, size=(count, *spec.shape), dtype=np.uint16)
+            columns[spec.name] = spec.encode(bits.view(schema.DTYPE))  # 0 to 2, no NaN
+        empty = {"encoder_call": pa.nulls(count), "transform_seconds": pa.nulls(count)}
+        rows = pa.table({**columns, schema.REASON: pa.array([""] * count), **empty})
+        reports.append(stages.write_latents(rows, validation_share=validation_share, **where))
     segments = [segment_entry(segment, reports)]
     manifest = Manifest.of(
         segments,
