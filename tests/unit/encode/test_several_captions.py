@@ -180,8 +180,7 @@ def test_kept_latents_hold_all_captions_and_the_drawn_one_goes_on(tmp_path):
     manifest = read_manifest(str(tmp_path / "online"))
     where = {"latents_uri": str(tmp_path / "kept"), "columns": manifest.columns, "id_type": pa.string()}
     block = encoded.slice(0, plan.block_rows).combine_chunks()
-    steps = {"steps": plan.block_steps, "units_per_step": plan.units_per_step}
-    passed = keep_block(block, **steps, **where)
+    passed = keep_block(block, plan=plan, **where)
     kept = {row["id"]: row for row in pq.read_table(str(tmp_path / "kept" / "data")).to_pylist()}
     numbers = dict(zip(block["id"].to_pylist(), block["caption_number"].to_pylist(), strict=True))
     assert set(numbers.values()) == {1, 2}
