@@ -115,13 +115,11 @@ def untrained_pipeline(config=None, seed=0):
     return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config)
 
 
-def build_pipeline(job, config, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
+def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
     """`pipeline(segment)` of Preprocessing.ipynb."""
     return from_notebook(
         PREPROCESSING,
         "pipeline",
-        **parameters(PREPROCESSING, config),
-        config=config,
         job=job,
         stages=stand_in(stages, transform=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
@@ -130,8 +128,8 @@ def build_pipeline(job, config, transform=stages.transform, latent_encoder=encod
 
 def encode(config, progress=None, **changes):
     """Run a whole preprocessing job, or with other parts (see `build_pipeline`); returns its manifest."""
-    job = prepare.prepare(config)
-    return job.run(build_pipeline(job, config, **changes), progress)
+    job = prepare.prepare_job(config)
+    return job.run(build_pipeline(job, **changes), progress)
 
 
 def draw_and_encode(storage_uri, num_rows):
@@ -174,11 +172,13 @@ def read_alone(plan, num_steps, raw=None, seed=0):
     if raw is None:
         yield from tables
         return
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(raw))
     for table in tables:
         for start in range(0, len(table), plan.block_rows):  # as the blocks travel
             block = table.slice(start, plan.block_rows).combine_chunks()
-            yield latent_encoder(online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed))
+            yield latent_encoder(
+                online.transform_for_epoch(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed)
+            )
 
 
 def train_alone(alone, manifest, plan, tables, steps):
@@ -256,7 +256,7 @@ def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.La
 
     As a cell of the online notebook does.
     """
-    prepare_online.prepare(raw, config)
+    _, raw = prepare_online.prepare_run(raw, config)
     setup.open_run(config)
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
     build = trainer_of(ONLINE, config, loop)

@@ -19,11 +19,10 @@ from ..latents import schema
 from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
-from ..model.sharding import has_compiler
 from ..train import meter, profiling
 from ..train.step import TrainStep, Unit, to_tensor
 
-# What each row adds to the one before it.
+# Changes that each row adds to the row before it.
 ABLATION = {
     "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False},
     "+ bf16": {"precision": "bf16"},
@@ -82,8 +81,8 @@ def measure_step(
     """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
 
     EMA is off. Keys: "images/s", "ms a step", "MFU" (NaN if the hardware's peak is not known), "peak memory, GiB",
-    "communication" (share that does not overlap with compute), "first step, s", which compiles, and "kinds", the time
-    by category.
+    "communication" (share that does not overlap with compute), "first step, s" (with compiling), and "kinds" (time by
+    category).
     """
     world = distributed.world_size()
     # A large U-Net would diverge on noise at the lesson's learning rate.
@@ -120,14 +119,14 @@ def measure_step(
 def ablation(
     config: TrainingConfig, device: torch.device | str = "cpu", *, steps: int = 20, warm_up: int = 5
 ) -> Iterator[dict]:
-    """`measure_step` for each row of `ABLATION`, which adds up; `speedup` is over the first row.
+    """`measure_step` for each row of `ABLATION`, whose changes add up; `speedup` is over the first row.
 
     Without a C++ compiler the last two rows are left out.
     """
     settings, first_rate = {}, None
     for name, changes in ABLATION.items():
         settings |= changes
-        if settings["compile_unet"] and not has_compiler():
+        if settings["compile_unet"] and not distributed.has_compiler():
             return
         result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")
@@ -136,17 +135,17 @@ def ablation(
         yield {"setting": name, "images/s": rate, "speedup": rate / first_rate, **result}
 
 
-def ablation_per_worker(values: dict) -> None:
-    """Training function that measures the ablation: `values` has the `config`, as a dict, and the number of `steps`.
+def ablation_per_worker(config: TrainingConfig, steps: int) -> None:
+    """Training function of Ray Train that measures the `ablation` of a run's `config`, in `steps` steps each.
 
     It reads no data and saves no checkpoint. Rank 0 writes `hardware` and `rows` to `ablation.json` of the run, after
     each row, so that results survive a failure in a later one.
     """
-    config, context = TrainingConfig(**values["config"]), ray.train.get_context()
+    context = ray.train.get_context()
     distributed.use_cores(context.get_local_world_size())
     device = ray.train.torch.get_device()
     found = {"hardware": profiling.hardware(device), "rows": []}
-    for row in ablation(config, device, steps=values["steps"]):
+    for row in ablation(config, device, steps=steps):
         found["rows"].append(row)
         if context.get_world_rank() == 0:
             storage.write_json(storage.join(config.run_uri, "ablation.json"), found)

@@ -34,7 +34,7 @@ SD2_TEXT = dict(
     hidden_act="gelu",
     projection_dim=512,
 )
-# FLUX.1's has 16 channels, and no convolution around them. Its config, too, is the published one.
+# FLUX.1's VAE has 16 channels, and no convolution around them; by its published config.
 FLUX_VAE = SD2_VAE | dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False, sample_size=1024)
 
 

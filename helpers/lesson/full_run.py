@@ -26,7 +26,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 # By resolution: phase 1 at 256 pixels, then phase 2. A parameter that is missing here keeps the notebook's value.
 PARAMETERS = {resolution: read_profile(f"full-sd2-{resolution}") for resolution in (256, 512)}
-# Why the full run differs, by group. At most 50 characters each: pandas cuts longer ones where a notebook shows them.
+# Why the full run differs, by group; at most 50 characters each, since pandas cuts longer ones in a notebook.
 _WHY = {
     "data": {
         "storage": "every node must reach it",
@@ -113,8 +113,7 @@ def compare_parameters(parameters: dict) -> pd.DataFrame:
 def command(notebook: str, parameters: dict, resolution: int, output: str) -> str:
     """The shell command that runs `notebook` as the full run, on the cluster that this machine is part of.
 
-    It sets the locations among the notebook's `parameters`, for you to change. `resolution`: 256 or 512, else
-    ValueError.
+    It names the locations among the notebook's `parameters`: change these. `resolution`: 256 or 512, else ValueError.
     """
     if resolution not in PARAMETERS:
         raise ValueError(f"resolution={resolution!r} is not a phase of the full run: choose 256 or 512.")

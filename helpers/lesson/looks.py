@@ -33,13 +33,13 @@ from . import captioned_shapes
 
 
 def explain_missing_names() -> None:
-    """From now on, a NameError in this notebook also says that the cells above must be run first."""
+    """Make a NameError in this notebook say, too, that the cells above must be run first."""
     if (shell := get_ipython()) is not None:
         shell.set_custom_exc((NameError,), _show_name_error)
 
 
 def _show_name_error(shell, kind, error, trace, tb_offset=None):
-    """Show it as IPython does, with a note; but not a Ray error, which is also a NameError if a task raised one."""
+    """Show the error as IPython does, with a note. An error of a Ray task, of a subclass of NameError, gets none."""
     if kind is NameError:
         error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
@@ -72,10 +72,10 @@ def encoder_timeline(segments: list[dict]) -> pd.DataFrame:
 def dataset_stats(
     config: PreprocessingConfig, num_rows: int = 2000, seed: int = 0
 ) -> tuple[pd.DataFrame, list[Image.Image], list[str]]:
-    """Dataset statistics from a random sample of rows: `(frame, pictures, captions)`.
+    """`(frame, pictures, captions)` of a random sample of rows.
 
     The frame has one row per sample: `tokens` (of the whole caption, with begin and end), `width` and `height` (from
-    the headers; NaN without a picture). Twelve pictures are decoded, with their captions.
+    the headers; NaN without an image). `pictures` and `captions` are those of twelve rows, decoded.
     """
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
@@ -88,10 +88,10 @@ def dataset_stats(
 
 
 def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
-    """How many pictures each shape gets and how much the crop cuts away, before anything is encoded.
+    """How many images each shape would get, and how much of them the crop would cut away.
 
-    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for pictures smaller than
-    theirs), pictures, share, cut (mean share of a picture's area; NaN without pictures).
+    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for images smaller than
+    theirs), pictures (their number), share, cut (mean share of an image's area that is lost; NaN without images).
     """
     sizes = stats[["width", "height"]].dropna().to_numpy()
     rows = []
@@ -125,7 +125,7 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
 
 
 def picture_size(data: bytes | None) -> tuple[int, int] | None:
-    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not a picture."""
+    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not an image."""
     if not data:
         return None
     try:
@@ -183,7 +183,7 @@ def read_run_rejects(run_uri: str) -> pd.DataFrame:
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
     """`num_rows` rows as stored in up to 16 random files, with `path`, without those that `row_filter` drops.
 
-    If the filter drops all of them, prints this and returns them unfiltered.
+    If the filter drops all of them, a sentence is printed, and they are returned unfiltered.
     """
     random = np.random.default_rng(seed)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
@@ -272,10 +272,10 @@ def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
 
 
 def prompts_and_detector(config: TrainingConfig, num_prompts: int):
-    """`(prompts, detector)`: captions that training does not see, and a function that scores pictures of them.
+    """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
 
-    For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data: the
-    captions of held-out rows (if nothing is held out, of training rows), and None. `config.prompts` replaces the
+    The drawn sample data has captions that no drawn image has, and `captioned_shapes.agreement`. Other data has the
+    captions of held-out rows (of training rows, if nothing is held out), and None. `config.prompts` replaces the
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)

@@ -26,12 +26,12 @@ from . import estimates, published_results
 COLLECTIVES = {"all-reduce": 2, "all-gather": 1}
 GPU_SIZES = tuple(2**power for power in range(20, 31, 2))  # bytes: 1 MiB to 1 GiB
 CPU_SIZES = tuple(2**power for power in range(14, 25, 2))
-ROUNDS = 5  # of each measurement, after one that does not count
-# Where AWS's installers put NCCL's plugin, and the system's folders; LD_LIBRARY_PATH is searched first.
+ROUNDS = 5  # repetitions of a measurement, after one that does not count
+# Folders of AWS's installers for NCCL's plugin, and the system's; LD_LIBRARY_PATH is searched first.
 LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
 LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
 ALLOWED = {"FI_PROVIDER": ("efa",), "NCCL_NET": ("aws libfabric", "ofi")}  # other values of these variables forbid EFA
-# Of Stable Diffusion 2: its U-Net, and the seconds that an A100 computes for 128 images at 256 pixels (published).
+# Stable Diffusion 2: size of the U-Net, and an A100's seconds of compute for 128 images at 256 pixels (published).
 PARAMETERS, STEP_SECONDS = 865_910_724, 0.69
 
 
@@ -81,8 +81,8 @@ def measure_bandwidth(device: torch.device | str, sizes: Iterable[int] | None = 
     return rows
 
 
-def measure_per_worker(values: dict) -> None:
-    """Training function of Ray Train: rank 0 writes `network.json` to `values["run_uri"]`.
+def measure_per_worker(run_uri: str) -> None:
+    """Training function of Ray Train: rank 0 writes `network.json` to `run_uri`.
 
     The file holds `ranks`, `ranks_per_node`, `device`, `rows` (`measure_bandwidth`) and `nodes` (`describe_node` of
     each node).
@@ -100,7 +100,7 @@ def measure_per_worker(values: dict) -> None:
             "rows": rows,
             "nodes": [node for node in nodes if node],
         }
-        storage.write_json(storage.join(values["run_uri"], "network.json"), found)
+        storage.write_json(storage.join(run_uri, "network.json"), found)
 
 
 # ---- which network is used
@@ -160,7 +160,7 @@ def explain(node: dict, device: str = "cuda") -> str:
 
 
 def find_obstacle(node: dict) -> str | None:
-    """What keeps NCCL from a node's EFA interfaces, and what to change; None if nothing is known to."""
+    """A reason why NCCL does not use a node's EFA interfaces, and what to change; None if none is known."""
     for variable, allowed in ALLOWED.items():
         value = node["variables"].get(variable, allowed[0])
         if value.lower() not in allowed:

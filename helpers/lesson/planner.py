@@ -30,10 +30,10 @@ from ..train import profiling
 from . import ablations, estimates, full_run, published_results
 from .estimates import check_numbers, encoders_needed, training_hours
 
-# How latents are made: by the trainers themselves (a DataLoader); before training; on the way to the trainers in every
-# epoch; on the way in the first epoch only, and stored for the others.
+# Latents are made by the trainers themselves (a DataLoader); before training; on the way to the trainers, in every
+# epoch; or on the way in the first epoch, and stored for the others.
 PATHS = ("DataLoader", "offline", "online", "once")
-INTERVALS = (300.0, 900.0, 1800.0, 3600.0, 7200.0)  # seconds between checkpoints, of which `interval_table` tells
+INTERVALS = (300.0, 900.0, 1800.0, 3600.0, 7200.0)  # seconds between checkpoints, the rows of `interval_table`
 _PUBLISHED_GPUS = 32  # A100-80G, behind the published rates: blog, Table 1
 _MONTH = 730.0  # hours
 
@@ -42,7 +42,7 @@ _MONTH = 730.0  # hours
 class Rate:
     """images/s of a GPU or CPU worker.
 
-    `origin`: "measured", "published", "derived" or "estimated"; `source`: where it is from.
+    `origin`: "measured", "published", "derived" or "estimated"; `source`: document, formula or hardware.
     """
 
     images_per_second: float
@@ -164,13 +164,13 @@ class Faults:
     """How often machines are lost, and what a loss costs.
 
     Args:
-        failures_per_day: of one machine, without notice. Default: MosaicML's two in 6.5 days on 16 machines of 8 A100s.
-        return_seconds: until another machine has joined (an assumption: ten minutes).
-        restart_seconds: from the loss to the first step of the next attempt: detection, start of the workers, loading
-            of the checkpoint, first batch (an assumption; measure your own).
-        checkpoint_every_seconds: of training between two checkpoints; `full_run`: about half an hour.
-        checkpoint_seconds: pause of training for each (an assumption; measured in `metrics.jsonl`).
-        upload_seconds: until a checkpoint is complete (an assumption: 14 GB from four machines).
+        failures_per_day: failures of one machine. Default: MosaicML's two in 6.5 days on 16 machines of 8 A100s.
+        return_seconds: time until another machine has joined (an assumption: ten minutes).
+        restart_seconds: time from the loss to the first step of the next attempt: detection, start of the workers,
+            loading of the checkpoint, first batch (an assumption; measure your own).
+        checkpoint_every_seconds: training between two checkpoints; `full_run`: about half an hour.
+        checkpoint_seconds: pause of training for a checkpoint (an assumption; measured in `metrics.jsonl`).
+        upload_seconds: time until a checkpoint is complete (an assumption: 14 GB from four machines).
     """
 
     failures_per_day: float = 2 / (16 * 6.5)
@@ -243,11 +243,11 @@ class Scenario:
         dataloader: images/s of one trainer that encodes its own images; None: `both_rate` of the other two, as if a
             trainer's GPU encoded at an encoder's rate.
         rows: images of the data set; blog, Table 2.
-        epochs: how often each is trained on.
-        trainers, encoders: machines of each kind; blog, Table 2.
-        trainer_machine, encoder_machine: their kinds.
-        latents_bytes: per stored row; at 256 pixels: 2 x 4 x 32 x 32 moments and 77 x 1,024 embeddings in fp16.
-        storage_dollars: per GB and month; Amazon S3 Standard, us-west-2, first 50 TB.
+        epochs: passes over the rows.
+        trainers, encoders: number of machines of each kind; blog, Table 2.
+        trainer_machine, encoder_machine: kinds of machines.
+        latents_bytes: bytes of a stored row; at 256 pixels: 2 x 4 x 32 x 32 moments and 77 x 1,024 embeddings in fp16.
+        storage_dollars: price of a GB for a month; Amazon S3 Standard, us-west-2, first 50 TB.
         faults: failures, or None. They lengthen training but not encoding, which only repeats the tasks of a lost
             machine.
     """
@@ -365,7 +365,7 @@ def break_even(scenario: Scenario, path: str, other: str, other_scenario: Scenar
     """
 
     def dollars(plan: Scenario, by: str) -> tuple[float, float]:
-        """Of the first epoch, and of each further one."""
+        """`(dollars of the first epoch, of each further one)`."""
         one, two = (estimate(dataclasses.replace(plan, epochs=epochs), by).dollars for epochs in (1.0, 2.0))
         return one, two - one
 
@@ -382,8 +382,8 @@ def break_even(scenario: Scenario, path: str, other: str, other_scenario: Scenar
 def phase(recipe: str, resolution: int, *, captions: int = 1, **changes: Any) -> Scenario:
     """The phase of a recipe (`estimates.RECIPES`) at 256 or 512 pixels, by published, derived and estimated rates.
 
-    Each recipe sees as many images as Stable Diffusion 2 did, on the same trainers. `captions`: how many of a row are
-    encoded: online one, beforehand all. `changes`: of `Scenario`'s fields.
+    Each recipe sees as many images as Stable Diffusion 2 did, on the same trainers. `captions`: captions encoded
+    of a row: one online, all beforehand. `changes`: fields of `Scenario`.
     """
     trainer = trainer_rate(resolution, recipe)
     phases = published_results.PHASES.set_index(["who", "resolution"])

@@ -170,7 +170,7 @@ def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
 _read = functools.lru_cache(maxsize=32)(read_parquet)
 
 
-def read_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
+def read_indexed_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:
     """The rows of `ranges` (`manifest.RowRange` of index files, `{key}/{name}`) as readers return them, plus `path`.
 
     Columns: id, caption, picture. `read_group`: reads Parquet row groups in place of the reader.

@@ -64,7 +64,7 @@ def run_sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> 
     end = min(begin, config.max_steps)
     if resume.last_step(config) < end:
         if not job.finished:  # else only checkpoints are lost
-            keep = {"plan": plan_run(data, config), **job.write_arguments(None)}
+            keep = {"plan": plan_run(data, config), **job.write_arguments()}
             stream_of_epoch = functools.partial(encode_epoch, stream=stream, keep=keep)
         else:
             stream_of_epoch = stream
@@ -143,7 +143,7 @@ def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     uri = storage.join(arguments["latents_uri"], SEGMENTS, f"{segment.index:06d}.json")
     # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
     if first == segment.index and not storage.exists(uri):
-        report = write_unmasked(rows, **{**arguments, "segment": segment})
+        report = write_unmasked(rows, segment_index=segment.index, **arguments)
         storage.write_json(uri, segment_entry(segment, [report]))
     return chosen
 

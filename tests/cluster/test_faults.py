@@ -258,8 +258,8 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
         once(transforming, die)
         return stages.transform(rows, config=config)
 
-    job, opened = prepare.prepare(config), storage.open_filesystem
-    build = build_pipeline(job, config, latent_encoder=MortalEncoder, transform=mortal_transform)
+    job, opened = prepare.prepare_job(config), storage.open_filesystem
+    build = build_pipeline(job, latent_encoder=MortalEncoder, transform=mortal_transform)
 
     def pipeline(segment):
         with monkeypatch.context() as patch:
@@ -281,8 +281,8 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
         config = PreprocessingConfig(**{config.to_dict()!r})
-        job = preprocess.prepare(config, rows_per_segment=40)
-        build = build_pipeline(job, config)
+        job = prepare.prepare_job(config, rows_per_segment=40)
+        build = build_pipeline(job)
         def pipeline(segment):
             if segment.index == 1:  # the first segment is committed, the second one about to start
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -295,10 +295,10 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     pathlib.Path(data, "000001-0123456789ab.parquet").write_bytes(b"half")
     monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
-    job = prepare.prepare(config, rows_per_segment=40)
+    job = prepare.prepare_job(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
-    manifest = job.run(build_pipeline(job, config))
-    raw = pa.concat_tables([pq.read_table(path) for path in storage.list_files(config.raw_uri)])[:70]
+    manifest = job.run(build_pipeline(job))
+    raw = pq.read_table(config.raw_uri)[:70]
     wanted = raw.filter(pc.greater(raw["width"], 64))["hash"].to_pylist()
     files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     assert first.items() < files.items()

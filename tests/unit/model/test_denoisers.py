@@ -357,7 +357,7 @@ def with_encoders(config, folder, vae, text):
     shift = {} if vae == "AutoencoderDC" else {"shift_factor": 0.1 if text == "T5GemmaEncoder" else None}
     model = tiny_model(folder / "encoders", vae, text, **shift)
     raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
-    described = prepare.describe(raw)
+    described = prepare.describe_encoder(raw)
     channels, text_shape = described["columns"][0].shape[1], described["columns"][-1].shape
     values = load_denoiser_config(config.unet_config)
     changes = {"in_channels": channels, "context_in_dim": text_shape[-1], "caption_channels": text_shape[-1]}

@@ -254,7 +254,7 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
     run = start("blocks")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"stream": run.stream, "keep": {"plan": plan, **job.write_arguments(None)}}
+    options = {"stream": run.stream, "keep": {"plan": plan, **job.write_arguments()}}
     for _ in range(2):
         for number, _ in enumerate(kept.encode_epoch(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
@@ -266,7 +266,7 @@ def test_a_block_without_its_first_steps_is_not_committed(start):
     run = start("within")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"plan": plan, **job.write_arguments(None)}
+    options = {"plan": plan, **job.write_arguments()}
     block = next(run.stream(plan, 2, 4).iter_batches())
     units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())
     cut = block.set_column(block.column_names.index(read.UNIT), read.UNIT, pa.array(units))
@@ -332,5 +332,5 @@ def test_without_keep_latents_there_is_one_source(start):
 def test_latents_of_random_cuts_are_not_kept(cut, tmp_path):
     config = OnlineConfig(keep_latents=True, **cut)
     with pytest.raises(ValueError, match="^keep_latents=True encodes a picture once, and random_crop=") as error:
-        prepare_online.prepare(config, TrainingConfig(latents_uri=str(tmp_path)))
+        prepare_online.prepare_run(config, TrainingConfig(latents_uri=str(tmp_path)))
     assert str(next(iter(cut.values()))) in str(error.value)
