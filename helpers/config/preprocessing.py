@@ -94,7 +94,6 @@ class PreprocessingConfig(Parameters):
     compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of pictures")
     # the output
     latents: Literal["moments", "mean"] = stored("moments", 'the VAE\'s mean and std, or "mean": half the space')
-    text_precision: Literal["fp16", "fp8"] = stored("fp16", 'of stored captions; "fp8": half the space')
     latents_uri: Location = free("", LATENTS_URI)
     # the machines
     num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")

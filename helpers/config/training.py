@@ -44,8 +44,8 @@ RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces
 Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a denoiser, or None")]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
-Tracker = Literal["tensorboard", "wandb", "mlflow"]
-Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard', 'wandb' and 'mlflow', or []")]
+Tracker = Literal["tensorboard", "wandb"]
+Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
 Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
 Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
@@ -108,7 +108,7 @@ class TrainingConfig(Parameters):
     validate_every: CountOrZero = free(500, "steps; a multiple of checkpoint_every; 0: never")
     max_skipped_steps: CountOrZero = free(0, "steps in a row that may be skipped because the loss is not finite")
     hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
-    trackers: Trackers = free((), '"tensorboard"; "wandb" or "mlflow" where they are installed')
+    trackers: Trackers = free((), '"tensorboard"; "wandb" if it is installed')
     # the evaluation at checkpoints
     validation_uri: Location = free("", 'encoded data to validate on too (best_by "validation_set_loss"); empty: none')
     prompts: Prompts = free(None, "texts, or a file of them; None: captions that training does not see")
@@ -218,6 +218,10 @@ class TrainingConfig(Parameters):
     def unit_rows(self) -> int:
         """Rows of a unit, the smallest part of a global batch that one worker gets."""
         return self.global_batch_size // self.units_per_step
+
+    def validates_at(self, step: int) -> bool:
+        """Whether the checkpoint of a step is due for validation: every `validate_every` steps, and the last one."""
+        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.max_steps)
 
     @property
     def run_uri(self) -> str:

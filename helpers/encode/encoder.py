@@ -143,7 +143,6 @@ def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema
         schema.ColumnSpec(
             schema.numbered(schema.EMBEDDINGS, number),
             text_shape,
-            config.text_precision,
             ragged=config.maximum_tokens is not None,
         )
         for number in range(1, 1 + (num_captions or config.captions_encoded))

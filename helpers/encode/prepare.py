@@ -65,6 +65,7 @@ def check(config: PreprocessingConfig) -> CheckedInput:
     input_schema = checks.check_input(paths[0], config)
     listing = inputs.listing(paths, config.data_uri)
     parameters = config.deciding("rows", "stored") | {"input_uri": config.data_uri}
+    parameters["text_precision"] = "fp16"  # recorded since captions could be stored in 8-bit floats too
     if config.num_captions > 1:
         parameters["num_captions"] = config.num_captions
     for name, default in (("maximum_tokens", None), ("text_cleaning", "none")):

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 import ray
 import ray.train
 import torch
@@ -33,14 +32,14 @@ from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import ray_errors
+from ..runtime import retries
 from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
 from ..train import checkpoint, faults, results
 from . import scores
 from .prompts import read_prompts
-from .validation_loss import losses_by_noise
+from .validation_loss import held_out_losses, validation_set_losses
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # images kept per checkpoint, of the first prompts
@@ -147,7 +146,7 @@ def run_task(
     timeout_s: float,
 ) -> dict[str, Any]:
     """What `work` returns, called in a Ray task; if the task fails, the step's result with the reason."""
-    working = ray.remote(**options)(call).remote(work, saved, evaluation)
+    working = ray.remote(**options)(work).remote(saved, evaluation)
     try:
         return ray.get(working, timeout=timeout_s)
     except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
@@ -156,13 +155,8 @@ def run_task(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = ray_errors.summarize_error(str(error))
+        reason = retries.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
-
-
-def call(work: Callable, *arguments) -> dict[str, Any]:
-    """`work(*arguments)`. Ray runs plain functions as tasks; `work` may be any callable."""
-    return work(*arguments)
 
 
 def step_of_name(name: str) -> int:
@@ -365,34 +359,6 @@ class Evaluator:
                 moments, valid = spec.decode(rows[spec.name])
                 images += list(decoder.reconstruct(self.pipeline.vae, moments[np.asarray(valid)]))
         return images
-
-
-def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
-    """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without a
-    `validation_uri`.
-
-    Call it on all ranks, which share the rows.
-    """
-    if not config.validation_uri:
-        return {}
-    rows = held_out.ValidationSet(config, distributed.rank(), distributed.world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
-    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
-
-
-def held_out_losses(
-    denoiser: torch.nn.Module,
-    manifest: Manifest,
-    rows: pa.Table | held_out.ValidationSet | None,
-    config: TrainingConfig,
-) -> dict[str, Any]:
-    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}; {} if no rows are held out."""
-    if rows is None:
-        return {}
-    losses = losses_by_noise(denoiser, manifest, rows, config)
-    loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
-    by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
-    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
 
 
 # ---- scores

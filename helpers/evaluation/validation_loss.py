@@ -1,8 +1,9 @@
-"""The loss on held-out rows: with the same noise every time, so that steps and runs can be compared. No Ray."""
+"""The loss on held-out rows, with the same noise every time, so that steps and runs can be compared. No Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import torch
 from ..config.training import TrainingConfig
 from ..distributed import rank, sum_over_ranks, world_size
 from ..latents import schema
+from ..latents.held_out import ValidationSet
 from ..latents.manifest import Manifest
 from ..model import diffusion
 from ..model.sharding import autocast
@@ -18,27 +20,53 @@ from ..train.step import Unit, training_schedule
 
 BATCH_SIZE = 64
 Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
-# A table; or what gives this rank's batches of the rows with latents in a column, as `held_out.ValidationSet`.
-Rows = pa.Table | Callable[[schema.ColumnSpec], Batches]
+Rows = pa.Table | ValidationSet
 
 
-def validation_loss(*arguments, **options) -> tuple[float, float]:
+def held_out_losses(
+    denoiser: torch.nn.Module, manifest: Manifest, rows: Rows | None, config: TrainingConfig
+) -> dict[str, Any]:
+    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}, see `losses_by_noise`; {} if no rows are held out."""
+    if rows is None:
+        return {}
+    losses = losses_by_noise(denoiser, manifest, rows, config)
+    loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
+    by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
+    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
+
+
+def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
+    """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without such rows.
+
+    Call it on all ranks, which share the rows.
+    """
+    if not config.validation_uri:
+        return {}
+    rows = ValidationSet(config, rank(), world_size())
+    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
+    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
+
+
+def validation_loss(
+    denoiser: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
+) -> tuple[float, float]:
     """`(loss, unweighted loss)`: the means of `losses_by_noise` over its timesteps."""
-    return tuple(losses_by_noise(*arguments, **options)[:, 1:].mean(axis=0).tolist())
+    losses = losses_by_noise(denoiser, manifest, rows, config, timesteps_per_row)
+    return tuple(losses[:, 1:].mean(axis=0).tolist())
 
 
 @torch.no_grad()
 def losses_by_noise(
     denoiser: torch.nn.Module, manifest: Manifest, rows: Rows, config: TrainingConfig, timesteps_per_row: int = 8
 ) -> np.ndarray:
-    """(T, 3): timestep, loss, unweighted loss; means over held-out latents `rows`, at T timesteps, with fixed noise.
+    """(T, 3): timestep, loss, unweighted loss: means over `rows` with fixed noise, at T timesteps.
 
-    The timesteps are the middles of T equal parts of the noise schedule. Rows count that have latents of the largest
-    resolution, in all of its shapes.
+    The timesteps are the middles of T equal parts of the noise schedule. Only rows with latents at the largest
+    resolution count, in any of its shapes.
 
-    The first loss is weighted as in training (`min_snr_gamma`), to be comparable with the training curve. In a process
-    group each rank computes its part of the rows, and all return the same. The precision is that of training, so that
-    it does not matter who computes.
+    The loss is weighted as in training (`min_snr_gamma`), so that the training curve compares with it. Each rank
+    computes its share of the rows, and all ranks return the same. The precision is that of training: trainers and
+    tasks find the same losses.
     """
     device = next(denoiser.parameters()).device
     schedule = training_schedule(config, manifest, device)
@@ -66,7 +94,7 @@ def losses_by_noise(
 
 
 def table_batches(rows: pa.Table, latents: schema.ColumnSpec) -> Batches:
-    """The batches of this rank, of the rows of a table that have these latents."""
+    """This rank's batches of the rows of a table that have these latents."""
     if latents.name in rows.column_names:
         encoded = rows.filter(rows[latents.name].is_valid())
         for positions_B, counts_B in rank_batches(encoded.num_rows):
@@ -74,10 +102,10 @@ def table_batches(rows: pa.Table, latents: schema.ColumnSpec) -> Batches:
 
 
 def rank_batches(num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`(row numbers (B,), whether they count (B,) bool)` of the batches that this rank computes.
+    """`(row numbers (B,), whether they count (B,) bool)` of this rank's batches.
 
-    All ranks compute the same number of rows, because sharded weights are gathered by all together: at the end, the
-    last row is repeated and does not count.
+    All ranks compute the same number of rows, because they gather sharded weights together. For that, the last row is
+    repeated and does not count.
     """
     rows_per_rank = -(-num_rows // world_size())
     end = (rank() + 1) * rows_per_rank

@@ -185,7 +185,7 @@ class Manifest:
                 f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
                 " encode the data again with Preprocessing.ipynb, into another latents_uri."
             )
-        return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+        return cls(**{**values, "columns": [schema.ColumnSpec.from_dict(spec) for spec in values["columns"]]})
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:

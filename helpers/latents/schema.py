@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
-SCALE_BYTES, FLOAT8_MAX = 4, 448.0  # the codec "fp8": an fp32 scale per row; the largest E4M3 number
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
 LATENTS, PIXELS = "image_latents", "pixels"  # also the column in which latents of several shapes travel to the trainers
 HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
@@ -69,22 +68,17 @@ def bucket_columns(name: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnSpec:
-    """A stored tensor column.
+    """A stored tensor column, in fp16.
 
     Args:
         name: column name.
         shape: of one row: (2, C, H/8, W/8) latents, (tokens, width) embeddings.
-        codec: "fp16", or "fp8" for 8-bit floats (E4M3) and one fp32 scale per row.
-        resolution: whose area the pictures behind a latents column have about; of squares their side. None for the
-            embeddings.
-        ragged: rows are stored as far as they go, at most `shape`: the tokens of a caption, without padding.
-
-    Raises ValueError for an unknown codec.
+        resolution: nominal resolution in pixels; for squares, the side. None for the embeddings.
+        ragged: rows have variable length, at most `shape[0]`: the tokens of a caption, without padding.
     """
 
     name: str
     shape: tuple[int, ...]
-    codec: str = "fp16"
     resolution: int | None = None
     ragged: bool = False
 
@@ -92,18 +86,25 @@ class ColumnSpec:
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON gives a list
         if self.resolution is None and self.name.startswith(LATENTS):
             object.__setattr__(self, "resolution", self.size[0])
-        if self.codec not in ("fp16", "fp8"):
-            raise ValueError(f"Column {self.name!r} is stored as {self.codec!r}; this code reads 'fp16' and 'fp8'.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ColumnSpec:
+        """A column that a manifest describes. Raises ValueError for 8-bit floats, which earlier versions offered."""
+        if values.get("codec", "fp16") != "fp16":
+            raise ValueError(
+                f"Column {values['name']!r} holds captions in 8-bit floats (text_precision='fp8'), which this version "
+                "does not read: encode the data again with Preprocessing.ipynb, into another latents_uri."
+            )
+        return cls(**{name: value for name, value in values.items() if name != "codec"})
 
     @property
     def row_bytes(self) -> int:
-        """Of a row; of a ragged column at most."""
+        """Bytes of a row; for a ragged column, of the longest."""
         return self.bytes_of(self.shape[0])
 
     def bytes_of(self, num: Any) -> Any:
-        """Bytes of a row with the first `num` of `shape[0]`, such as tokens: of one, or (B,) of several."""
-        values = num * math.prod(self.shape[1:])
-        return values * DTYPE().itemsize if self.codec == "fp16" else SCALE_BYTES + values
+        """Bytes of a row that holds `num` of `shape[0]`, such as tokens; `num` may be an array."""
+        return num * math.prod(self.shape[1:]) * DTYPE().itemsize
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -111,7 +112,7 @@ class ColumnSpec:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels of the pictures behind a latents column."""
+        """(width, height) in pixels of the images behind a latents column."""
         width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
         return int(width), int(height or width)
 
@@ -122,46 +123,27 @@ class ColumnSpec:
 
         `num_tokens_B`: how much of each row a ragged column holds; None: all.
         """
-        if self.codec == "fp8":
-            stored = to_binary(to_float8(values_BX), valid_B, np.uint8)
-        else:
-            stored = to_binary(values_BX, valid_B)
+        stored = to_binary(values_BX, valid_B)
         if not self.ragged:
             return stored
-        num_tokens_B = np.full(len(values_BX), self.shape[0]) if num_tokens_B is None else num_tokens_B
-        return to_ragged(stored, self.bytes_of(num_tokens_B))
-
-    def read(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """`(values (B, *shape), scales (B,), valid (B,) bool)`, as they are stored, without a copy.
-
-        fp16 and None, or the bits of E4M3 floats as uint8 and the fp32 scales that they are to be multiplied by. The
-        values of null rows are arbitrary. A ragged column is copied: zeros follow the tokens of a row (`num_tokens`).
-        """
-        if self.ragged:
-            column = from_ragged(column, self.row_bytes)
-        elif not pa.types.is_fixed_size_binary(column.type):  # encoders write several shapes as `large_binary`
-            column = column.cast(self.arrow_type)
-        stored_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
-        stored_BX = stored_BX[:, : self.row_bytes]  # rows may be padded (`pad`)
-        if self.codec == "fp8":
-            scales_BX, values_BX = np.split(stored_BX, [SCALE_BYTES], axis=1)
-            return values_BX.reshape(-1, *self.shape), scales_BX.copy().view(np.float32)[:, 0], valid_B
-        return stored_BX.view(DTYPE).reshape(-1, *self.shape), None, valid_B
-
-    def num_tokens(self, column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """(B,) how much of `shape[0]` each row of a ragged column holds; 0 of null rows."""
-        sizes_B = pc.binary_length(column).fill_null(self.bytes_of(0)).to_numpy()
-        return (sizes_B - self.bytes_of(0)) // (self.bytes_of(1) - self.bytes_of(0))
+        num_tokens_B = np.full(len(stored), self.shape[0]) if num_tokens_B is None else num_tokens_B
+        rows = zip(stored.to_pylist(), self.bytes_of(num_tokens_B), strict=True)
+        return pa.array([row and row[:size] for row, size in rows], pa.large_binary())
 
     def decode(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-        """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary. fp16 is not copied."""
-        import torch  # not at the top: the tasks that read latents need no PyTorch
+        """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary.
 
-        values_BX, scales_B, valid_B = self.read(column)
-        if scales_B is not None:
-            floats_BX = torch.from_numpy(values_BX.copy()).view(torch.float8_e4m3fn).float().flatten(1).numpy()
-            values_BX = (floats_BX * scales_B[:, None]).astype(DTYPE).reshape(values_BX.shape)
-        return values_BX, valid_B
+        Only variable-length rows are copied: zeros follow the tokens of each row (`num_tokens`).
+        """
+        if not pa.types.is_fixed_size_binary(column.type):
+            column = pad(column, self.row_bytes)
+        stored_BX, valid_B = from_binary(column, (column.type.byte_width // DTYPE().itemsize,))
+        num_values = math.prod(self.shape)  # `pad` may have made rows longer
+        return stored_BX[:, :num_values].reshape(-1, *self.shape), valid_B
+
+    def num_tokens(self, column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """(B,) how much of `shape[0]` each row of a ragged column holds; 0 for null rows."""
+        return pc.binary_length(column).fill_null(0).to_numpy() // self.bytes_of(1)
 
 
 def latents_schema(id_type: pa.DataType, columns: list[ColumnSpec]) -> pa.Schema:
@@ -235,43 +217,16 @@ def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> t
     return values.reshape(valid_B.sum(), *shape), valid_B
 
 
-def to_ragged(column: pa.FixedSizeBinaryArray, sizes_B: np.ndarray) -> pa.Array:
-    """`large_binary` of the first `sizes_B` bytes of each row of a `fixed_size_binary` column; null rows stay null."""
-    values_BX, valid_B = from_binary(column, (column.type.byte_width,), np.uint8)
-    rows = zip(values_BX, sizes_B, valid_B, strict=True)
-    return pa.array([row[:size].tobytes() if valid else None for row, size, valid in rows], pa.large_binary())
-
-
-def from_ragged(column: pa.Array | pa.ChunkedArray, row_bytes: int) -> pa.Array:
-    """A `large_binary` column as a `fixed_size_binary` one of `row_bytes`: zeros follow each row's own bytes."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    padded_BX, first = np.zeros((len(column), row_bytes), np.uint8), 0
-    for chunk in chunks:
-        offsets = np.frombuffer(chunk.buffers()[1], np.int64, len(chunk) + 1, chunk.offset * 8) if len(chunk) else [0]
-        values = np.frombuffer(chunk.buffers()[2] or b"", np.uint8)
-        for row, start, end in zip(padded_BX[first:], offsets[:-1], offsets[1:], strict=False):
-            row[: end - start] = values[start:end]
-        first += len(chunk)
-    return to_binary(padded_BX, column.is_valid().to_numpy(zero_copy_only=False), np.uint8)
-
-
-def pad(column: pa.ChunkedArray, row_bytes: int) -> pa.Array | pa.ChunkedArray:
-    """A `fixed_size_binary` column with longer rows: tensors of several shapes travel in one column."""
-    width = column.type.byte_width
-    if width == row_bytes:
+def pad(column: pa.Array | pa.ChunkedArray, row_bytes: int) -> pa.Array | pa.ChunkedArray:
+    """A binary column as `fixed_size_binary` of `row_bytes`: zeros follow shorter rows; null rows stay null."""
+    if column.type == pa.binary(row_bytes):
         return column
-    padded = np.zeros((len(column), row_bytes), np.uint8)
-    padded[:, :width], valid = from_binary(column, (width,), np.uint8)
-    return to_binary(padded, valid, np.uint8)
-
-
-def to_float8(values_BX: np.ndarray) -> np.ndarray:
-    """(B, ...) floats -> (B, 4 + X) bytes: an fp32 scale per row, and the X E4M3 floats that it multiplies.
-
-    The scale maps a row's largest magnitude to 448, E4M3's largest number, so nothing overflows.
-    """
-    import torch
-
-    rows = torch.from_numpy(np.array(values_BX, dtype=np.float32)).flatten(1)
-    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / FLOAT8_MAX
-    return torch.cat([scales.view(torch.uint8), (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)], 1).numpy()
+    padded_BX = np.zeros((len(column), row_bytes), np.uint8)
+    if pa.types.is_fixed_size_binary(column.type):
+        width = column.type.byte_width
+        padded_BX[:, :width], _ = from_binary(column, (width,), np.uint8)
+    else:
+        for padded, row in zip(padded_BX, column, strict=True):
+            if row.is_valid:
+                padded[: len(row.as_buffer())] = np.frombuffer(row.as_buffer(), np.uint8)
+    return to_binary(padded_BX, column.is_valid().to_numpy(zero_copy_only=False), np.uint8)

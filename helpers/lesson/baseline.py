@@ -155,7 +155,7 @@ class LoaderSource(sources.StepSource):
     def resume_point(self) -> dict:
         return resume.choose_resume_point(self.config)
 
-    def steps(self, step: int, rejects: sources.Rejects) -> Iterator[tuple[list[Unit], float]]:
+    def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)
         loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
         encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
@@ -163,7 +163,7 @@ class LoaderSource(sources.StepSource):
             started = time.perf_counter()
             item = next(loader)
             data_seconds = time.perf_counter() - started
-            rejects.add(item[-1])
+            self.note_rejects(item[-1])
             yield [encode(item)], data_seconds
 
 

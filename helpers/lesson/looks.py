@@ -285,6 +285,7 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     raw = read_manifest(uri).online
     if raw is None:
         return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
-    config = OnlineConfig.from_dict(raw)
+    # Earlier versions recorded a parameter more.
+    config = OnlineConfig.from_dict({name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

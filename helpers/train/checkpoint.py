@@ -9,6 +9,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from .. import distributed, storage
 from ..model import denoisers
+from ..model.diffusion import EMA
 from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, find_damage, sum_pieces
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
@@ -122,7 +124,17 @@ def open_stager() -> DefaultStager:
     return DefaultStager(options)
 
 
-def async_save(folder: str, *, model, optimizer, ema, step: int, stager: DefaultStager, group=None) -> Callable:
+class TrainingState(Protocol):
+    """What a checkpoint holds; `step.TrainStep` has it."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: EMA
+
+
+def async_save(
+    folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
     """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
 
     Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
@@ -131,10 +143,10 @@ def async_save(folder: str, *, model, optimizer, ema, step: int, stager: Default
     because training uses the default group at the same time. `stager`: from `open_stager`, kept by the caller.
     (Without one, PyTorch would stage in the writer, twice where state is sharded.)
     """
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(state.model, state.optimizer)
     with expected_single_process():
         writing = dcp.async_save(
-            {"model": weights, "optimizer": moments, "ema": ema.state_dict()},
+            {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
             # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
             storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
             async_stager=stager,
@@ -163,15 +175,16 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def load(folder: str, *, model, optimizer, ema) -> int:
+def load(folder: str, state: TrainingState) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
+    weights, moments = get_state_dict(state.model, state.optimizer)
+    loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
     with expected_single_process():
-        read(folder, state, no_dist=distributed.world_size() == 1)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        read(folder, loaded, no_dist=distributed.world_size() == 1)
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    set_state_dict(state.model, state.optimizer, **parts)
     step = step_of(folder)
-    ema.load_state_dict(state["ema"], step)
+    state.ema.load_state_dict(loaded["ema"], step)
     return step
 
 

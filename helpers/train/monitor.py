@@ -10,7 +10,7 @@ import ray.train
 
 from .. import storage
 from ..config.training import TrainingConfig
-from ..runtime import lease, ray_errors
+from ..runtime import lease, retries
 from ..runtime.progress import Progress, interruptible, poll_in_background
 from . import faults, results, tracking
 from .metrics import MetricsReader, throughput
@@ -50,8 +50,7 @@ class RecordFailures(ray.train.UserCallback):
 
     def after_exception(self, run_context, worker_exceptions):
         errors = [
-            f"worker {rank}: {ray_errors.summarize_error(str(error))}"
-            for rank, error in sorted(worker_exceptions.items())
+            f"worker {rank}: {retries.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
         ]
         faults.write_failure(self.run_uri, "; ".join(errors))
 

@@ -33,8 +33,7 @@ class Unit:
 
     moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
     for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
-    row. latents_spec: the column that the moments are from. scales_U: text is stored as 8-bit floats (E4M3), to be
-    multiplied by these; None: it is not. mask_UL: True for tokens; None: text is padded with tokens.
+    row. latents_spec: the column that the moments are from. mask_UL: True for tokens; None: text is padded with tokens.
     """
 
     moments: torch.Tensor
@@ -43,61 +42,44 @@ class Unit:
     positions_U: np.ndarray
     ids: list
     latents_spec: schema.ColumnSpec
-    scales_U: torch.Tensor | None = None
     mask_UL: torch.Tensor | None = None
 
     @classmethod
-    def from_arrow(
-        cls, table: pa.Table, manifest: Manifest, latents: int | schema.ColumnSpec, first_position: int
-    ) -> Unit:
-        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked.
+    def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
+        """A unit of the rows' latents in one column. Rows without latents in it, or whose `keep` is False, are masked.
 
-        `latents`: the column; a resolution stands for its squares.
+        `first_position`: the first row's position in the global batch.
         """
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        name = spec.name if spec.name in table.column_names else schema.LATENTS
-        moments, valid = spec.decode(table[name])
-        text, scales, _ = manifest.embeddings.read(table[schema.EMBEDDINGS])
+        name = latents.name if latents.name in table.column_names else schema.LATENTS
+        moments, valid = latents.decode(table[name])
+        text, _ = manifest.embeddings.decode(table[schema.EMBEDDINGS])
         keep = valid & table["keep"].to_numpy() if "keep" in table.column_names else valid
         positions, ids = first_position + np.arange(len(moments)), table[schema.ID].to_pylist()
-        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, spec)
-        if scales is not None:
-            unit.text, unit.scales_U = unit.text.view(torch.float8_e4m3fn), to_tensor(scales)
+        unit = cls(to_tensor(moments), to_tensor(text), to_tensor(keep), positions, ids, latents)
         if manifest.embeddings.ragged:
             num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
             unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
         return unit
 
     @classmethod
-    def masked(cls, manifest: Manifest, latents: int | schema.ColumnSpec, num_rows: int) -> Unit:
+    def masked(cls, manifest: Manifest, latents: schema.ColumnSpec, num_rows: int) -> Unit:
         """Masked rows without ids: what a worker computes while others have more rows of the step."""
-        spec = manifest.latents(latents) if isinstance(latents, int) else latents
-        specs, none = [spec, manifest.embeddings], np.zeros(num_rows, dtype=bool)
+        specs, none = [latents, manifest.embeddings], np.zeros(num_rows, dtype=bool)
         columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
         table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
-        return dataclasses.replace(cls.from_arrow(table, manifest, spec, 0), ids=[])
+        return dataclasses.replace(cls.from_arrow(table, manifest, latents, 0), ids=[])
 
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
+        by_row = {name: value for name, value in vars(self).items() if name != "latents_spec" and value is not None}
         for start in range(0, len(self.keep_U), rows):
-            chosen = slice(start, start + rows)
-            yield Unit(
-                self.moments[chosen],
-                self.text[chosen],
-                self.keep_U[chosen],
-                self.positions_U[chosen],
-                self.ids[chosen],
-                self.latents_spec,
-                None if self.scales_U is None else self.scales_U[chosen],
-                None if self.mask_UL is None else self.mask_UL[chosen],
-            )
+            chosen = {name: value[start : start + rows] for name, value in by_row.items()}
+            yield dataclasses.replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`(moments, text, keep_U, mask_UL)` on a device, where 8-bit text becomes fp16."""
+        """`(moments, text, keep_U, mask_UL)` on a device."""
         values = self.moments, self.text, self.keep_U
         moments, text, keep = (value.to(device, non_blocking=True) for value in values)
-        if self.scales_U is not None:
-            text = (text.float() * self.scales_U.to(device, non_blocking=True)[:, None, None]).half()
         mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
         return moments, text, keep, mask
 

@@ -96,7 +96,7 @@ class Training:
             self.order = np.concatenate([self.order, self.random.permutation(len(self.rows))])
         places, self.order = self.order[:size], self.order[size:]
         side = self.config.largest_resolution
-        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, side, 0)
+        return Unit.from_arrow(self.rows.take(places).combine_chunks(), self.manifest, self.manifest.latents(side), 0)
 
     def advance(self, until):
         """Take steps until so many are done."""

@@ -63,7 +63,10 @@ class Worker:
     def measure(self, shard, manifest, times):
         """`timed` of each of several passes over the shard."""
         passes = (shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for _ in range(times))
-        return [timed(Unit.from_arrow(block, manifest, 256, 0).text for block in blocks) for blocks in passes]
+        return [
+            timed(Unit.from_arrow(block, manifest, manifest.latents(256), 0).text for block in blocks)
+            for blocks in passes
+        ]
 
 
 def by_plan(uri, num_rows, times=1):

@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def first_batch(config, manifest):
     table = read.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
-    return Unit.from_arrow(table, manifest, config.resolution, 0)
+    return Unit.from_arrow(table, manifest, manifest.latents(config.resolution), 0)
 
 
 def bare(config, manifest):

@@ -59,7 +59,7 @@ def main():
         pq.write_table(rows[: held_out.NUM_ROWS], uri)
         trainer, batch = TrainStep(config, manifest), rows[: config.global_batch_size].combine_chunks()
         started = time.perf_counter()
-        trainer.step(0, [Unit.from_arrow(batch, manifest, 32, 0)])
+        trainer.step(0, [Unit.from_arrow(batch, manifest, manifest.latents(32), 0)])
         between = config.validate_every * (time.perf_counter() - started)
         count_calls(counted)
         on_workers = at_checkpoints.OnWorkers(rows["caption"].to_pylist()[: at_checkpoints.NUM_PROMPTS])

@@ -29,6 +29,7 @@ from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import faults, metrics, monitor, results, resume, sources
+from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests.conftest import plan_for
@@ -387,9 +388,9 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    spare = functools.partial(resume.has_spare_gpu, torch.device("cuda"))
+    spare = functools.partial(train_loop.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
-    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.Rejects).remote(config)
+    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.StepSource).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 

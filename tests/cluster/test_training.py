@@ -24,6 +24,7 @@ from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
 from helpers.sample import from_checkpoint, pipeline
 from helpers.train import checkpoint, results, resume, setup
+from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics, speed_summary
 from tests.conftest import plan_for
@@ -111,7 +112,7 @@ def validating_loop(folder):
             return super().__call__(denoiser, config, step)
 
     def loop(config, **options):
-        resume.has_spare_gpu = lambda *_: False
+        train_loop.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(config.prompts))
         train_loop_per_worker(config, **options)
 

@@ -15,6 +15,7 @@ from helpers.latents.manifest import read_files, read_manifest
 from helpers.latents.read import read_chunks, read_latents
 from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, faults, metrics, resume
+from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
 from tests.conftest import plan_for
 from tests.faults import attempts_of, wait_until
@@ -147,8 +148,7 @@ def upload(run_uri, tmp_path, monkeypatch):
     run = types.SimpleNamespace(storage_filesystem=storage.open_filesystem(run_uri)[0])
     context = types.SimpleNamespace(get_storage=lambda: run)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    config = TrainingConfig(storage="s3://impatient", run_name=tmp_path.name)
-    manager = resume.CheckpointManager(types.SimpleNamespace(config=config), log=None)
+    manager = CheckpointManager(train_step=None, run_uri=run_uri, log=None)
 
     def upload(name):
         folder = tmp_path / name

@@ -10,6 +10,8 @@ from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
 from helpers.train import setup
 
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+
 # ---- bad input
 
 # {parameter: (bad values, what they must be)}
@@ -122,6 +124,26 @@ SEVERAL = [
         {"deterministic": True, "compile_unet": True, "attention": "flash"},
         "deterministic=True excludes compile_unet=True, attention='flash', by which sums vary: leave either out.",
     ),
+    (
+        {**FLOW, "min_snr_gamma": 5.0},
+        "min_snr_gamma=5.0 weights epsilon and v, not prediction_type='flow': set it to None.",
+    ),
+    (
+        {**FLOW, "timestep_sampling": "importance"},
+        "timestep_sampling='importance' goes by min-SNR weights, which prediction_type='flow' does not have.",
+    ),
+    *[
+        (
+            values,
+            "timestep_sampling='logit_normal' and timestep_shift are for flow, not for prediction_type='v_prediction'.",
+        )
+        for values in ({"timestep_sampling": "logit_normal"}, {"timestep_shift": 3.0})
+    ],
+    (
+        {"prediction_type": "epsilon", "zero_terminal_snr": True},
+        "zero_terminal_snr=True needs v_prediction: prediction_type='epsilon' says nothing where all is noise.",
+    ),
+    ({**FLOW, "sampler": "ddim"}, "sampler='ddim' cannot sample prediction_type='flow': choose 'dpm++' or 'unipc'."),
     ({"sampler": "heun"}, "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'."),
 ]
 FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in (OnlineConfig, TrainingConfig)}

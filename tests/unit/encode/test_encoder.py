@@ -54,11 +54,10 @@ def test_half_precision_on_a_cpu_computes_in_fp32(monkeypatch, precision):
     assert prepare.describe(config)["encoder"]["precision"] == precision
 
 
-@pytest.mark.parametrize("text_precision", ["fp16", "fp8"])
 @pytest.mark.parametrize("overflowing", ["moments", "embeddings"])
-def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing, text_precision):
+def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing):
     """The second batch of three rows, by its last values; a picture that was rejected before keeps its reason."""
-    config = PreprocessingConfig(resolutions=[32], text_precision=text_precision)
+    config = PreprocessingConfig(resolutions=[32])
     rows = stages.transform(raw_rows([(40, 40)] * 4 + [(8, 8)] + [(40, 40)] * 4), config=config)
     actor, batches = encoder.LatentEncoder(*encoder.arguments(config), batch_size=3), []
     encode = getattr(actor.encoder, overflowing)

@@ -215,6 +215,16 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".npz")
 
 
+def test_images_are_handed_over_in_their_order_and_shapes_without_a_pickle():
+    drawn = [np.full((2, 2, 3), number, np.uint8) for number in range(12)]
+    real = [np.zeros((2, 4, 3), np.uint8), np.ones((4, 2, 3), np.uint8)]
+    shares = [at_checkpoints.Images(drawn, real), at_checkpoints.Images([], [], "OSError: é")]
+    found = at_checkpoints.Images.joined([at_checkpoints.Images.from_bytes(share.to_bytes()) for share in shares])
+    for kind, expected in (("drawn", drawn), ("real", real)):
+        assert [image.tolist() for image in getattr(found, kind)] == [image.tolist() for image in expected]
+    assert found.error == "OSError: é"
+
+
 def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, counted):
     config = build_run()
     monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
@@ -232,8 +242,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
         config = build_run(precision="bf16", strategy=strategy, clip_model=None)
         state = TrainStep(config, DataSets.open(config.proportions).first)
         folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
-        parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-        checkpoint.async_save(folder, **parts, step=10, stager=stager)()
+        checkpoint.async_save(folder, state, step=10, stager=stager)()
         with state.averaged() as denoiser:
             by_trainers = at_checkpoints.Evaluator(denoiser, at_checkpoints.Evaluation(config, [])).losses(10)
     finally:

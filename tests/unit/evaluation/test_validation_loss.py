@@ -33,7 +33,7 @@ def test_losses_are_those_of_a_row_at_a_time_by_the_plain_objective(denoiser, bu
     expected, schedule = np.zeros((2, 80, 2)), diffusion.noise_schedule()
     with torch.no_grad():
         for row in range(80):
-            unit = Unit.from_arrow(rows.slice(row, 1).combine_chunks(), manifest, 64, row)
+            unit = Unit.from_arrow(rows.slice(row, 1).combine_chunks(), manifest, manifest.latents(64), row)
             for number, timestep in enumerate((250, 750)):
                 draws = diffusion.random_draws(0, number, unit.positions_U, (4, 8, 8))
                 draws.timesteps_B[:] = timestep

@@ -295,22 +295,6 @@ def test_with_zero_terminal_snr_the_last_timestep_is_noise_alone():
     assert diffusion.timestep_density(schedule, 5.0, "importance")[-1] == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({**FLOW, "min_snr_gamma": 5.0}, "min_snr_gamma=5.0 weights epsilon and v, not prediction_type='flow'"),
-        ({**FLOW, "timestep_sampling": "importance"}, "timestep_sampling='importance' goes by min-SNR weights"),
-        ({**FLOW, "sampler": "ddim"}, "sampler='ddim' cannot sample prediction_type='flow'"),
-        ({"timestep_sampling": "logit_normal"}, "are for flow, not for prediction_type='v_prediction'"),
-        ({"timestep_shift": 3.0}, "are for flow, not for prediction_type='v_prediction'"),
-        ({"prediction_type": "epsilon", "zero_terminal_snr": True}, "zero_terminal_snr=True needs v_prediction"),
-    ],
-)
-def test_parameters_of_the_objective_that_do_not_go_together_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        TrainingConfig(**changes)
-
-
 class Perfect(torch.nn.Module):
     """Knows the latents: what it predicts from noisy ones is exact."""
 

@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import pickle
+import types
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ def parts(seed=0):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 256)).sum().backward()
     optimizer.step()
-    return {"model": model, "optimizer": optimizer, "ema": diffusion.EMA(model, 0.9)}
+    return types.SimpleNamespace(model=model, optimizer=optimizer, ema=diffusion.EMA(model, 0.9))
 
 
 def save(run, step):
     folder = run / checkpoint.checkpoint_name(step, 1)
     folder.mkdir(parents=True)
-    checkpoint.async_save(str(folder), **parts(step), step=step, stager=checkpoint.open_stager())()
+    checkpoint.async_save(str(folder), parts(step), step=step, stager=checkpoint.open_stager())()
     return folder
 
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_damaged_at_its_full_size_is_left_for_the_one_before(run, d
     file.write_bytes(data)
     assert checkpoint.find_corruption(str(newest)) is None  # all files are there
     with pytest.raises(DamagedCheckpoint, match="is damaged at byte|which no checkpoint holds"):
-        checkpoint.load(str(newest), **parts())
+        checkpoint.load(str(newest), parts())
     uri, (sentence,) = checkpoint.last_sound(str(run))
     assert storage.name(uri) == checkpoint.checkpoint_name(1, 1)
     assert sentence.startswith(f"{newest.name} cannot be used: its file {file.name} is damaged at byte ")
@@ -87,7 +88,7 @@ def test_checkpoints_saved_without_checksums_still_load(run):
     progress = json.loads((newest / checkpoint.PROGRESS).read_text())
     del progress["checksums"]
     (newest / checkpoint.PROGRESS).write_text(json.dumps(progress))
-    assert checkpoint.last_sound(str(run)) == (str(newest), []) and checkpoint.load(str(newest), **parts()) == 2
+    assert checkpoint.last_sound(str(run)) == (str(newest), []) and checkpoint.load(str(newest), parts()) == 2
 
 
 class Canary:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from helpers.config.notebook import TrainingConfig
+from helpers.distributed import local
 from helpers.lesson import ablations, estimates, figures
 from helpers.model.denoisers import build_denoiser
 from helpers.train import meter, profiling, setup
@@ -20,7 +21,7 @@ from helpers.train.meter import Meter
 from helpers.train.metrics import speed_summary, throughput
 from helpers.train.step import TrainStep
 from tests.processes import start_ranks
-from tests.unit.train.test_step import STRATEGIES, group, train
+from tests.steps import STRATEGIES, group, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,10 +103,6 @@ def test_training_state_takes_sixteen_bytes_a_parameter_or_a_share(ranks):
         assert found["gathered"] == whole / 2 if strategy != "fsdp-full" else found["gathered"] < 0.35 * whole / 2
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def worker(rank, folder, manifest, rows, worlds):
     """Bytes held on rank 0 of groups of `worlds` ranks, by strategy; and the share of a step that is communication."""
     torch.set_num_threads(1)
@@ -136,7 +133,7 @@ def worker(rank, folder, manifest, rows, worlds):
                 state.optimizer.register_step_pre_hook(before_update)
                 made = Meter(config, manifest, "cpu")
                 with made.watch():
-                    train(state, manifest, rows, 0, 1, rank, world)
+                    train(state, rows, 0, 1, rank, world)
                 held["parameters"] = sum(local(p).nbytes for p in state.denoiser.parameters())
                 states = [
                     value for one in state.optimizer.state.values() for name, value in one.items() if name != "step"
