@@ -14,6 +14,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -41,6 +42,8 @@ KNOWN_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
+# What a learning rate that is a NumPy scalar is pickled as.
+NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
 
 
 class DamagedCheckpoint(ValueError):
@@ -134,9 +137,12 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
         try:
-            torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
+            with torch.serialization.safe_globals(NUMBERS):
+                torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
             name = read_item.dest_index.fqn
-            raise DamagedCheckpoint(f"The checkpoint's {name} holds more than numbers and texts: {error}") from None
+            raise DamagedCheckpoint(
+                f"The checkpoint's {name} holds more than numbers and texts: do not use it."
+            ) from None
         value.seek(0)
         super().load_bytes(read_item, value)
