@@ -19,7 +19,6 @@ from ..latents import schema
 from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
-from ..model.sharding import has_compiler
 from ..train import meter, profiling
 from ..train.step import TrainStep, Unit, to_tensor
 
@@ -127,7 +126,7 @@ def ablation(
     settings, first_rate = {}, None
     for name, changes in ABLATION.items():
         settings |= changes
-        if settings["compile_unet"] and not has_compiler():
+        if settings["compile_unet"] and not distributed.has_compiler():
             return
         result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")

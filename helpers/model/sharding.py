@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import rank, world_size
+from ..distributed import has_compiler, rank, world_size
 from . import denoisers
 
 
@@ -91,11 +90,6 @@ def compile_blocks(denoiser: ModelMixin) -> None:
         torch._dynamo.config.recompile_limit = 64 * len(blocks)
         for block in blocks:
             block.compile(dynamic=False)
-
-
-def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which Inductor needs on a CPU and, for its wrappers, on a GPU."""
-    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
 def is_sharded(strategy: str, precision: str) -> bool:
