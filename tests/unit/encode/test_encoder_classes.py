@@ -20,6 +20,7 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
+from helpers.lesson import looks
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
@@ -326,6 +327,19 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))
     with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'lower'"):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
+
+
+def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its parameters say too that captions are in fp16."""
+    raw = config_of("tiny-sd", OnlineConfig, **write_raw(tmp_path), caption_column="short")
+    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"))
+    made = prepare_online.prepare(raw, run)
+    earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
+    manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
+    begun = setup.describe_data(manifest.DataSets.open(run.proportions))
+    prepare_online.prepare(raw, run)
+    setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
+    assert len(looks.first_captions(run, 2)) == 2
 
 
 def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
