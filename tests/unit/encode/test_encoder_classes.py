@@ -332,11 +332,11 @@ def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
     """Its parameters say too that captions are in fp16."""
     raw = config_of("tiny-sd", OnlineConfig, **write_raw(tmp_path), caption_column="short")
     run = training(str(tmp_path), latents_uri=str(tmp_path / "online"))
-    made = prepare_online.prepare(raw, run)
+    made, _ = prepare_online.prepare_run(raw, run)
     earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
     manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
     begun = setup.describe_data(manifest.DataSets.open(run.proportions))
-    prepare_online.prepare(raw, run)
+    prepare_online.prepare_run(raw, run)
     setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
     assert len(looks.first_captions(run, 2)) == 2
 

@@ -14,7 +14,7 @@ from helpers.lesson import ablations, estimates, figures
 from helpers.model.denoisers import build_denoiser
 from helpers.train import meter, profiling, setup
 from helpers.train.meter import Meter
-from helpers.train.metrics import speed_summary, throughput
+from helpers.train.profiling import speed_summary, throughput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
