@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -27,6 +26,9 @@ from .. import distributed, storage
 from ..model import denoisers
 from ..model.diffusion import EMA
 from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, find_damage, sum_pieces
+
+# `no_dist` has said that there is one process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
@@ -113,9 +115,9 @@ def keep_as_best(run_uri: str, folder: str, name: str) -> None:
 
 
 def open_stager() -> DefaultStager:
-    """Copies state to CPU memory. Used for one `async_save` after another, it copies into the same memory again.
+    """What copies state to CPU memory. Use one for all `async_save`s: it copies into the same memory again.
 
-    With a GPU the memory is page-locked: the GPU copies to it at the speed of the bus, and it takes long to allocate.
+    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus; allocating it takes long.
     """
     pinned = torch.cuda.is_available()
     options = StagingOptions(
@@ -135,29 +137,29 @@ class TrainingState(Protocol):
 def async_save(
     folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
-    """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
+    """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
 
-    Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
-    `progress.json` with the sizes and checksums of all ranks' files, by which `find_corruption` and `last_sound` judge
-    a copy. Call `finish` on every rank, from any thread, before the next `async_save`. `group`: from `cpu_group`,
-    because training uses the default group at the same time. `stager`: from `open_stager`, kept by the caller.
-    (Without one, PyTorch would stage in the writer, twice where state is sharded.)
+    The state is copied to CPU memory; a thread then writes the files, each rank its own part. Call `finish` on every
+    rank, from any thread, before the next `async_save`. In it, rank 0 adds `progress.json` with the sizes and
+    checksums of all ranks' files, by which `find_corruption` and `last_sound` judge a copy.
+
+    Args:
+        stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
+        group: from `cpu_group`, because training uses the default group at the same time.
     """
     weights, moments = get_state_dict(state.model, state.optimizer)
-    with expected_single_process():
-        writing = dcp.async_save(
-            {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
-            # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
-            storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
-            async_stager=stager,
-            process_group=group,
-            # Of one process: gloo's threads would oversubscribe OpenMP, and later steps would take twice as long.
-            no_dist=distributed.world_size() == 1,
-        )
+    writing = dcp.async_save(
+        {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
+        # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+        storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+        async_stager=stager,
+        process_group=group,
+        # With one process, gloo's threads would oversubscribe OpenMP: later steps would take twice as long.
+        no_dist=distributed.world_size() == 1,
+    )
 
     def finish():
-        with expected_single_process():
-            metadata = writing.result()
+        metadata = writing.result()
         sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
         ranks = distributed.gather_objects((sizes, sum_pieces(folder, metadata)), group)
         if ranks:
@@ -179,8 +181,7 @@ def load(folder: str, state: TrainingState) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
     weights, moments = get_state_dict(state.model, state.optimizer)
     loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
-    with expected_single_process():
-        read(folder, loaded, no_dist=distributed.world_size() == 1)
+    read(folder, loaded, no_dist=distributed.world_size() == 1)
     parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
     set_state_dict(state.model, state.optimizer, **parts)
     step = step_of(folder)
@@ -198,20 +199,11 @@ def read(folder: str, state: dict, no_dist: bool) -> None:
         raise (causes or [error])[0] from None
 
 
-@contextlib.contextmanager
-def expected_single_process():
-    """Silence PyTorch's warning that there is no process group, which `no_dist` has said already."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
 @torch.no_grad()
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
     """Load the weights of a checkpoint, "ema" or "model", into a denoiser of one process or sharded over the ranks."""
     state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
-    with expected_single_process():
-        read(folder, state, no_dist=True)
+    read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which])
     return denoiser
 
@@ -219,7 +211,7 @@ def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> 
 def load_initial_weights(folder: str, denoiser: torch.nn.Module) -> None:
     """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
 
-    The new run averages its own weights alone: an average that went on would hold those of the other run for long.
+    The EMA restarts; otherwise the other run's weights would linger in it.
     """
     if os.path.exists(os.path.join(folder, PROGRESS)):
         load_weights(folder, denoiser, "model")

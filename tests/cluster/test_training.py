@@ -26,7 +26,8 @@ from helpers.sample import from_checkpoint, pipeline
 from helpers.train import checkpoint, results, resume, setup
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
-from helpers.train.metrics import read_metrics, speed_summary
+from helpers.train.metrics import read_metrics
+from helpers.train.profiling import speed_summary
 from tests.conftest import plan_for
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
