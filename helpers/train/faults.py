@@ -37,7 +37,7 @@ class Watchdog:
             storage that it writes to may be what hangs.
     """
 
-    def __init__(self, timeout: float, on_hang: Callable[[float], None] | None = None):
+    def __init__(self, timeout: float, on_hang: Callable[[float], None]):
         self.timeout, self.on_hang = timeout, on_hang
         self.last_beat, self.limit = time.monotonic(), 10 * timeout
         self.stop = threading.Event()
@@ -53,10 +53,9 @@ class Watchdog:
             if silent > self.limit:
                 try:
                     faulthandler.dump_traceback()  # shows in the worker's log where it hangs
-                    if self.on_hang:
-                        report = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
-                        report.start()
-                        report.join(10)
+                    report = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
+                    report.start()
+                    report.join(10)
                 finally:
                     os.kill(os.getpid(), signal.SIGKILL)
 

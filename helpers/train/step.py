@@ -78,10 +78,8 @@ class Unit:
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`(moments, text, keep_U, mask_UL)` on a device."""
-        values = self.moments, self.text, self.keep_U
-        moments, text, keep = (value.to(device, non_blocking=True) for value in values)
-        mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
-        return moments, text, keep, mask
+        tensors = self.moments, self.text, self.keep_U, self.mask_UL
+        return tuple(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
 
 
 def to_tensor(values: np.ndarray) -> torch.Tensor:
@@ -147,11 +145,9 @@ class TrainStep:
     ):
         choose_kernels(config)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
-        self.manifest, self.scaling_factor, self.shift_factor = manifest, manifest.scaling_factor, manifest.shift_factor
+        self.manifest, mask_L = manifest, manifest.empty_mask
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
-        self.empty_L = manifest.empty_mask
-        if self.empty_L is not None:
-            self.empty_L = torch.from_numpy(self.empty_L).to(self.device)
+        self.empty_L = None if mask_L is None else torch.from_numpy(mask_L).to(self.device)
         self.schedule = training_schedule(config, manifest, self.device)
         self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
         if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
@@ -189,7 +185,8 @@ class TrainStep:
             density_T=self.density_T,
             device=self.device,
         )
-        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor, self.shift_factor)
+        scaling = self.manifest.scaling_factor, self.manifest.shift_factor
+        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, *scaling)
         # Masked rows hold arbitrary bits. They are replaced, not multiplied by zero, because NaN * 0 is NaN.
         replaced = draws.dropped_B | ~keep
         text, mask = diffusion.drop_captions(text.float(), mask, self.empty_LD, self.empty_L, replaced)
