@@ -40,10 +40,11 @@ def copied_lines(*modules):
         pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_153, id="all but lesson"),
         pytest.param(lambda: folder_lines(ROOT / "tests"), 14_400, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1500, id="words of README.md"),
+        pytest.param(lambda: len((ROOT / "README.md").read_text().splitlines()), 150, id="lines of README.md"),
     ],
 )
 def test_a_part_stays_small(measure, most):
-    """Lines of code: of modules with all that must be copied with them, of a folder. README: words."""
+    """Lines of code: of modules with all that must be copied with them, of a folder. README: words, and lines of text."""
     assert measure() <= most
 
 
