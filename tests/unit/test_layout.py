@@ -44,7 +44,7 @@ def copied_lines(*modules):
     ],
 )
 def test_a_part_stays_small(measure, most):
-    """Lines of code: of modules with all that must be copied with them, of a folder. README: words, and lines of text."""
+    """Lines of code: of modules with all that must be copied with them, of a folder. README: its words and lines."""
     assert measure() <= most
 
 
