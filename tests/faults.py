@@ -312,6 +312,21 @@ def truncate_newest(config):
     return storage.name(newest), largest.name
 
 
+def flip_a_byte(folder):
+    """Of the largest file of a checkpoint; its size stays."""
+    largest = max(pathlib.Path(folder).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    return largest.name
+
+
+def damage_and_die(run_uri):
+    """The newest checkpoint keeps its size and changes its bytes; then this worker is killed."""
+    flip_a_byte(checkpoint.last_complete(run_uri))
+    die()
+
+
 def steps_done(config):
     """Steps of the newest attempt that have metrics."""
     metrics = read_metrics(config.run_uri, all_attempts=True)

@@ -74,12 +74,12 @@ class BucketRows(NamedTuple):
 
 
 class EpochOrder(NamedTuple):
-    """A source's row groups as one epoch shuffles them.
+    """A source's row groups in the order of one epoch.
 
     Args:
         groups: (G,) their numbers.
-        ends: (G,) how many rows of the source the epoch has used at the end of each.
-        first_rows: {row group: its first row that counts}, where that is not row 0.
+        ends: (G,) rows of the source that the epoch has used at the end of each.
+        first_rows: {row group: its first row that is used}, if that is not row 0.
     """
 
     groups: np.ndarray
@@ -87,7 +87,7 @@ class EpochOrder(NamedTuple):
     first_rows: dict[int, int]
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """[(row group, first row, rows)] of rows `start` to `stop` of the epoch."""
+        """[(row group, first row, number of rows)] of rows `start` to `stop` of the epoch."""
         if start == stop:
             return []
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
@@ -105,10 +105,10 @@ class Source:
     """The rows of one data set that are trained on at one shape.
 
     Args:
-        files: of the data set; None where the plan is not for reading.
+        files: of the data set; None if the plan is not for reading.
         latents: the latents column of that shape.
         buckets: the rows.
-        proportion: its weight in a step of this shape, relative to the other sources.
+        proportion: weight in a step of this shape, relative to the other sources.
     """
 
     files: Files | None
@@ -134,9 +134,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """The rows that are trained on at one shape, mixed from sources in proportion. A step's rows are all of one shape.
+    """The rows that are trained on at one shape, mixed from sources in proportion.
 
-    `share`: of the steps, that the shape's resolution gets.
+    Args:
+        sources: at most one of each data set.
+        share: of the steps that the shape's resolution gets.
     """
 
     sources: list[Source]
@@ -207,7 +209,7 @@ class Plan:
         seed: of the shuffle.
         block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
-        worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
+        worker_counts: numbers of workers that the run may have; only the padding at the end of its data needs them.
         caption_shares: how often each of a row's captions is used.
     """
 
@@ -389,7 +391,7 @@ class Plan:
     # ---- from chunks to rows
 
     def epoch_orders(self, epoch: int) -> list[list[EpochOrder]]:
-        """The orders of an epoch, for each shape those of its sources."""
+        """The orders of an epoch: for each shape, those of its sources."""
         numbers = iter(range(len(self.sources)))
         return [[source.order(self.seed, epoch, next(numbers)) for source in shape.sources] for shape in self.shapes]
 
@@ -433,11 +435,14 @@ class Plan:
         return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
 
 
-def draw_caption(shares: Sequence[float], seed: int, epoch: int, of: str) -> int:
-    """The number, from 1, of the caption that an epoch uses of what `of` names; caption n by `shares[n - 1]`."""
+def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
+    """The number, from 1, of the caption that an epoch uses of a row or a row group; n with a share of `shares[n - 1]`.
+
+    `name`: of the row or the row group.
+    """
     if len(shares) == 1:
         return 1
-    uniform = np.random.default_rng([seed, epoch, zlib.crc32(of.encode()), 2]).uniform(0, sum(shares))
+    uniform = np.random.default_rng([seed, epoch, zlib.crc32(name.encode()), 2]).uniform(0, sum(shares))
     return 1 + int(np.searchsorted(np.cumsum(shares[:-1]), uniform, side="right"))
 
 
@@ -448,7 +453,7 @@ def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
 
 @functools.lru_cache(maxsize=64)
 def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
-    """(MIXING_PERIOD,) the source of each row: always the one that is furthest behind its share."""
+    """(MIXING_PERIOD,) the source of each row: the one that is furthest behind its share."""
     if len(proportions) == 1:
         return np.zeros(MIXING_PERIOD, dtype=np.int64)
     left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)

@@ -276,7 +276,7 @@ def training_throughput(metrics: pd.DataFrame, rate: float, waiting: float) -> D
     """images/s over steps, and the share of time that training waits for data.
 
     `metrics`: columns step, images_per_second (all workers together), data_wait_share (0 to 1). `rate`, `waiting`:
-    those of the whole run, by `metrics.throughput`.
+    those of the whole run, by `profiling.throughput`.
     """
     fig = DescribedFigure(3.6)
     top, bottom = panels(fig, 2, 1, sharex=True, height_ratios=(3, 2))
@@ -322,7 +322,7 @@ def iteration(phases: pd.DataFrame, memory: pd.DataFrame, *, published: str, dev
 def time_shares(table: pd.DataFrame) -> DescribedFigure:
     """Where the time of runs goes: one bar a run, split into computing and the shares that are lost.
 
-    `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `metrics.speed_summary`.
+    `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `profiling.speed_summary`.
     """
     names = {"data": "waits for data", "communication": "communication", "checkpoints": "checkpoints"}
     lost = table[list(names)].fillna(0.0).rename(columns=names)

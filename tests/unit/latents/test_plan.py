@@ -349,6 +349,20 @@ def test_a_block_holds_one_place_of_consecutive_steps():
     assert numbers == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
+def test_a_unit_tells_its_block_in_any_epoch():
+    """With five steps an epoch, two of them to a block: the drawing in `Plan`."""
+    plan = plan_of(["a"], [[60]], 4, 3, 12, block_steps=2)
+    assert plan.steps_per_epoch == 5 and plan.units_per_epoch == 15
+    blocks = [block for chunk in range(4) for block in plan.blocks(chunk, 0, 10).tolist()]
+    assert blocks[:11] == [
+        [0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11], [12, -1], [13, -1], [14, -1], [15, 18], [16, 19]
+    ]  # fmt: skip
+    for number, block in enumerate(blocks):
+        for unit in filter(lambda unit: unit >= 0, block):
+            assert (plan.block_of(unit), plan.first_unit_of_block(unit)) == (number, block[0])
+    assert [list(plan.units_of_worker(step, 0, 0, 2)) for step in range(3)] == [[0, 2], [3, 5], [7]]
+
+
 def test_padding_of_a_block_is_marked():
     plan = plan_of(["a"], [[36]], 4, 2, 6, block_steps=3)
     assert plan.steps_per_epoch == 4

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.lesson import estimates, full_run, published_results
-from helpers.train import meter
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[3]
@@ -100,17 +99,6 @@ def test_flops_of_todays_encoders_are_those_of_t5gemma_and_flux():
     assert caption == pytest.approx(2 * 128 * linear + 26 * 4 * 128**2 * 8 * 256, rel=1e-3)
     assert estimates.encoder_flops(recipe="today", captions=2) == 2 * caption
     assert (estimates.encoder_flops(256, recipe="today") - caption) / 1e9 == pytest.approx(272.949, abs=1e-3)
-
-
-@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
-def test_the_full_runs_encoders_feed_its_trainers_online(resolution):
-    """At a rate that an A10G can reach; the published 40 would not, at either size."""
-    full, rate = full_run.PARAMETERS[resolution], estimates.encoder_rate(resolution)
-    trainers = published_results.PHASES.set_index(["who", "resolution"])["images_per_second"]["Anyscale", resolution]
-    assert rate * estimates.encoder_flops(resolution) < 0.5e12 * meter.find_accelerator("A10G").bf16_tflops
-    assert full["num_encoders"] == pytest.approx(estimates.encoders_needed(trainers, rate), rel=0.08)
-    assert estimates.online_throughput(full["num_encoders"], rate, trainers) == trainers
-    assert estimates.online_throughput(40, rate, trainers) < trainers
 
 
 def test_hours_of_two_billion_rows_follow_from_the_counted_flops():

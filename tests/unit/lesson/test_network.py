@@ -37,11 +37,8 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 
 
 def test_every_collective_is_measured_at_every_size(four_ranks):
-    rows = network.measure_bandwidth("cpu", [1000, 4096])
-    assert [(row["collective"], row["bytes"]) for row in rows] == [
-        (name, size) for name in network.COLLECTIVES for size in (992, 4096)
-    ]
-    assert all(row["bus bandwidth, GB/s"] > 0 for row in rows)
+    rows = [(row["collective"], row["bytes"]) for row in network.measure_bandwidth("cpu", [1000, 4096])]
+    assert rows == [("all-reduce", 992), ("all-reduce", 4096), ("all-gather", 992), ("all-gather", 4096)]
 
 
 @pytest.mark.parametrize(
