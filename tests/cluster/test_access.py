@@ -21,7 +21,7 @@ NODE = ("--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stat
 
 @pytest.fixture
 def user(tmp_path):
-    """The environment of somebody who has not used Ray: an empty home. Ray is ended and its folder deleted at the end."""
+    """The environment of somebody who has not used Ray: an empty home. At the end Ray is ended, its folder deleted."""
     folder = tempfile.mkdtemp(prefix="access-", dir="/tmp")  # paths of sockets may have 107 characters
     with socket.socket() as probe:
         probe.bind(("", 0))
