@@ -15,7 +15,6 @@ import numpy as np
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.config.parameters import COMMIT
 from helpers.encode import encoder, online, prepare, prepare_online, stages
-from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, read_chunks, split_units
 from helpers.lesson import ablations, captioned_shapes, full_run
@@ -123,13 +122,11 @@ def untrained_pipeline(config=None, seed=0):
     return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config)
 
 
-def build_pipeline(job, config, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
+def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.LatentEncoder):
     """`pipeline(segment)` of Preprocessing.ipynb."""
     return from_notebook(
         PREPROCESSING,
         "pipeline",
-        **parameters(PREPROCESSING, config),
-        config=config,
         job=job,
         stages=stand_in(stages, transform=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
@@ -138,8 +135,8 @@ def build_pipeline(job, config, transform=stages.transform, latent_encoder=encod
 
 def encode(config, progress=None, **changes):
     """Run a whole preprocessing job, or with other parts (see `build_pipeline`); returns its manifest."""
-    job = prepare.prepare(config)
-    return job.run(build_pipeline(job, config, **changes), progress)
+    job = prepare.prepare_job(config)
+    return job.run(build_pipeline(job, **changes), progress)
 
 
 def draw_and_encode(storage_uri, num_rows):
@@ -182,11 +179,13 @@ def read_alone(plan, num_steps, raw=None, seed=0):
     if raw is None:
         yield from tables
         return
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(raw), batch_size=raw.encoder_batch_size)
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(raw))
     for table in tables:
         for start in range(0, len(table), plan.block_rows):  # as the blocks travel
             block = table.slice(start, plan.block_rows).combine_chunks()
-            yield latent_encoder(online.transform(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed))
+            yield latent_encoder(
+                online.transform_for_epoch(block, config=raw, units_per_epoch=plan.units_per_epoch, seed=seed)
+            )
 
 
 def train_alone(alone, manifest, plan, tables, steps):
@@ -239,24 +238,22 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
-def trainer_of(notebook, config, loop, evaluation=None, **changes):
+def trainer_of(notebook, config, loop, **changes):
     """`build_trainer` of a notebook, for workers that run `loop`."""
     changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
-    validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
-    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
     changes["loop"] = stand_in(train_loop, train_loop_per_worker=loop)
     return from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
 
 
-def fit(config, loop=train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
+def fit(config, loop=train_loop_per_worker, stream=None, source=None, **changes):
     """Run the trainer of Training.ipynb; with a `stream` or another `source` that of the online notebook.
 
-    Returns Ray Train's result. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of the
-    notebook's parameters, or names that its cells import or make, such as `detector`.
+    Returns Ray Train's result. `changes`: values of the notebook's parameters, or names that its cells import or make,
+    such as `detector`.
     """
     setup.open_run(config)
     source = sources.StepSource(config, stream) if stream else source
-    build = trainer_of(ONLINE if source else TRAINING, config, loop, evaluation, **changes)
+    build = trainer_of(ONLINE if source else TRAINING, config, loop, **changes)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
         return build(source or config).fit()
 
@@ -266,12 +263,12 @@ def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.La
 
     As a cell of the online notebook does.
     """
-    prepare_online.prepare(raw, config)
+    _, raw = prepare_online.prepare_run(raw, config)
     setup.open_run(config)
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
     build = trainer_of(ONLINE, config, loop)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
-        for source in kept.sources(raw, config, stream):
+        for source in kept.run_sources(raw, config, stream):
             build(source).fit()
             if fitted:
                 fitted(source)

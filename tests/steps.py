@@ -104,7 +104,7 @@ def take_part(rank, folder, runs):
     torch.set_num_threads(1)
     found = {}
     for name, (config, *rest) in runs.items():
-        world = config.fewest_workers
+        world = config.worker_counts[0]
         if rank < world:
             with group(folder, f"group of {name}", rank, world):
                 found[name] = run_strategy(f"{folder}/{name}", config, *rest, rank=rank, world=world)

@@ -1,24 +1,24 @@
-"""Captions -> token ids, by the tokenizer of the text encoder."""
+"""Captions -> token ids, by the text encoder's tokenizer."""
 
 import functools
 import html
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
+from ..config.preprocessing import PreprocessingConfig
 from .models import check_class, model_folder
 
-# By the names in `tokenizer_config.json`. Not `AutoTokenizer`, which would load PyTorch into each transforming process.
+# By the names in `tokenizer_config.json`. `AutoTokenizer` would load PyTorch into each process that transforms rows.
 TOKENIZERS = {made.__name__: made for made in (CLIPTokenizer, T5Tokenizer, GemmaTokenizer)}
 
 
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer, loaded once per process; no code from the model's folder is ever run."""
+    """The tokenizer of a model, loaded once per process; no code from the model's folder is run."""
     folder = model_folder(model, "tokenizer/*")
     config = pathlib.Path(folder, "tokenizer/tokenizer_config.json")
     name = json.loads(config.read_text()).get("tokenizer_class", "CLIPTokenizer").removesuffix("Fast")
@@ -26,18 +26,18 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return TOKENIZERS[name].from_pretrained(folder, subfolder="tokenizer")
 
 
-def caption_ids(captions: Sequence[str], config: Any) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, cleaned and tokenized as a `PreprocessingConfig` says."""
+def caption_ids(captions: Sequence[str], config: PreprocessingConfig) -> np.ndarray:
+    """B captions -> (B, L) int32 token ids, cleaned (`clean`) and tokenized (`tokenize`) as the config says."""
     tokenizer = load_tokenizer(config.model_of("text_encoder"))
     cleaned = [clean(caption, config.text_cleaning) for caption in captions]
     return tokenize(cleaned, tokenizer, config.maximum_tokens)
 
 
 def clean(caption: str, cleaning: str) -> str:
-    """A caption as the parameter `text_cleaning` says: as diffusers' pipelines prepare prompts.
+    """A caption, cleaned as a pipeline of diffusers cleans prompts. `cleaning`: the parameter `text_cleaning`.
 
-    "lower": as `PixArtSigmaPipeline` with `clean_caption=False`; "ftfy": as `PRXPipeline` with
-    `skip_text_cleaning=True`; "none": as `StableDiffusionPipeline`.
+    "none": `StableDiffusionPipeline`; "lower": `PixArtSigmaPipeline` with `clean_caption=False`; "ftfy": `PRXPipeline`
+    with `skip_text_cleaning=True`.
     """
     if cleaning == "lower":
         return caption.lower().strip()
@@ -51,9 +51,9 @@ def clean(caption: str, cleaning: str) -> str:
 def tokenize(
     captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, maximum_tokens: int | None = None
 ) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, truncated or padded to the tokenizer's `model_max_length` L.
+    """B captions -> (B, L) int32 token ids, truncated or padded to L, the tokenizer's `model_max_length`.
 
-    With `maximum_tokens`, that is L, and -1 stands in place of padding.
+    `maximum_tokens`: L, if captions are not padded; -1 then stands in place of padding.
     """
     most = maximum_tokens or tokenizer.model_max_length
     ids_BL = np.full((len(captions), most), -1, dtype=np.int32)
@@ -66,5 +66,5 @@ def tokenize(
 
 
 def count_tokens(captions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Number of tokens of each caption before truncation, with the start and end tokens."""
+    """The number of tokens of each caption before truncation, start and end tokens included."""
     return [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]

@@ -1,6 +1,7 @@
-"""Pictures and token ids -> VAE moments and caption embeddings: `Encoder`, and `LatentEncoder` on the project's schema.
+"""Pixels and token ids -> latents and caption embeddings: the actor of the encoding stage, and the networks in it.
 
-Nothing else runs the VAE's encoder or the text encoder while data is prepared; the trainers hold only the U-Net.
+`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. Nothing else runs the VAE's encoder or
+the text encoder while data is prepared: the trainers hold only the denoiser.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import pathlib
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -20,169 +20,100 @@ import pyarrow.compute as pc
 import torch
 import transformers
 from diffusers import AutoencoderDC, AutoencoderKL
-from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel, T5GemmaConfig
+from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from ..distributed import has_compiler
 from ..latents import schema
-from .captions import load_tokenizer
-from .models import Unsupported, check_class, model_folder
+from .models import check_class, model_folder
 
-# Allow-lists: a model's folder names its classes, and no other code is run.
+# Only these classes are loaded, whatever a model's folder names, and no code from the folder is run.
+VAE = AutoencoderKL | AutoencoderDC
 VAES = {"AutoencoderKL": AutoencoderKL, "AutoencoderDC": AutoencoderDC}
 TEXT_ENCODERS = {"CLIPTextModel": CLIPTextModel, "T5EncoderModel": T5EncoderModel, "T5GemmaEncoder": T5GemmaEncoder}
-VAE = AutoencoderKL | AutoencoderDC
-MOST_TOKENS = 8192  # of a caption, where neither tokenizer nor text encoder names a limit
-MOMENTS = {"moments": 2, "mean": 1}
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# One report per call of a `LatentEncoder`; times in seconds since 1970.
+# What each call of a `LatentEncoder` reports; times in seconds since 1970.
 CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended", pa.float64()), ("rows", pa.int64())])
 
 
-def vae_config(model: str) -> dict[str, Any]:
-    """`vae/config.json`, with the class's defaults. Raises Unsupported for another class than those of `VAES`."""
-    config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
-    check_class(config.get("_class_name"), VAES, f"{model!r} has an autoencoder")
-    options = inspect.signature(VAES[config["_class_name"]]).parameters
-    return {**{name: option.default for name, option in options.items()}, **config}
+class LatentEncoder:
+    """The Ray Data actor that turns transformed rows (`stages.transform`) into rows with latents and embeddings.
 
+    For `map_batches(LatentEncoder, batch_format="pyarrow", fn_constructor_kwargs=prepare.encoder_arguments(config))`.
 
-def downsampling(vae_config: dict[str, Any]) -> int:
-    """Pixels along a side of what one position of the latents stands for."""
-    names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
-    return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
-
-
-def text_config(model: str) -> tuple[str, PreTrainedConfig]:
-    """`(name of the text encoder's class, its config)`. Raises Unsupported for another class than `TEXT_ENCODERS`."""
-    folder = pathlib.Path(model_folder(model, "model_index.json", "text_encoder/config.json"))
-    index, values = folder / "model_index.json", json.loads((folder / "text_encoder/config.json").read_text())
-    parts = json.loads(index.read_text()) if index.exists() else {}
-    name = parts["text_encoder"][1] if "text_encoder" in parts else (values.get("architectures") or [None])[0]
-    check_class(name, TEXT_ENCODERS, f"{model!r} has a text encoder")
-    loader = AutoConfig if name == "T5GemmaEncoder" else TEXT_ENCODERS[name].config_class
-    config = loader.from_pretrained(folder, subfolder="text_encoder")
-    return name, getattr(config, "encoder", config)  # published T5Gemma configs describe a decoder too
-
-
-def load_vae(model: str, dtype: torch.dtype = torch.float32) -> VAE:
-    vae_class = VAES[vae_config(model)["_class_name"]]
-    options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
-    return vae_class.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
-
-
-def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    transformers.logging.disable_progress_bar()
-    name, config = text_config(model)
-    options = {"subfolder": "text_encoder", "config": config, "dtype": dtype, "use_safetensors": True}
-    folder = model_folder(model, "text_encoder/*")
-    return TEXT_ENCODERS[name].from_pretrained(folder, **options).eval().requires_grad_(False)
-
-
-def normalize(pixels: Any) -> Any:
-    """uint8 [0, 255] -> float32 [-1, 1], any shape, of a NumPy array or a torch tensor.
-
-    Called by the encoder, not by the transform: bytes are a quarter of the size of floats to transfer.
+    Args:
+        columns: the tensor columns to make of each row.
+        options: the arguments of `Encoder`.
     """
-    return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
+
+    def __init__(self, columns: list[schema.ColumnSpec], **options: Any):
+        self.encoder, self.columns = Encoder(**options), columns
+        self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
+        resolutions = [spec.resolution for spec in columns if spec.resolution]
+        self.several_shapes = len(resolutions) > len(set(resolutions))
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """The same rows with stored columns in place of pixels and token ids, and with `encoder_call`.
+
+        Rejected rows are null in every stored column, and so is a picture at the resolutions that it is too small for.
+        A row with a value that is not finite is rejected here: half precision may overflow, and training would stop.
+        """
+        started = time.time()
+        good_B = pc.equal(rows[schema.REASON], "").to_numpy()
+        encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
+        finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
+        inputs = {schema.input_column(spec.name) for spec in self.columns}
+        columns = {name: rows[name] for name in rows.column_names if name not in inputs}
+        for spec, (values_BX, encoded_B, _) in encoded.items():
+            num_tokens_B = (token_ids(spec, rows) >= 0).sum(axis=1) if spec.ragged else None
+            columns[spec.name] = spec.encode(values_BX, encoded_B & finite_B, num_tokens_B)
+            if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
+                columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
+        columns[schema.REASON] = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
+        call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
+        return pa.table({**columns, "encoder_call": schema.once_per_call(call, len(rows), CALL)})
+
+    def encode_column(
+        self, spec: schema.ColumnSpec, rows: pa.Table, good_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`(values (B, *spec.shape) fp16, encoded (B,) bool, finite (B,) bool)` of a stored column.
+
+        Rows that are not encoded have zeros, which count as finite.
+        """
+        if spec.resolution is None:
+            encode, inputs, encoded_B = self.encoder.encode_captions, token_ids(spec, rows)[good_B], good_B
+        else:
+            width, height = spec.size
+            # V of the B rows have pixels of this size
+            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
+            encode, inputs, encoded_B = self.encoder.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
+        values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
+        if len(inputs):
+            values, finite_B[encoded_B] = encode(inputs)
+            values_BX[encoded_B] = values[:, : spec.shape[0]]  # of moments the mean alone, or both
+        return values_BX, encoded_B, finite_B
 
 
-def whole_config(text_encoder: T5GemmaEncoder) -> dict[str, Any]:
-    """The config.json that diffusers' loader takes for a T5Gemma's encoder: it describes a decoder, too."""
-    sizes = text_encoder.config.to_dict()
-    config = T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
-    return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
-
-
-def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
-    """(B, 3, H, W) in [-1, 1] -> (B, 2, C, H/8, W/8): the posterior's mean and standard deviation, unscaled.
-
-    Of an `AutoencoderDC`, which has no posterior, (B, 1, C, H/32, W/32): its latents.
-    """
-    encoded = vae.encode(pixels_BCHW)
-    if isinstance(vae, AutoencoderDC):
-        return encoded.latent[:, None]
-    return torch.stack([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
-
-
-def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
-    """(B, L) token ids -> (B, L, D): the text encoder's last hidden state.
-
-    Ids of -1 stand in place of padding: they are masked, and zeros follow from them. Padding that consists of tokens is
-    not masked, as Stable Diffusion takes it.
-    """
-    mask_BL = caption_ids_BL >= 0
-    if mask_BL.all():
-        return text_encoder(caption_ids_BL.long()).last_hidden_state
-    ids_BL = caption_ids_BL.clamp(min=0).long()
-    states_BLD = text_encoder(ids_BL, attention_mask=mask_BL.long()).last_hidden_state
-    return states_BLD.masked_fill(~mask_BL[:, :, None], 0)
-
-
-def arguments(config, num_captions: int | None = None) -> tuple[str, list[schema.ColumnSpec], str, dict[str, Any]]:
-    """`LatentEncoder`'s arguments, from a `PreprocessingConfig` and the models' configs; no weights are read.
-
-    `num_captions`: how many captions of a row to encode; None: as many as the config's pipeline does. Raises
-    Unsupported for models that `LatentEncoder` does not take, and for parameters that do not fit them.
-    """
-    model, text_model = config.model_of("vae"), config.model_of("text_encoder")
-    vae, (_, text) = vae_config(model), text_config(text_model)
-    if config.latents == "moments" and vae["_class_name"] == "AutoencoderDC":
-        raise Unsupported(f"latents='moments', and {model!r} has an AutoencoderDC, which has none: use 'mean'.")
-    factor = downsampling(vae)
-    columns = [
-        schema.ColumnSpec(
-            schema.latents_column(width, height),
-            (MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor),
-            resolution=resolution,
-        )
-        for resolution, sizes in config.shapes.items()
-        for width, height in sizes
-    ]
-    text_shape = caption_length(config, text), text.hidden_size
-    columns += [
-        schema.ColumnSpec(
-            schema.numbered(schema.EMBEDDINGS, number),
-            text_shape,
-            ragged=config.maximum_tokens is not None,
-        )
-        for number in range(1, 1 + (num_captions or config.captions_encoded))
-    ]
-    kernels = {"compiled": config.compile_encoder, "channels_last": config.channels_last}
-    return model, columns, config.encoder_precision, {**kernels, "text_encoder_model": text_model}
-
-
-def caption_length(config, text: PreTrainedConfig) -> int:
-    """Tokens of a caption at most, as the config's tokenizer and text encoder take them.
-
-    Raises Unsupported for a larger `maximum_tokens`, and for None where the tokenizer pads to more.
-    """
-    model = config.model_of("text_encoder")
-    padded_to = load_tokenizer(model).model_max_length
-    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", MOST_TOKENS)
-    wanted, longest = config.maximum_tokens or padded_to, min(padded_to, positions)
-    if wanted > longest:
-        raise Unsupported(
-            f"maximum_tokens={config.maximum_tokens} comes to captions of {wanted} tokens, and tokenizer and text "
-            f"encoder of {model!r} take {longest}: give at most that."
-        )
-    return wanted
+def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
+    """(B, L) int32: the token ids behind a column of embeddings; -1 in place of padding."""
+    return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]
 
 
 class Encoder:
     """The VAE's encoder and the text encoder, on the GPU if there is one: dicts of NumPy arrays in and out.
 
-    It knows nothing of the project's schema, so `map_batches(Encoder, ...)` takes it for data of any kind.
+    It needs none of the project's columns, so `map_batches(Encoder, ...)` takes it for any data.
 
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
-        text_encoder_model: the same for the text encoder alone; None: `model`.
-        precision: "fp32", "fp16" or "bf16": what the networks compute in on a GPU. On a CPU, where half precision is
-            tens of times slower, they compute in fp32.
+        precision: "fp32", "fp16" or "bf16", in which the networks compute on a GPU. On a CPU they compute in fp32,
+            because half precision is tens of times slower there.
+        text_encoder_model: as `model`, for the text encoder; None: `model`.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
-        compiled: `torch.compile` the VAE's encoder, once for each shape. It gets full batches only: a smaller one is
-            filled up with black pictures, so give `batch_size`.
-        channels_last: the VAE's memory layout is (B, H, W, C).
+        compiled: whether to `torch.compile` the VAE's encoder, once for each shape. Give `batch_size` too, because a
+            smaller batch is filled up with black pictures.
+        channels_last: whether the VAE's memory layout is (B, H, W, C).
     """
 
     def __init__(
@@ -190,11 +121,11 @@ class Encoder:
         model: str,
         precision: str = "fp32",
         *,
+        text_encoder_model: str | None = None,
         num_threads: int = 1,
         batch_size: int | None = None,
         compiled: bool = False,
         channels_last: bool = False,
-        text_encoder_model: str | None = None,
     ):
         # `torch.device == "cuda"` is always False: compare the type.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,10 +135,9 @@ class Encoder:
         self.batch_size = batch_size
         self.vae = load_vae(model, self.dtype).to(self.device)
         self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
-        # As `sharding.has_compiler`, without the modules that `sharding` needs.
-        self.compiled = compiled and any(map(shutil.which, ("g++", "clang++", "c++")))
         if channels_last:
             self.vae.to(memory_format=torch.channels_last)
+        self.compiled = compiled and has_compiler()
         if compiled and not self.compiled:
             print("compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         if self.compiled:
@@ -215,11 +145,11 @@ class Encoder:
             self.vae.encoder.compile(dynamic=False)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Encode a batch: pixels become latents, caption ids become embeddings, other values stay.
+        """A batch with latents in place of pixels and embeddings in place of token ids; other values stay.
 
-        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8), and so does each further size under a name
-        that begins alike ("pixels_512"); "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False
-        for rows with a number that is not, as half precision may overflow.
+        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8). Further sizes have names that begin alike:
+        "pixels_512" becomes "latents_512". "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False
+        for rows with a value that is not finite, because half precision may overflow.
         """
         encoded, finite = dict(batch), []
         for name in batch:
@@ -267,63 +197,76 @@ class Encoder:
         return np.concatenate(values), np.concatenate(finite)
 
 
-class LatentEncoder:
-    """A Ray Data actor on the project's schema (`batch_format="pyarrow"`): transformed rows -> stored columns.
+def normalize(pixels: Any) -> Any:
+    """uint8 [0, 255] -> float32 [-1, 1], any shape, of a NumPy array or a torch tensor.
 
-    Args:
-        model, precision, options: `Encoder`'s. The manifest names the `precision` that was asked for.
-        columns: what to make of each row (`arguments`).
-        kernels: more of `Encoder`'s, apart because Ray Data's `fn_constructor_args` are positional.
+    The encoder normalises, not the transform, because bytes are a quarter of the size of floats to transfer.
     """
-
-    def __init__(self, model: str, columns: list[schema.ColumnSpec], precision: str = "fp32", kernels=None, **options):
-        self.encoder, self.columns = Encoder(model, precision, **(kernels or {}), **options), columns
-        self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
-        resolutions = [spec.resolution for spec in columns if spec.resolution]
-        self.several_shapes = len(resolutions) > len(set(resolutions))
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        """Transformed rows -> the same rows with stored columns in place of pixels and token ids, and `encoder_call`.
-
-        Rejected rows, and pictures too small for a resolution, are not encoded: they become null there. A row with a
-        value that is not finite, as half precision may overflow, is rejected: training would stop at it.
-        """
-        started = time.time()
-        good_B = pc.equal(rows[schema.REASON], "").to_numpy()
-        encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
-        finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
-        inputs = {schema.input_column(spec.name) for spec in self.columns}
-        columns = {name: rows[name] for name in rows.column_names if name not in inputs}
-        for spec, (values, encoded_B, _) in encoded.items():
-            num_tokens_B = (token_ids(spec, rows) >= 0).sum(axis=1) if spec.ragged else None
-            columns[spec.name] = spec.encode(values, encoded_B & finite_B, num_tokens_B)
-            if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
-                columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
-        reason = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
-        call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
-        return pa.table({**columns, schema.REASON: reason, "encoder_call": schema.once_per_call(call, len(rows), CALL)})
-
-    def encode_column(
-        self, spec: schema.ColumnSpec, rows: pa.Table, good_B: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`(values (B, *spec.shape) fp16, encoded (B,) bool, finite (B,) bool)` of a stored column.
-
-        Where a row is not encoded, its values are zeros, and finite.
-        """
-        if spec.resolution is None:
-            encode, inputs, encoded_B = self.encoder.encode_captions, token_ids(spec, rows)[good_B], good_B
-        else:
-            width, height = spec.size
-            # V of the B rows have pixels of this size
-            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
-            encode, inputs, encoded_B = self.encoder.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
-        values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
-        if len(inputs):
-            values, finite_B[encoded_B] = encode(inputs)
-            values_BX[encoded_B] = values[:, : spec.shape[0]]  # of moments the mean alone, or both
-        return values_BX, encoded_B, finite_B
+    return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
 
 
-def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
-    """(B, L) int32: what a column of embeddings is made of, -1 in place of padding."""
-    return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]
+def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+    """(B, 3, H, W) in [-1, 1] -> (B, 2, C, H/8, W/8): the posterior's mean and standard deviation, unscaled.
+
+    An `AutoencoderDC` has no posterior: (B, 1, C, H/32, W/32), its latents.
+    """
+    encoded = vae.encode(pixels_BCHW)
+    if isinstance(vae, AutoencoderDC):
+        return encoded.latent[:, None]
+    return torch.stack([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
+
+
+def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
+    """(B, L) token ids -> (B, L, D): the text encoder's last hidden state.
+
+    An id of -1 stands in place of padding: it is masked, and its state is zero. Padding tokens are not masked, because
+    Stable Diffusion does not mask them.
+    """
+    mask_BL = caption_ids_BL >= 0
+    if mask_BL.all():
+        return text_encoder(caption_ids_BL.long()).last_hidden_state
+    ids_BL = caption_ids_BL.clamp(min=0).long()
+    states_BLD = text_encoder(ids_BL, attention_mask=mask_BL.long()).last_hidden_state
+    return states_BLD.masked_fill(~mask_BL[:, :, None], 0)
+
+
+def load_vae(model: str, dtype: torch.dtype = torch.float32) -> VAE:
+    """The VAE of a model, without gradients. Raises Unsupported as `vae_config` does."""
+    vae_class = VAES[vae_config(model)["_class_name"]]
+    options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
+    return vae_class.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
+
+
+def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The text encoder of a model, without gradients. Raises Unsupported as `text_config` does."""
+    transformers.logging.disable_progress_bar()
+    name, config = text_config(model)
+    options = {"subfolder": "text_encoder", "config": config, "dtype": dtype, "use_safetensors": True}
+    folder = model_folder(model, "text_encoder/*")
+    return TEXT_ENCODERS[name].from_pretrained(folder, **options).eval().requires_grad_(False)
+
+
+def vae_config(model: str) -> dict[str, Any]:
+    """`vae/config.json`, with the class's defaults. Raises Unsupported for a class that is not in `VAES`."""
+    config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
+    check_class(config.get("_class_name"), VAES, f"{model!r} has an autoencoder")
+    options = inspect.signature(VAES[config["_class_name"]]).parameters
+    return {**{name: option.default for name, option in options.items()}, **config}
+
+
+def downsampling(vae_config: dict[str, Any]) -> int:
+    """Pixels along a side of the picture for each position of the latents."""
+    names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
+    return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
+
+
+def text_config(model: str) -> tuple[str, PreTrainedConfig]:
+    """`(name of the text encoder's class, its config)`. Raises Unsupported for a class not in `TEXT_ENCODERS`."""
+    folder = pathlib.Path(model_folder(model, "model_index.json", "text_encoder/config.json"))
+    index, values = folder / "model_index.json", json.loads((folder / "text_encoder/config.json").read_text())
+    parts = json.loads(index.read_text()) if index.exists() else {}
+    name = parts["text_encoder"][1] if "text_encoder" in parts else (values.get("architectures") or [None])[0]
+    check_class(name, TEXT_ENCODERS, f"{model!r} has a text encoder")
+    loader = AutoConfig if name == "T5GemmaEncoder" else TEXT_ENCODERS[name].config_class
+    config = loader.from_pretrained(folder, subfolder="text_encoder")
+    return name, getattr(config, "encoder", config)  # published T5Gemma configs describe a decoder too

@@ -24,6 +24,7 @@ import ray
 
 from .. import storage
 from ..config.parameters import first_difference
+from ..config.preprocessing import PreprocessingConfig
 from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, read_manifest, read_segments, write_manifest
 from ..raw import inputs
 from ..runtime import lease, retries
@@ -84,11 +85,12 @@ class Job:
     Args:
         latents_uri: where the latents go.
         parameters: those that affect the output, to check that a rerun is the same job.
-        description: the encoder's part of the manifest (`prepare.describe`).
+        description: the encoder's part of the manifest (`prepare.describe_encoder`).
         plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once per
             job; a rerun reads its result from `segments/job.json`.
         id_type: Arrow type of the stored ids.
         max_failures: how often a segment is restarted after losing a node, an actor or a worker; -1: always.
+        config: the job's parameters with the commits of its models (`prepare.prepare_job`), for its pipeline.
 
     Raises ValueError if `latents_uri` holds something else.
     """
@@ -99,6 +101,7 @@ class Job:
     plan: Callable[[], list[Segment]]
     id_type: pa.DataType
     max_failures: int = 3
+    config: PreprocessingConfig | None = None
 
     def __post_init__(self):
         parameters = {"schema_version": SCHEMA_VERSION, **self.parameters, "encoder": self.description["encoder"]}
@@ -171,15 +174,15 @@ class Job:
         """
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
-    def write_arguments(self, segment: Segment) -> dict:
-        """Arguments of `stages.write_latents`."""
-        return {
+    def write_arguments(self, segment: Segment | None = None) -> dict:
+        """Arguments of `stages.write_latents`; without a segment, all but its index."""
+        arguments = {
             "latents_uri": self.latents_uri,
-            "segment": segment,
             "columns": self.description["columns"],
             "id_type": self.id_type,
             "validation_share": self.parameters.get("validation_share", 0.0),
         }
+        return arguments if segment is None else {**arguments, "segment_index": segment.index}
 
     def run(self, pipeline: Pipeline, progress: Callable[[int, int], None] | None = None) -> Manifest:
         """Run the missing segments, one at a time, and return the manifest.

@@ -1,4 +1,4 @@
-"""Model folders: those in this package, local ones, and a hub id's, whose commit is looked up once."""
+"""The folder of a model: one of this package's, a local one, or one of the hub, whose commit is looked up once."""
 
 import contextlib
 import os
@@ -7,15 +7,13 @@ import pathlib
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import WeakFileLock, disable_progress_bars
 
-from ..config.preprocessing import PreprocessingConfig
-
 TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
-# Files of a model's repository that nothing here reads: other formats and variants of its weights, pictures.
+# Files of a model's repository that nothing here reads: other formats and variants of the weights, pictures.
 UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
 
 
 def tiny_sd_folder() -> str:
-    """Where this package's models are on the machine that calls it, in diffusers layout."""
+    """The folder of this package's model on the machine that calls this function, in diffusers layout."""
     return model_folder(TINY_SD)
 
 
@@ -24,11 +22,11 @@ def is_hub_id(model: str) -> bool:
 
 
 def model_folder(model: str, *patterns: str) -> str:
-    """The folder of a model on this machine: in this package, as given, or of a hub id in the hub's cache (`HF_HOME`).
+    """The folder of a model on this machine: in this package, as given, or in the hub's cache (`HF_HOME`).
 
-    Of "hub/id@commit" (`models.pin_model`) the files that match `patterns` are downloaded where the cache lacks them. A
-    lock makes a node's processes do so one after the other: each file is downloaded once, and what is there is used
-    without a request. Raises ValueError for a model that is neither there nor can be downloaded.
+    The cache gets those files of "hub/id@commit" (`pin_model`) that match `patterns` and that it lacks. A node's
+    processes take turns by a lock, so each file is downloaded once, and a file in the cache needs no request. Raises
+    ValueError for a model that is not there and cannot be downloaded.
     """
     if model in IN_PACKAGE:
         return str(pathlib.Path(__file__).parents[1] / "models" / model)
@@ -50,21 +48,21 @@ def model_folder(model: str, *patterns: str) -> str:
 
 
 class Unsupported(ValueError):
-    """A model, or a parameter of it, that this code does not take; the text says which and what to change."""
+    """This code does not take a model, or a parameter for it; the text says which one and what to change."""
 
 
 def check_class(name: str | None, known: dict[str, type], what: str) -> None:
-    """Raises Unsupported for a class that is not among the `known` ones. `what`: begins the sentence."""
+    """Raises Unsupported for a class that is not in `known`. `what`: the beginning of the sentence."""
     if name not in known:
         raise Unsupported(f"{what} of class {name}, and this code takes {', '.join(known)}: give another model.")
 
 
 def pin_model(model: str, earlier: str | None = None, parameter: str = "model") -> str:
-    """A hub id, or "hub/id@revision", as "hub/id@commit"; a model of this package, a folder or a URI as it is.
+    """ "hub/id@commit" for a hub id or "hub/id@revision"; a model of this package, a folder or a URI as it is.
 
-    `earlier`: the model of a job that goes on; unless `model` names a revision, its commit is kept. Where the hub is
-    not reached, the commit in its cache on this machine is taken. Raises ValueError, naming the `parameter`, if there
-    is none either, or if the hub has no such model.
+    `earlier`: the model of a job that goes on, whose commit is kept unless `model` names a revision. If the hub cannot
+    be reached, the commit in this machine's cache is taken. Raises ValueError, naming the `parameter`, if the hub has
+    no such model, or if neither the hub nor the cache gives a commit.
     """
     name, _, revision = model.partition("@")
     if not is_hub_id(model):
@@ -78,21 +76,3 @@ def pin_model(model: str, earlier: str | None = None, parameter: str = "model") 
             f"{parameter}={model!r} is neither a folder here nor a model that {constants.ENDPOINT} gives: check its "
             f"name and revision, the network, HF_TOKEN and HF_HUB_OFFLINE. ({str(error).splitlines()[0]})"
         ) from None
-
-
-def pin_encoder(config: PreprocessingConfig, earlier: dict | None) -> None:
-    """Name the commits in the config's models, for all that is called with `config` from now on: `pin_model`.
-
-    `earlier`: `Manifest.encoder` of the job or the online run that goes on, None for a new one.
-    """
-    vae = earlier and earlier["model"]
-    text_encoder = earlier and earlier.get("text_encoder_model", vae)
-    # Of one model for both, the VAE's is known.
-    known = {config.model_parameter("text_encoder"): text_encoder, config.model_parameter("vae"): vae}
-    for parameter, before in known.items():
-        model, revision = (
-            pin_model(getattr(config, parameter), before, parameter),
-            parameter.replace("model", "revision"),
-        )
-        # A revision that was asked for becomes the commit too, so that `dataclasses.replace(config)` keeps it.
-        config.derive(**{parameter: model, revision: getattr(config, revision) and model.partition("@")[2]})

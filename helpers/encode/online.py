@@ -1,9 +1,8 @@
-"""Raw pictures, transformed and encoded on the way to the trainers: the epoch plan over raw files.
+"""Raw rows in the order of a plan, transformed for an epoch: what an online run encodes on the way to the trainers.
 
-Offline and online differ only in where latents come from. The plan, the transform, the encoder and the training loop
-are those of `latents`, `stages`, `encoder` and `train`. This module plans over an index of the raw files
-(`raw.index`), and draws each epoch's augmentation from (seed, epoch, id), so that a run is reproducible and resumes
-exactly.
+The plan is made over an index of the raw files (`raw.index`). Each epoch's crop and caption of a row are drawn from
+(seed, epoch, id), so that a run is reproducible and resumes exactly. The transform, the encoder and the training loop
+are those of stored latents.
 
 Rows that the index leaves out or holds out are in no batch. Rows that only decoding shows to be unusable are masked and
 listed in the run's rejects: broken pictures, pictures whose size contradicts their columns and, without such columns,
@@ -32,19 +31,19 @@ from ..raw import images, index, inputs
 from . import stages
 
 INDEX = "index"  # beside the manifest
-SHAPE = "shape"  # column of raw rows: the latents column of the size at which a row is trained on
-CAPTION_NUMBER = "caption_number"  # column of the rows of a run that keeps latents: the caption that is trained on
-FILLS = "fills up a block"  # why a row is not decoded
+SHAPE = "shape"  # column of raw rows: the latents column that the row is trained on
+CAPTION_NUMBER = "caption_number"  # column, if latents are kept: the caption that the row is trained on
+PADS = "fills up a block"  # why a padding row is not decoded
 
 
 def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig) -> ray.data.Dataset:
-    """Raw rows in the plan's order from `first_step` on: a dataset with one block per unit (or `block_steps` of them).
+    """A dataset of raw rows in the plan's order from `first_step` on; a block holds `plan.block_steps` units.
 
-    Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column of the size at which the row is
-    trained on) and `unit` (the unit's number in the run).
+    Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column that the row is trained on) and
+    `unit` (the unit's number in the run).
 
     If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
-    cached in Ray's object store, so that an epoch reads each only once per bucket of its rows.
+    cached in Ray's object store. An epoch then reads each only once per bucket of its rows.
     """
     uris = {source.files.uri for source in plan.sources}
     largest = max(read_manifest(uri).job["raw_group_bytes"] for uri in uris)
@@ -59,13 +58,13 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
 def read_raw(
     ranges: list[RowRange], source: Source, *, config: OnlineConfig, read_group: index.ReadGroup | None = None
 ) -> pa.Table:
-    """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_rows`."""
-    rows = index.read_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
+    """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_indexed_rows`."""
+    rows = index.read_indexed_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
     rows = inputs.to_raw_rows(rows, config)
     return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
 
 
-def transform(
+def transform_for_epoch(
     rows: pa.Table,
     *,
     config: OnlineConfig,
@@ -73,10 +72,11 @@ def transform(
     seed: int = 0,
     caption_shares: Sequence[float] = (1.0,),
 ) -> pa.Table:
-    """`stages.transform` with augmentation that differs between epochs but is fixed for a given row and epoch.
+    """`stages.transform` with crops and captions that depend on (seed, epoch, id): fixed for a row in one epoch.
 
-    Rows that only pad a block are not decoded; `keep` is False for them. Of several captions a row, one is drawn for
-    the epoch, and the others are not encoded, unless latents are kept: then `caption_number` names it.
+    Rows that only pad a block are not decoded, and `keep` is False for them. If rows have several captions, only the
+    one that is sampled for the epoch is encoded. If latents are kept, all captions are encoded, and `caption_number`
+    names the sampled one.
 
     Args:
         rows: raw rows with `shape` and `unit`.
@@ -86,34 +86,33 @@ def transform(
         seed: the run's.
     """
     units = rows[UNIT].to_numpy()
-    used, epochs = pa.array(units >= 0), np.maximum(units, 0) // units_per_epoch
-    ids = rows[inputs.ID].to_pylist()
+    is_used, epochs = units >= 0, (np.maximum(units, 0) // units_per_epoch).tolist()
+    ids_and_epochs = list(zip(rows[inputs.ID].to_pylist(), epochs, strict=True))
     crops = [
         functools.partial(augment_crop, row_id=row_id, epoch=epoch, config=config, seed=seed)
-        for row_id, epoch in zip(ids, epochs, strict=True)
+        for row_id, epoch in ids_and_epochs
     ]
-    captions = np.array(
-        [draw_caption(caption_shares, seed, int(epoch), str(row_id)) for row_id, epoch in zip(ids, epochs, strict=True)]
-    )
+    numbers = np.array([draw_caption(caption_shares, seed, epoch, str(row_id)) for row_id, epoch in ids_and_epochs])
     sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
-    errors = pc.if_else(used, rows[inputs.ERROR], FILLS)
+    shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
+    errors = pc.if_else(pa.array(is_used), rows[inputs.ERROR], PADS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
-    raw = raw if config.captions_encoded > 1 else schema.choose_captions(raw, captions)
-    only = map(sizes.__getitem__, rows[SHAPE].to_pylist())
-    done = stages.transform(raw, config=config, crops=crops, only=only)
+    if config.captions_encoded == 1:
+        raw = schema.choose_captions(raw, numbers)
+    done = stages.transform(raw, config=config, crops=crops, shapes=shapes)
     if config.captions_encoded > 1:
-        done = done.append_column(CAPTION_NUMBER, pa.array(captions))
-    return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, used)
+        done = done.append_column(CAPTION_NUMBER, pa.array(numbers))
+    return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
 
 
 def augment_crop(
     picture: Image.Image, ratio: float, *, row_id: int | str, epoch: int, config: OnlineConfig, seed: int
 ) -> Image.Image:
-    """The crop of a picture for one epoch, which depends only on (seed, epoch, id), the picture's size and `ratio`.
+    """The crop of a picture for one epoch; it depends only on (seed, epoch, id), the picture's size and `ratio`.
 
-    `ratio`: the crop's width over its height. `config`: see `transform`.
+    `ratio`: the crop's width over its height. `config`: see `transform_for_epoch`.
     """
-    random = np.random.default_rng([seed, int(epoch), zlib.crc32(str(row_id).encode())])
+    random = np.random.default_rng([seed, epoch, zlib.crc32(str(row_id).encode())])
     if config.random_crop == 1:
         cut = images.center_crop(picture, ratio)
     else:

@@ -1,4 +1,4 @@
-"""What the driver does before a preprocessing job: checks the input and the encoder, and plans the job."""
+"""What the driver does before a preprocessing job: pins the models, checks input and encoder, plans the segments."""
 
 from __future__ import annotations
 
@@ -9,22 +9,40 @@ import itertools
 import json
 import pathlib
 import zlib
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import torch
+from transformers import PreTrainedConfig
 
 from ..config.preprocessing import PreprocessingConfig
+from ..latents import schema
 from ..latents.manifest import encode_embedding
 from ..raw import checks, inputs
-from . import captions, job, models
+from . import captions, encoder, job, models
+
+MOMENTS = {"moments": 2, "mean": 1}
+MOST_TOKENS = 8192  # in a caption, if neither the tokenizer nor the text encoder names a limit
+# Entries that a job's parameters and the encoder's part of a manifest leave out if they have these values: data that is
+# older than an entry has none, and is the same.
+LEFT_OUT = {
+    "num_captions": 1,
+    "maximum_tokens": None,
+    "text_cleaning": "none",
+    "vae_class": "AutoencoderKL",
+    "text_encoder_class": "CLIPTextModel",
+}
+Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
-def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) -> job.Job:
-    """Check a preprocessing job and plan it, before any worker starts; encodes nothing but one empty caption.
+def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None) -> job.Job:
+    """A checked and planned preprocessing job; `job.config` is `config` with the commits of its models.
 
-    Pins the models (`models.pin_encoder`). Raises FileNotFoundError or ValueError with what to change.
+    Called before any worker starts. Encodes one empty caption and nothing else. Raises FileNotFoundError or ValueError
+    that says what to change.
     """
-    models.pin_encoder(config, (job.begun_with(config.latents_uri) or {}).get("encoder"))
-    checked = check(config)
+    earlier = job.begun_with(config.latents_uri) or {}
+    checked = check(config, earlier.get("encoder"))
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     return job.Job(
@@ -34,6 +52,7 @@ def prepare(config: PreprocessingConfig, rows_per_segment: int | None = None) ->
         plan=functools.partial(job.plan_segments, checked.paths, config, rows_per_segment),
         id_type=checked.id_type,
         max_failures=config.max_failures,
+        config=checked.config,
     )
 
 
@@ -42,13 +61,15 @@ class CheckedInput:
     """What a job is made of.
 
     Args:
+        config: the parameters, with the commits of the models.
         paths: input files.
         listing: {path below the input: bytes}.
         parameters: those that decide what is written, and a checksum of the listing.
-        description: the encoder's part of the manifest (`describe`).
+        description: the encoder's part of the manifest (`describe_encoder`).
         id_type: Arrow type of the stored ids.
     """
 
+    config: PreprocessingConfig
     paths: list[str]
     listing: dict[str, int]
     parameters: dict
@@ -56,45 +77,126 @@ class CheckedInput:
     id_type: pa.DataType
 
 
-def check(config: PreprocessingConfig) -> CheckedInput:
-    """Check raw data and encoder before any worker starts.
+def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedInput:
+    """Check raw data and encoder before any worker starts; the models are pinned (`pin_models`).
 
-    Raises FileNotFoundError or ValueError with what to change.
+    Raises FileNotFoundError or ValueError that says what to change.
     """
+    config = pin_models(config, earlier)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     input_schema = checks.check_input(paths[0], config)
     listing = inputs.listing(paths, config.data_uri)
-    parameters = config.deciding("rows", "stored") | {"input_uri": config.data_uri}
-    parameters["text_precision"] = "fp16"  # recorded since captions could be stored in 8-bit floats too
-    if config.num_captions > 1:
-        parameters["num_captions"] = config.num_captions
-    for name, default in (("maximum_tokens", None), ("text_cleaning", "none")):
-        if parameters[name] == default:  # data of earlier versions is the same without
-            del parameters[name]
-    parameters["input_crc32"] = zlib.crc32(json.dumps(sorted(listing.items())).encode())
+    parameters = {
+        **config.fixed("rows", "latents"),
+        "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
+        "num_captions": config.num_captions,
+        "input_uri": config.data_uri,
+        "input_crc32": zlib.crc32(json.dumps(sorted(listing.items())).encode()),
+    }
     id_type = inputs.id_type(input_schema.field(config.id_column).type)
-    return CheckedInput(paths, listing, parameters, describe(config), id_type)
+    return CheckedInput(config, paths, listing, leave_out(parameters), describe_encoder(config), id_type)
 
 
-def describe(config: PreprocessingConfig) -> dict:
-    """The encoder's part of the manifest, from the models' configs and one empty caption encoded here, on the CPU.
+def leave_out(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without those that `LEFT_OUT` names."""
+    return {name: value for name, value in values.items() if (name, value) not in LEFT_OUT.items()}
 
-    Keys: encoder, columns, scaling_factor, shift_factor, empty_caption_embedding. The encoder's "model" is pinned, and
-    its "revision" that commit, or a hash of a folder's files. Raises ValueError for a model that is not in diffusers
-    layout or of a class that is not known, and for parameters that its parts cannot take.
+
+def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
+    """The config with a commit in the name of each model of the hub (`models.pin_model`).
+
+    `earlier`: `Manifest.encoder` of the job or run that goes on, whose commits are kept; None for a new one.
     """
-    import torch
+    vae = earlier and earlier["model"]
+    text_encoder = earlier and earlier.get("text_encoder_model", vae)
+    # One parameter may name both models: the VAE's commit is then the one that is known.
+    known = {config.model_parameter("text_encoder"): text_encoder, config.model_parameter("vae"): vae}
+    pinned = {}
+    for parameter, before in known.items():
+        pinned[parameter] = models.pin_model(getattr(config, parameter), before, parameter)
+        revision = parameter.replace("model", "revision")
+        if getattr(config, revision):
+            pinned[revision] = pinned[parameter].partition("@")[2]
+    return dataclasses.replace(config, **pinned)
 
-    from . import encoder
 
-    pinned = dataclasses.replace(config)
-    models.pin_encoder(pinned, None)
-    model, text_model = pinned.model_of("vae"), pinned.model_of("text_encoder")
+# ---- the encoder
+
+
+def encoder_arguments(config: PreprocessingConfig) -> dict[str, Any]:
+    """The arguments of `LatentEncoder`, by name. Raises Unsupported as `stored_columns` does."""
+    return {"columns": stored_columns(config, config.captions_encoded), **encoder_options(config)}
+
+
+def encoder_options(config: PreprocessingConfig) -> dict[str, Any]:
+    """The arguments of `Encoder`, by name."""
+    return {
+        "model": config.model_of("vae"),
+        "text_encoder_model": config.model_of("text_encoder"),
+        "precision": config.encoder_precision,
+        "batch_size": config.encoder_batch_size,
+        "compiled": config.compile_encoder,
+        "channels_last": config.channels_last,
+    }
+
+
+def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schema.ColumnSpec]:
+    """The columns of latents and of the embeddings of `num_captions` captions, from the models' configs.
+
+    Reads no weights. Raises Unsupported for models that `Encoder` does not take, and for parameters that do not fit
+    them.
+    """
+    model = config.model_of("vae")
+    vae, (_, text) = encoder.vae_config(model), encoder.text_config(config.model_of("text_encoder"))
+    if config.latents == "moments" and vae["_class_name"] == "AutoencoderDC":
+        raise models.Unsupported(f"latents='moments', and {model!r} has an AutoencoderDC, which has none: use 'mean'.")
+    factor = encoder.downsampling(vae)
+    columns = [
+        schema.ColumnSpec(
+            schema.latents_column(width, height),
+            (MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor),
+            resolution=resolution,
+        )
+        for resolution, sizes in config.shapes.items()
+        for width, height in sizes
+    ]
+    text_shape = caption_length(config, text), text.hidden_size
+    is_ragged = config.maximum_tokens is not None
+    for number in range(1, 1 + num_captions):
+        name = schema.numbered(schema.EMBEDDINGS, number)
+        columns.append(schema.ColumnSpec(name, text_shape, ragged=is_ragged))
+    return columns
+
+
+def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
+    """The maximum number of tokens of a caption, for the tokenizer and the text encoder with config `text`.
+
+    Raises Unsupported if the text encoder takes fewer than `maximum_tokens` or, if that is None, than the tokenizer
+    pads to.
+    """
+    model = config.model_of("text_encoder")
+    padded_to = captions.load_tokenizer(model).model_max_length
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", MOST_TOKENS)
+    wanted, longest = config.maximum_tokens or padded_to, min(padded_to, positions)
+    if wanted > longest:
+        raise models.Unsupported(
+            f"maximum_tokens={config.maximum_tokens} comes to captions of {wanted} tokens, and tokenizer and text "
+            f"encoder of {model!r} take {longest}: give at most that."
+        )
+    return wanted
+
+
+def describe_encoder(config: PreprocessingConfig) -> dict:
+    """The encoder's part of the manifest; the models are pinned. Encodes an empty caption here, on the CPU.
+
+    Keys: encoder, columns, scaling_factor, shift_factor, empty_caption_embedding. Raises ValueError for a model that is
+    not in diffusers layout or has an unknown class, and for parameters that do not fit the models.
+    """
+    model, text_model = config.model_of("vae"), config.model_of("text_encoder")
     try:
-        _, columns, precision, _ = encoder.arguments(pinned, config.num_captions)
+        columns = stored_columns(config, config.num_captions)
         vae, (text_class, _) = encoder.vae_config(model), encoder.text_config(text_model)
-        empty_ids_BL = torch.from_numpy(captions.caption_ids([""], pinned))
-        text_encoder = encoder.load_text_encoder(text_model)
+        empty_caption = encode_empty_caption(config)
     except models.Unsupported:
         raise
     except (OSError, ValueError) as error:
@@ -104,58 +206,59 @@ def describe(config: PreprocessingConfig) -> dict:
             f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
             f"or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    factor = encoder.downsampling(vae)
+    check_sizes(config, encoder.downsampling(vae))
+    names = {**name_models(model, text_model), "precision": config.encoder_precision}
+    return {
+        "encoder": leave_out({**names, "vae_class": vae["_class_name"], "text_encoder_class": text_class}),
+        "columns": columns,
+        "scaling_factor": vae["scaling_factor"],
+        "shift_factor": vae.get("shift_factor") or 0.0,
+        "empty_caption_embedding": encode_embedding(empty_caption.numpy()),
+    }
+
+
+@torch.inference_mode()
+def encode_empty_caption(config: PreprocessingConfig) -> torch.Tensor:
+    """(tokens, width): the embedding of an empty caption. Raises Unsupported if it has no tokens."""
+    model = config.model_of("text_encoder")
+    ids_BL = torch.from_numpy(captions.caption_ids([""], config))
+    if (ids_BL < 0).all():
+        raise models.Unsupported(
+            f"The tokenizer of {model!r} makes no token of an empty caption: give maximum_tokens=None."
+        )
+    return encoder.last_states(encoder.load_text_encoder(model), ids_BL)[ids_BL >= 0]
+
+
+def check_sizes(config: PreprocessingConfig, factor: int) -> None:
+    """Raises ValueError if a side of a picture is not a multiple of `factor`, by which the VAE divides it."""
     for width, height in itertools.chain.from_iterable(config.shapes.values()):
         if width % factor or height % factor:
             raise ValueError(
                 f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} x "
                 f"{height} pixels, which the VAE halves {factor.bit_length() - 1} times: use multiples of {factor}."
             )
-    if (empty_ids_BL < 0).all():
-        raise ValueError(
-            f"The tokenizer of {text_model!r} makes no token of an empty caption: give maximum_tokens=None."
-        )
-    with torch.inference_mode():
-        empty_BLD = encoder.last_states(text_encoder, empty_ids_BL)
-    return {
-        "encoder": {
-            **name_models(model, text_model),
-            "precision": precision,
-            **name_classes(vae["_class_name"], text_class),
-        },
-        "columns": columns,
-        "scaling_factor": vae["scaling_factor"],
-        "shift_factor": vae.get("shift_factor") or 0.0,
-        "empty_caption_embedding": encode_embedding(empty_BLD[empty_ids_BL >= 0].numpy()),
-    }
 
 
 def name_models(model: str, text_encoder_model: str) -> dict[str, str]:
-    """{"model", "revision"}, and where the text encoder is another model's, its two too."""
+    """{"model", "revision"}; if the text encoder is another model's, "text_encoder_model" and its revision too."""
     parts, text_parts = ("vae",), ("text_encoder", "tokenizer")
     if model == text_encoder_model:
         return {"model": model, "revision": revision_of(model, *parts, *text_parts)}
-    names = {
+    return {
+        "model": model,
+        "revision": revision_of(model, *parts),
         "text_encoder_model": text_encoder_model,
         "text_encoder_revision": revision_of(text_encoder_model, *text_parts),
     }
-    return {"model": model, "revision": revision_of(model, *parts), **names}
-
-
-def name_classes(vae_class: str, text_encoder_class: str) -> dict[str, str]:
-    """The classes that are not those of Stable Diffusion, which earlier versions did not name."""
-    names = {"vae_class": vae_class, "text_encoder_class": text_encoder_class}
-    usual = {"vae_class": "AutoencoderKL", "text_encoder_class": "CLIPTextModel"}
-    return {name: value for name, value in names.items() if value != usual[name]}
 
 
 def revision_of(model: str, *parts: str) -> str:
-    """The commit of a pinned hub id, or a hash of the files of some parts of a model's folder."""
+    """The commit of a pinned hub id, or a hash of the files in some subfolders of a model's folder."""
     if models.is_hub_id(model):
         return model.partition("@")[2]
     folder = pathlib.Path(models.model_folder(model))
     digest = hashlib.sha256()
-    for path in sorted(path for name in parts for path in folder.glob(f"{name}/*")):
+    for path in sorted(path for part in parts for path in folder.glob(f"{part}/*")):
         if path.is_file():
             with open(path, "rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())

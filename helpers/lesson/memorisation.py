@@ -1,11 +1,11 @@
-"""Memorisation: which training rows are nearest to generated pictures, and is that nearer than chance?
+"""Memorisation: which training rows are nearest to generated images, and is that nearer than chance?
 
-    latents = memorisation.encode_pictures(model, pictures)
+    latents = memorisation.encode_pictures(model, images)
     nearest, held_out = memorisation.search(config, latents)
 
-The search is exact: one Ray Data pass over the stored latents of all training rows. A generated picture may be a copy
-if it is much nearer to a training picture than pictures that the model has never seen are to theirs (Carlini et al.,
-2023, section 4). So the same pass finds the nearest training rows of held-out rows.
+The search is exact: one Ray Data pass over the stored latents of all training rows. Images that the model has never
+seen show how near is normal: the same pass finds the nearest training rows of held-out rows. A generated image that is
+much nearer to a training image than these may be a copy (Carlini et al., 2023, section 4).
 
 A distance is the root mean square difference of two latents' scaled means: a data set's latents have a standard
 deviation of about 1, so two unrelated ones are about 1.4 apart.
@@ -44,7 +44,7 @@ class DataSet(NamedTuple):
 
 
 def encode_pictures(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
-    """Pictures of one size, (H, W, 3) uint8 -> (N, C, H/8, W/8) unscaled latents, the means of the VAE's posterior."""
+    """(N, C, H/8, W/8) latents of N images of one size, (H, W, 3) uint8: the VAE's posterior means, unscaled."""
     import torch  # not at the top: the tasks that search need no PyTorch and no diffusers
 
     from ..encode import encoder
@@ -63,14 +63,13 @@ def search(
     """The nearest training row of each of N latents, and the distances of held-out rows to theirs.
 
     Args:
-        config: all data sets of its `latents_uri` are searched; its `validation_share` applies to latents of earlier
-            versions.
+        config: run whose data sets are searched.
         latents_NCHW: unscaled means, as `encode_pictures` returns them, of a shape of the config's largest resolution.
-        num_held_out: held-out rows to compare with, at most.
+        num_held_out: maximum number of held-out rows to compare with.
 
     Returns `(nearest, held_out)`. `nearest` has a row for each latent, with columns query, distance, nearer (the share
     of the held-out rows that are at least as near to their nearest row), id, caption, latents_uri and latents
-    ((C, H, W) means, unscaled). `held_out` (M,) are the held-out rows' distances.
+    ((C, H, W) means, unscaled). `held_out` (M,) holds the held-out rows' distances.
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """

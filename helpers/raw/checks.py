@@ -61,7 +61,7 @@ def is_picture(kind: pa.DataType) -> bool:
     return is_text_or_bytes(kind.field("bytes").type if in_struct else kind)
 
 
-def is_number(kind: pa.DataType) -> bool:
+def is_numeric(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
@@ -69,8 +69,8 @@ def is_number(kind: pa.DataType) -> bool:
 USABLE = {
     "image_column": (is_picture, "neither the bytes of encoded pictures nor their paths"),
     "id_column": (lambda kind: not pa.types.is_nested(kind), "neither numbers nor text"),
-    "width_column": (is_number, "not numbers of pixels"),
-    "height_column": (is_number, "not numbers of pixels"),
+    "width_column": (is_numeric, "not numbers of pixels"),
+    "height_column": (is_numeric, "not numbers of pixels"),
 }
 
 

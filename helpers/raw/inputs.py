@@ -20,6 +20,7 @@ import ray
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import check_types, uuids_to_text
 from . import filters, readers
 from .images import BadImage
 
@@ -192,12 +193,12 @@ def read_columns(paths: list[str], columns: list[str], config) -> ray.data.Datas
             paths, include_paths=True, partitioning=None, file_extensions=None, filesystem=filesystem
         )
         return rows.select_columns([*columns, PATH])
-    read = functools.partial(read_files, columns=columns, read=reader(config))
+    read = functools.partial(read_file_batch, columns=columns, read=reader(config))
     tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
     return tasks.map_batches(read, batch_size=1)  # one task per file
 
 
-def read_files(batch: dict, *, columns: list[str], read):
+def read_file_batch(batch: dict, *, columns: list[str], read):
     """Tables of the rows of a batch of files."""
     for path in batch[PATH].tolist():
         for table in read.stream(path, columns):
@@ -209,6 +210,9 @@ def read_files(batch: dict, *, columns: list[str], read):
 
 def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
     """`to_raw_rows` of a block, some rows at a time: pictures given as paths may be too many to hold at once."""
+    if len(block):  # Ray Data has opened the files itself
+        check_types(block.schema, block[PATH][0].as_py())
+    block = uuids_to_text(block)
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
     release_memory()
@@ -230,7 +234,7 @@ def to_raw_rows(table: pa.Table, config) -> pa.Table:
     """
     images, errors = picture_bytes(table, config)
     columns = {ID: row_ids(table[config.id_column]), IMAGE: images, ERROR: errors}
-    columns[SOURCE] = sources(table[PATH], config)
+    columns[SOURCE] = source_names(table[PATH], config)
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
         columns[schema.numbered(CAPTION, number)] = pa.array(captions, pa.string())
     return pa.table(columns)
@@ -267,7 +271,7 @@ def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, 
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
 
 
-def sources(paths: pa.ChunkedArray, config) -> pa.Array:
+def source_names(paths: pa.ChunkedArray, config) -> pa.Array:
     """Input files' paths relative to the input's folder."""
     folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import PlainParquetFile, is_uuid, open_parquet
 from ..latents.schema import ROWS_PER_ROW_GROUP
 from .images import BadImage
 
@@ -62,23 +62,26 @@ class Parquet(Reader):
 
     what, suffixes = "Parquet file", (".parquet",)
 
-    def open(self, path: str) -> pq.ParquetFile:
-        """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
-        filesystem, inner = storage.open_filesystem(path)
+    def open(self, path: str) -> PlainParquetFile:
+        """A file on any storage. Raises ValueError naming a file that is not Parquet."""
         try:
-            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
+            return open_parquet(path, buffer_size=BUFFER_BYTES)
         except (FileNotFoundError, PermissionError):
             raise
         except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid
             raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
 
     def schema(self, path: str) -> pa.Schema:
+        """Raises ValueError for a used column of an extension type; UUIDs are read as text."""
         with self.open(path) as file:
-            return file.schema_arrow
+            file.check_columns(list(self.types))
+            fields = [field.with_type(pa.string()) if is_uuid(field.type) else field for field in file.schema_arrow]
+            return pa.schema(fields)
 
     def row_groups(self, path: str) -> list[int]:
-        """Rows of each row group, from the footer."""
+        """Rows of each row group, from the footer. Raises ValueError for a used column of an extension type."""
         with self.open(path) as file:
+            file.check_columns(list(self.types))
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:

@@ -10,6 +10,7 @@ import pathlib
 import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
+from transformers import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from .. import storage
@@ -158,10 +160,17 @@ def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
         if isinstance(pipeline.text_encoder, T5GemmaEncoder):
-            values = encoder.whole_config(pipeline.text_encoder)
-            pathlib.Path(folder, "text_encoder", "config.json").write_text(json.dumps(values, indent=2))
+            config = json.dumps(whole_config(pipeline.text_encoder), indent=2)
+            pathlib.Path(folder, "text_encoder", "config.json").write_text(config)
         storage.copy_folder(folder, uri)
     return uri
+
+
+def whole_config(text_encoder: T5GemmaEncoder) -> dict[str, Any]:
+    """The config.json that diffusers' loader takes for a T5Gemma's encoder: it describes a decoder too."""
+    sizes = text_encoder.config.to_dict()
+    config = T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
+    return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
 
 
 def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:

@@ -10,7 +10,7 @@ import ray.train.collective
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from . import checkpoint
+from . import checkpoint, faults
 from .step import TrainStep
 
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
@@ -23,13 +23,15 @@ def last_step(config: TrainingConfig) -> int:
 
 
 def choose_resume_point(config: TrainingConfig) -> dict:
-    """Choose the newest complete checkpoint and write the choice to the run's `resume.json`.
+    """Choose the newest sound checkpoint (`checkpoint.last_sound`) and write the choice to the run's `resume.json`.
 
-    {"checkpoint": its name, None to start from step 0, "step": steps done}. Called once for each group of workers: when
-    its dataset is built, or by rank 0 if it has none. A checkpoint that is completed later, by the upload of a worker
-    that is being replaced, changes nothing for the group.
+    {"checkpoint": its name, None to start from step 0, "step": steps done}. Damaged checkpoints are noted as failures.
+    Called once for each group of workers: when its dataset is built, or by rank 0 if it has none. A checkpoint that is
+    completed later, by the upload of a worker that is being replaced, changes nothing for the group.
     """
-    uri = checkpoint.last_complete(config.run_uri)
+    uri, sentences = checkpoint.last_sound(config.run_uri)
+    for sentence in sentences:
+        faults.write_failure(config.run_uri, sentence)
     point = {"checkpoint": uri and storage.name(uri), "step": 0 if uri is None else checkpoint.step_of(uri)}
     storage.write_json(storage.join(config.run_uri, RESUME), point)
     return point

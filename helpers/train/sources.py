@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray.train
 import ray.train.collective
 import ray.train.torch
@@ -18,6 +17,7 @@ from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import DataSets
+from ..latents.parquet import write_table
 from ..latents.plan import Plan, load_plan, plan_run
 from ..latents.read import join_blocks, latents_dataset, worker_units
 from .resume import RESUME, choose_resume_point
@@ -125,8 +125,6 @@ class StepSource:
         Call it before the checkpoint that covers these rows. A step that is done again writes the same file name.
         """
         if self.rejected:
-            filesystem, path = storage.open_filesystem(storage.join(self.config.run_uri, "rejects"))
-            filesystem.create_dir(path)
-            name = f"{path}/{step:09d}-{distributed.rank():05d}.parquet"
-            pq.write_table(pa.concat_tables(self.rejected), name, filesystem=filesystem)
+            name = f"{step:09d}-{distributed.rank():05d}.parquet"
+            write_table(storage.join(self.config.run_uri, "rejects", name), pa.concat_tables(self.rejected))
             self.rejected = []

@@ -121,8 +121,8 @@ class EvaluationReader:
 
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
     """What is tracked of an evaluation: its numbers, and its pictures as "evaluation"; {} if it was skipped."""
-    values = results.numbers(result)
+    values = results.numeric_values(result)
     grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
     if storage.exists(grid):
-        values["evaluation"] = results.read_picture(grid)
+        values["evaluation"] = results.read_png(grid)
     return values

@@ -14,7 +14,7 @@ import time
 import pyarrow.parquet as pq
 
 from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import encoder, stages
+from helpers.encode import encoder, prepare, stages
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
 from helpers.runtime import session
@@ -27,7 +27,7 @@ def bare(config, rows):
     paths = inputs.list_inputs(config.raw_uri)
     table = pq.read_table(paths[0]).slice(0, 1024)
     prepared = stages.transform(inputs.to_raw_rows(inputs.with_path(table, paths[0]), config), config=config)
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=1)
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(config))
     size = config.encoder_batch_size
     batches = [prepared.slice(start, size) for start in range(0, len(prepared), size)]
     latent_encoder(batches[0])

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import encoder
+from helpers.encode import encoder, models, prepare
 from helpers.lesson import estimates
 from helpers.train.meter import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
@@ -30,9 +30,7 @@ def save_sd2(folder, device):
     """Write Stable Diffusion 2's encoders with random weights, in diffusers layout; the tokenizer is tiny-sd's."""
     for name, model in zip(("vae", "text_encoder"), estimates.build_encoders(device=device), strict=True):
         roofline.cast(model, torch.float16).save_pretrained(pathlib.Path(folder, name))
-    shutil.copytree(
-        pathlib.Path(encoder.__file__).with_name("tiny-sd") / "tokenizer", pathlib.Path(folder, "tokenizer")
-    )
+    shutil.copytree(pathlib.Path(models.tiny_sd_folder(), "tokenizer"), pathlib.Path(folder, "tokenizer"))
 
 
 def measure(given, device, model, setting, sizes, batch):
@@ -46,8 +44,7 @@ def measure(given, device, model, setting, sizes, batch):
         compile_encoder=compiled,
         **SETTINGS[setting],
     )
-    name, _, precision, kernels = encoder.arguments(config)
-    made = encoder.Encoder(name, precision, batch_size=batch, **kernels)
+    made = encoder.Encoder(**prepare.encoder_options(config))
     random, text = np.random.default_rng(0), made.text_encoder.config
     ids = random.integers(1, text.vocab_size - 1, (batch, text.max_position_embeddings), dtype=np.int32)
     pixels = {size: random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8) for size in sizes}

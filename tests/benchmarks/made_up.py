@@ -36,7 +36,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
         report = stages.write_latents(
             rows,
             latents_uri=uri,
-            segment=segment,
+            segment_index=segment.index,
             columns=specs,
             id_type=pa.int64(),
             validation_share=validation_share,

@@ -103,9 +103,9 @@ def main():
         config = PreprocessingConfig(storage=folder, resolutions=[64], input_uri=f"{folder}/drawn")
         draw(config.input_uri, given.rows)
         session.connect()
-        job, progress = prepare.prepare(config, given.rows_per_segment), Progress()
+        job, progress = prepare.prepare_job(config, given.rows_per_segment), Progress()
         kind = StandInLatentEncoder if given.stand_in else encoder.LatentEncoder
-        manifest = job.run(build_pipeline(job, config, latent_encoder=kind), progress)
+        manifest = job.run(build_pipeline(job, latent_encoder=kind), progress)
         points = np.array(progress.points)
         edges = np.linspace(points[0, 1], points[-1, 1], 11)
         rates = np.diff(edges) / np.diff(np.interp(edges, points[:, 1], points[:, 0]))

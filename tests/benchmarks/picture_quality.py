@@ -63,12 +63,12 @@ def drawn_rows(num_rows):
 def encode(config, raw):
     """(table of latents without rejected rows, manifest) of raw rows, in this process."""
     found = []
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(config), num_threads=2, batch_size=64)
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(config), num_threads=2)
     for start in range(0, len(raw), 1000):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)
         found.append(latent_encoder(stages.transform(rows, config=config)))
     made = {"resolutions": list(config.resolutions), "id_type": "int64", "job": {"validation_share": 0.0}}
-    manifest = Manifest.of([], **prepare.describe(config), **made)
+    manifest = Manifest.of([], **prepare.describe_encoder(config), **made)
     layout = schema.latents_schema(pa.int64(), manifest.columns)
     table = pa.concat_tables(found).select(layout.names).cast(layout)
     return table.filter(pc.is_valid(table[schema.EMBEDDINGS])).combine_chunks(), manifest

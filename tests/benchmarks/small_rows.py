@@ -12,7 +12,8 @@ import tempfile
 
 from helpers.config.notebook import TrainingConfig
 from helpers.runtime import session
-from helpers.train.metrics import read_metrics, throughput
+from helpers.train.metrics import read_metrics
+from helpers.train.profiling import throughput
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 

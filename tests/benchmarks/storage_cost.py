@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.encode import encoder, stages
+from helpers.encode import prepare, stages
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import schema
 from helpers.lesson import captioned_shapes
@@ -31,7 +31,7 @@ TEXT = (77, 1024)
 
 def bytes_on_disk(latents, resolution, rows=128):
     """Bytes a row of a file with Stable Diffusion 2's shapes and random bytes."""
-    random, shape = np.random.default_rng(0), (encoder.MOMENTS[latents], 4, resolution // 8, resolution // 8)
+    random, shape = np.random.default_rng(0), (prepare.MOMENTS[latents], 4, resolution // 8, resolution // 8)
     columns = {schema.latents_column(resolution): shape, schema.EMBEDDINGS: TEXT}
     table = {"id": range(rows), "caption": ["a caption of about sixty characters, as they are on the web ..."] * rows}
     for column, shape in columns.items():

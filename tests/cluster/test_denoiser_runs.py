@@ -61,7 +61,7 @@ def test_a_killed_online_run_of_prx_is_a_bare_loop(encoded, recipe, tmp_path, ke
         fit_parts(raw, config, loop=loop)
         assert os.path.exists(tmp_path / "killed")
     else:
-        prepare_online.prepare(raw, config)
+        prepare_online.prepare_run(raw, config)
         fit(config, loop=loop, stream=online_stream(raw, seed=config.seed))
         assert attempts_of(config) == [1, 9]
         assert_bare(config, raw=raw)

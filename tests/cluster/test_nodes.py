@@ -11,7 +11,6 @@ import threading
 import time
 
 import psutil
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -263,10 +262,8 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     manifest = encode(config, lose_node)
     lose(nodes, other[0])
     assert manifest.written == 3000 and 1 <= read_segments(config.latents_uri)[0]["encoders"] <= 2
-    files = storage.list_files(storage.join(config.latents_uri, "data"), ".parquet")
-    written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
-    raw = pa.concat_tables([pq.read_table(path, columns=["hash"]) for path in storage.list_files(config.raw_uri)])
-    assert sorted(written) == sorted(raw["hash"].to_pylist())
+    written, raw = pq.read_table(f"{config.latents_uri}/data"), pq.read_table(config.raw_uri)
+    assert sorted(written["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
 
 
 @slow
@@ -277,7 +274,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )
-    prepare_online.prepare(raw, config)
+    prepare_online.prepare_run(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 
@@ -357,10 +354,10 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_device(sample, True, 3)  # no config: on any kind
+    pid, gpus, number = session.run_on_device(sample, 3, use_gpu=True)  # on any kind
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert session.run_on_device(sample, False, 3)[0] == os.getpid()
+    assert session.run_on_device(sample, 3, use_gpu=False)[0] == os.getpid()
     lose(nodes, node)
 
 
@@ -380,9 +377,8 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     def where(*_):
         return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
 
-    for given in (config, config.to_dict()):
-        found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
-        assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
+    found = [session.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
+    assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
     found = at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
@@ -395,7 +391,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert spare("A10G") and spare(None) and not spare("H100")
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
-    results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
+    results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
     assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:

@@ -62,7 +62,7 @@ def run_of(raw, name, **changes):
 
 
 def fit_online(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder):
-    prepare_online.prepare(raw, config)
+    prepare_online.prepare_run(raw, config)
     fit(config, loop=loop, stream=online_stream(raw, seed=config.seed, latent_encoder=latent_encoder))
 
 
@@ -135,8 +135,9 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
 def test_a_profile_tells_where_time_and_memory_go(raw, straight):
     config = run_of(raw, "profiled")
     found = baseline.profile(config, schema_of(config), raw, num_steps=2, warm_up=1)
-    assert found.shares.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
-    assert found.shares.sum() == pytest.approx(1) and found.shares["encode"] > 0.05
+    seconds = found.phases.groupby("phase", sort=False)["seconds"].sum()
+    assert seconds.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
+    assert seconds["encode"] > 0.05 * seconds.sum()
     assert found.phases["step"].unique().tolist() == [1, 2]
     assert (found.memory["gib"] > 0.05).all()
 
@@ -155,7 +156,7 @@ def counting(counted):
 
 def test_a_process_fetches_the_plan_before_it_reads(cluster):
     shared = read.share_plan(plan_of(["a"], [[64] * 20], 8, 4, 2), range(1))
-    ray.get(ray.remote(read.fetch_plan).remote([shared]))
+    ray.get(ray.remote(read.fetch).remote([shared]))
 
 
 def test_units_of_300_mib_arrive_whole(cluster):
@@ -198,7 +199,7 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     monkeypatch.setattr(read, "BACKPRESSURE_STEPS", 8)
     monkeypatch.setattr(read, "BACKPRESSURE_BYTES", 2**20)
     config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
-    manifest = prepare_online.prepare(raw, config)
+    manifest, _ = prepare_online.prepare_run(raw, config)
     plan = plan_for(config)
     stream = online_stream(raw, latent_encoder=counting(counted))
     rows = stream(plan, 0, config.max_steps)
@@ -245,14 +246,14 @@ def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypat
 def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
     config, _ = straight
     with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
-        prepare_online.prepare(OnlineConfig(**{**raw.to_dict(), **change}), config)
+        prepare_online.prepare_run(OnlineConfig(**{**raw.to_dict(), **change}), config)
         setup.open_run(config)
-    prepare_online.prepare(raw, config)
+    prepare_online.prepare_run(raw, config)
     setup.open_run(config)
 
 
 def test_bad_pictures_are_masked_and_listed(raw, straight):
-    table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
+    table = pq.read_table(raw.raw_uri)
     bad = looks.read_run_rejects(straight[0].run_uri)
     assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
     assert "no caption" in schema_of(straight[0]).rejected  # its columns tell: it is in no batch
@@ -278,12 +279,12 @@ def test_the_augmentation_changes_with_the_epoch_alone():
 def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
     config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"), global_batch_size=16)
-    manifest = prepare_online.prepare(limited, config)
+    manifest, _ = prepare_online.prepare_run(limited, config)
     rejected = sum(manifest.rejected.values())
     assert manifest.read == 150 == manifest.written + manifest.filtered + rejected
     plan = plan_for(config)
     rows = pa.concat_tables(online.read_raw(ranges, source, config=limited) for source, ranges in plan.chunk_rows(0)[0])
-    table = pa.concat_tables(pq.read_table(path) for path in storage.list_files(raw.raw_uri))[:150]
+    table = pq.read_table(raw.raw_uri)[:150]
     wanted = {row["hash"] for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
     held_out = {row_id for row_id in wanted if schema.held_out_mask([row_id], config.validation_share)[0]}
     assert set(rows["id"].to_pylist()) <= wanted - held_out and 0 < len(wanted) < 150
@@ -299,7 +300,7 @@ def test_a_large_row_group_is_read_once_an_epoch(cluster, tmp_path, monkeypatch)
     (path,) = storage.list_files(whole.raw_uri)
     pq.write_table(pq.read_table(path), path, row_group_size=100)
     config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)
-    manifest = prepare_online.prepare(whole, config)
+    manifest, _ = prepare_online.prepare_run(whole, config)
     limited = dataclasses.replace(whole, read_ahead_bytes=int(2.5 * manifest.job["raw_group_bytes"]))
     plan = plan_for(config)
     kept, keep = [], index.keep_row_groups

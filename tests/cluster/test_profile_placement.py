@@ -32,10 +32,13 @@ def encoder_requests(profile):
     pipeline = from_notebook(
         PREPROCESSING,
         "pipeline",
-        config=PreprocessingConfig.from_parameters(profile),
-        job=types.SimpleNamespace(write_arguments=lambda segment: {}, rows_per_file=1024),
+        job=types.SimpleNamespace(
+            config=PreprocessingConfig.from_parameters(profile),
+            write_arguments=lambda segment: {},
+            rows_per_file=1024,
+        ),
         inputs=types.SimpleNamespace(read_rows=lambda segment, config: Rows()),
-        encoder=stand_in(encoder, arguments=lambda config: ()),
+        prepare=types.SimpleNamespace(encoder_arguments=lambda config: {}),
     )
     pipeline(None)
     (options,) = [options for function, options in calls if function is encoder.LatentEncoder]

@@ -51,15 +51,15 @@ def test_half_precision_on_a_cpu_computes_in_fp32(monkeypatch, precision):
     assert {p.dtype for part in (half.vae, half.text_encoder) for p in part.parameters()} == {torch.float32}
     np.testing.assert_array_equal(half(random_batch())["latents"], full(random_batch())["latents"])
     config = PreprocessingConfig(resolutions=[32], encoder_precision=precision)
-    assert prepare.describe(config)["encoder"]["precision"] == precision
+    assert prepare.describe_encoder(config)["encoder"]["precision"] == precision
 
 
 @pytest.mark.parametrize("overflowing", ["moments", "embeddings"])
 def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowing):
     """The second batch of three rows, by its last values; a picture that was rejected before keeps its reason."""
-    config = PreprocessingConfig(resolutions=[32])
+    config = PreprocessingConfig(resolutions=[32], encoder_batch_size=3)
     rows = stages.transform(raw_rows([(40, 40)] * 4 + [(8, 8)] + [(40, 40)] * 4), config=config)
-    actor, batches = encoder.LatentEncoder(*encoder.arguments(config), batch_size=3), []
+    actor, batches = encoder.LatentEncoder(**prepare.encoder_arguments(config)), []
     encode = getattr(actor.encoder, overflowing)
 
     def overflow(inputs):
@@ -86,8 +86,7 @@ def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowin
 
 def test_channels_last_is_applied_by_the_config_and_changes_no_latents():
     config = PreprocessingConfig(channels_last=True, resolutions=[32])
-    *_, kernels = encoder.arguments(config)
-    fast, plain = encoder.Encoder("tiny-sd", **kernels), encoder.Encoder("tiny-sd")
+    fast, plain = encoder.Encoder(**prepare.encoder_options(config)), encoder.Encoder("tiny-sd")
     assert fast.vae.encoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     batch = random_batch()
     np.testing.assert_allclose(fast(batch)["latents"], plain(batch)["latents"], atol=2e-3)
@@ -112,8 +111,8 @@ def test_a_compiled_encoder_is_compiled_once_for_each_shape(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)  # recording needs no C++ compiler
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=8):
-        *_, kernels = encoder.arguments(PreprocessingConfig(compile_encoder=True))
-        fast, plain = encoder.Encoder("tiny-sd", batch_size=4, **kernels), encoder.Encoder("tiny-sd", batch_size=4)
+        config = PreprocessingConfig(compile_encoder=True, encoder_batch_size=4)
+        fast, plain = encoder.Encoder(**prepare.encoder_options(config)), encoder.Encoder("tiny-sd", batch_size=4)
         for num_rows, size in ((4, 32), (6, 32), (1, 32), (3, 64)):
             pixels = np.random.default_rng(num_rows).integers(0, 256, (num_rows, size, size, 3), dtype=np.uint8)
             found, expected = fast.encode_images(pixels), plain.encode_images(pixels)

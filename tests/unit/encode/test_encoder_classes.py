@@ -20,6 +20,7 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
+from helpers.lesson import looks
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
@@ -69,7 +70,7 @@ def test_latents_are_those_of_the_class_itself(model, name):
     assert found.shape == (3, 1 if name == "AutoencoderDC" else 2, CHANNELS[name], side, side) and finite.all()
     assert encoder.downsampling(encoder.vae_config(model(name))) == DOWNSAMPLING[name]
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-3, atol=1e-3)
-    description = prepare.describe(config_of(model(name), latents=LATENTS[name]))
+    description = prepare.describe_encoder(config_of(model(name), latents=LATENTS[name]))
     scales = description["scaling_factor"], description["shift_factor"]
     drawn = diffusion.sample_latents(torch.from_numpy(found[:, :1]), torch.zeros(expected.shape), *scales)
     shift = getattr(vae.config, "shift_factor", 0)
@@ -263,7 +264,7 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     options = {**write_raw(tmp_path), "caption_column": "short", "maximum_tokens": 16}
     raw = config_of(model(), OnlineConfig, **options, keep_latents=True)
     run = training(str(tmp_path), latents_uri=str(tmp_path / "online"), unet_config=unet_config)
-    made = prepare_online.prepare(raw, run)
+    made, _ = prepare_online.prepare_run(raw, run)
     plan = plan_for(run)
     assert made.shift_factor == 0.11 and made.embeddings.ragged
     validation = manifest.read_manifest(f"{run.latents_uri}/{held_out.FOLDER}")
@@ -301,7 +302,7 @@ def test_autoencoder_and_text_encoder_may_be_from_two_models(model, tmp_path):
     expected, _ = encoder.Encoder(folders["text_encoder_model"]).encode_captions(ids_BL)
     np.testing.assert_allclose(text, expected, rtol=1e-3, atol=2e-3)
     same = config_of(model(), vae_model=model(), text_encoder_model=model())
-    assert prepare.describe(same)["encoder"] == prepare.describe(config_of(model()))["encoder"]
+    assert prepare.describe_encoder(same)["encoder"] == prepare.describe_encoder(config_of(model()))["encoder"]
 
 
 def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
@@ -328,6 +329,19 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
 
 
+def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its parameters say too that captions are in fp16."""
+    raw = config_of("tiny-sd", OnlineConfig, **write_raw(tmp_path), caption_column="short")
+    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"))
+    made = prepare_online.prepare(raw, run)
+    earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
+    manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
+    begun = setup.describe_data(manifest.DataSets.open(run.proportions))
+    prepare_online.prepare(raw, run)
+    setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
+    assert len(looks.first_captions(run, 2)) == 2
+
+
 def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
     """Those of Stable Diffusion 1 and 2 name no scaling factor."""
     folder = tiny_model(tmp_path)
@@ -335,7 +349,7 @@ def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_cl
     left_out = ("scaling_factor", "shift_factor")
     values = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in values.items() if name not in left_out}))
-    description = prepare.describe(config_of(folder))
+    description = prepare.describe_encoder(config_of(folder))
     assert (description["scaling_factor"], description["shift_factor"]) == (0.18215, 0.0)
 
 
@@ -373,7 +387,7 @@ def test_models_and_parameters_that_do_not_fit_are_one_sentence(model, tmp_path)
     ]
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
-            prepare.describe(config_of("tiny-sd", **changes))
+            prepare.describe_encoder(config_of("tiny-sd", **changes))
     with pytest.raises(
         ValueError, match="^vae_revision='v1' is that of a hub id, and vae_model=None is none: leave it"
     ):

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TINY_SD = ROOT / "helpers" / "models" / "tiny-sd"
 NODE = """
 import multiprocessing, sys
-from helpers import encoder, images
-from helpers.config import PreprocessingConfig
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import captions, encoder, prepare
 
 context, model = multiprocessing.get_context("fork"), sys.argv[1]
 start = context.Barrier(24)
@@ -37,8 +37,8 @@ def load(number):
     if number < 4:
         encoder.Encoder(model)
     else:
-        images.load_tokenizer(model)
-        encoder.arguments(PreprocessingConfig(encoder_model=model))
+        captions.load_tokenizer(model)
+        prepare.encoder_arguments(PreprocessingConfig(encoder_model=model))
 
 with context.Pool(24) as pool:
     pool.map(load, range(24), chunksize=1)
@@ -79,7 +79,7 @@ def config_of(tmp_path, kind=PreprocessingConfig, **options):
 @pytest.mark.slow
 def test_a_node_downloads_each_file_once_whatever_the_number_of_its_processes(hub, tmp_path):
     """On each of 2 nodes 20 processes load tokenizer and configs and 4 load models at once, with an empty cache."""
-    model = prepare.describe(config_of(tmp_path))["encoder"]["model"]
+    model = prepare.check(config_of(tmp_path)).config.encoder_model
     before, nodes = len(hub.requests), []
     looked_up = [path for _, path in hub.requests if path.startswith("/api/models/")]
     for number in range(2):
@@ -97,19 +97,19 @@ def test_a_node_downloads_each_file_once_whatever_the_number_of_its_processes(hu
 
 def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
     config = config_of(tmp_path)
-    job, first = prepare.prepare(config), hub.refs["main"]
+    job, first = prepare.prepare_job(config), hub.refs["main"]
     job.save()
     second = hub.move("main", newer)
-    assert config.encoder_model == encoder.arguments(config)[0] == f"{MODEL}@{first}"
+    assert config.encoder_model == MODEL
+    assert job.config.encoder_model == prepare.encoder_arguments(job.config)["model"] == f"{MODEL}@{first}"
     assert job.description["encoder"] == {"model": f"{MODEL}@{first}", "revision": first, "precision": "fp32"}
-    resumed = config_of(tmp_path)
-    assert prepare.prepare(resumed).description == job.description
-    assert resumed.encoder_model == config.encoder_model
+    resumed = prepare.prepare_job(config_of(tmp_path))
+    assert resumed.description == job.description and resumed.config == job.config
     with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
-        prepare.prepare(config_of(tmp_path, encoder_revision="main"))
-    another = config_of(tmp_path, latents_uri=str(tmp_path / "another"), encoder_revision="main")
-    assert prepare.prepare(another).description["scaling_factor"] == 7.0
-    model = dataclasses.replace(another, limit=5).encoder_model
+        prepare.prepare_job(config_of(tmp_path, encoder_revision="main"))
+    another = prepare.prepare_job(config_of(tmp_path, latents_uri=str(tmp_path / "another"), encoder_revision="main"))
+    assert another.description["scaling_factor"] == 7.0
+    model = dataclasses.replace(another.config, limit=5).encoder_model
     assert model == f"{MODEL}@{second}"
     assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
 
@@ -118,32 +118,28 @@ def test_a_text_encoder_of_another_model_keeps_its_commit_too(hub, newer, tmp_pa
     """Of a model whose parts are not used nothing is asked."""
     two = {"text_encoder_model": MODEL, "vae_model": "tiny-sd"}
     config = config_of(tmp_path, **two)
-    job, first = prepare.prepare(config), hub.refs["main"]
+    job, first = prepare.prepare_job(config), hub.refs["main"]
     job.save()
-    assert config.text_encoder_model == job.description["encoder"]["text_encoder_model"] == f"{MODEL}@{first}"
-    assert job.description["encoder"]["text_encoder_revision"] == first and config.encoder_model == MODEL
+    assert job.config.text_encoder_model == job.description["encoder"]["text_encoder_model"] == f"{MODEL}@{first}"
+    assert job.description["encoder"]["text_encoder_revision"] == first and job.config.encoder_model == MODEL
     assert not [path for _, path in hub.requests if "/vae/" in path]
     second = hub.move("main", newer)
-    assert prepare.prepare(config_of(tmp_path, **two)).description == job.description
+    assert prepare.prepare_job(config_of(tmp_path, **two)).description == job.description
     with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
-        prepare.prepare(config_of(tmp_path, **two, text_encoder_revision="main"))
+        prepare.prepare_job(config_of(tmp_path, **two, text_encoder_revision="main"))
 
 
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
-    manifest, first = prepare_online.prepare(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
+    (manifest, _), first = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
     begun = setup.describe_data(DataSets({training.latents_uri: manifest}, training.proportions))
     begun = json.loads(json.dumps(begun))  # as a run keeps it
     second = hub.move("main", newer)
-    resumed = config_of(tmp_path, OnlineConfig)
-    assert (
-        prepare_online.prepare(resumed, training).encoder
-        == read_manifest(training.latents_uri).encoder
-        == manifest.encoder
-    )
-    assert resumed.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
+    resumed, raw = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training)
+    assert resumed.encoder == read_manifest(training.latents_uri).encoder == manifest.encoder
+    assert raw.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
     assert encoder.load_vae(manifest.encoder["model"]).config.scaling_factor != 7.0
-    other = prepare_online.prepare(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
+    other, _ = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
     now = setup.describe_data(DataSets({training.latents_uri: other}, training.proportions))
     with pytest.raises(ValueError, match=rf"^run_name='run' was started .* with encoder=.*{first}.*, not .*{second}"):
         setup.check_same_data(training, begun, now)
@@ -151,24 +147,22 @@ def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
 
 def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
     first = hub.move("main", ROOT / "helpers" / "models" / "tiny-clip")
-    config = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
-    setup.pin_clip(config)
+    given = {"storage": str(tmp_path), "run_name": "run", "units_per_step": None, "clip_model": MODEL}
+    config = setup.training_config(given)
     hub.move("main", TINY_SD)
     assert config.clip_model == f"{MODEL}@{first}"
     assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
     monkeypatch.setattr(setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
-    resumed = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
-    setup.pin_clip(resumed)
-    assert resumed == config
+    assert setup.training_config(given) == config
 
 
 def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}@v9' is neither .* that {hub.url} gives: .*404"):
-        prepare.prepare(config_of(tmp_path, encoder_revision="v9"))
+        prepare.prepare_job(config_of(tmp_path, encoder_revision="v9"))
     hub.stop()
     config = config_of(tmp_path)
     with pytest.raises(ValueError, match=rf"^encoder_model='{MODEL}' is neither .* gives: .*could not be reached"):
-        prepare.prepare(config)
+        prepare.prepare_job(config)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=rf"^'{MODEL}@{0:040}' is neither .* nor to be had from {hub.url}: check"):
         captions.load_tokenizer(f"{MODEL}@{0:040}")
@@ -185,9 +179,9 @@ def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, mo
     first, before = hub.refs["main"], len(hub.requests)
     hub.move("main", newer)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    config = config_of(tmp_path)
-    assert prepare.prepare(config).description["encoder"]["revision"] == first
-    encoder.Encoder(config.encoder_model)
+    job = prepare.prepare_job(config_of(tmp_path))
+    assert job.description["encoder"]["revision"] == first
+    encoder.Encoder(job.config.encoder_model)
     assert len(hub.requests) == before
 
 

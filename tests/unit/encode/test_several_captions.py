@@ -46,9 +46,9 @@ def encode(config):
     checked = prepare.check(config)
     rows = inputs.to_raw_rows(inputs.first_rows(config, NUM_ROWS), config)
     segment = Segment(0, [], len(rows))
-    encoded = encoder.LatentEncoder(*encoder.arguments(config))(stages.transform(rows, config=config))
+    encoded = encoder.LatentEncoder(**prepare.encoder_arguments(config))(stages.transform(rows, config=config))
     columns = checked.description["columns"]
-    where = {"latents_uri": config.latents_uri, "segment": segment, "columns": columns, "id_type": pa.string()}
+    where = {"latents_uri": config.latents_uri, "segment_index": 0, "columns": columns, "id_type": pa.string()}
     entry = segment_entry(segment, [stages.write_latents(encoded, **where)])
     job = {**checked.parameters, "validation_share": 0.0}
     manifest = Manifest.of([entry], **checked.description, resolutions=[32], id_type="string", job=job)
@@ -156,15 +156,15 @@ def online_rows(folder, **changes):
     """`(config, transformed rows of the first epoch, encoded rows)` of an online run."""
     values = {**write_raw(folder), "caption_column": ["short", "long"], **changes}
     raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
-    prepare_online.prepare(raw, run)
+    prepare_online.prepare_run(raw, run)
     plan = plan_for(run)
     chunks = plan.chunk_range(0, plan.steps_per_epoch)
     read = functools.partial(online.read_raw, config=raw)
     options = {"first_chunk": 0, "first_step": 0, "end_step": plan.steps_per_epoch, "read": read}
     blocks = pa.concat_tables(read_chunks({"id": range(len(chunks))}, plan=plan, **options)).combine_chunks()
     draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
-    rows = online.transform(blocks, config=raw, **draws)
-    return plan, rows, encoder.LatentEncoder(*encoder.arguments(raw))(rows)
+    rows = online.transform_for_epoch(blocks, config=raw, **draws)
+    return plan, rows, encoder.LatentEncoder(**prepare.encoder_arguments(raw))(rows)
 
 
 def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
@@ -180,8 +180,7 @@ def test_kept_latents_hold_all_captions_and_the_drawn_one_goes_on(tmp_path):
     manifest = read_manifest(str(tmp_path / "online"))
     where = {"latents_uri": str(tmp_path / "kept"), "columns": manifest.columns, "id_type": pa.string()}
     block = encoded.slice(0, plan.block_rows).combine_chunks()
-    steps = {"steps": plan.block_steps, "units_per_step": plan.units_per_step}
-    passed = keep_block(block, **steps, **where)
+    passed = keep_block(block, plan=plan, **where)
     kept = {row["id"]: row for row in pq.read_table(str(tmp_path / "kept" / "data")).to_pylist()}
     numbers = dict(zip(block["id"].to_pylist(), block["caption_number"].to_pylist(), strict=True))
     assert set(numbers.values()) == {1, 2}
@@ -215,5 +214,5 @@ def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_pa
     other = Manifest.from_dict(
         json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
     )
-    with pytest.raises(ValueError, match="with 1 captions a row, and .*, with 2"):
+    with pytest.raises(ValueError, match=r"mixes b with a, which differ in num_captions \(1 and 2\)"):
         setup.check_mixture({"a": manifest, "b": other})

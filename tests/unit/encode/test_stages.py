@@ -9,7 +9,7 @@ STAGES = """
 import sys, tempfile
 import pyarrow as pa
 from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import job, online, stages
+from helpers.encode import online, stages
 from helpers.latents import schema
 from helpers.raw import inputs
 
@@ -17,11 +17,10 @@ config = PreprocessingConfig(resolutions=[32])
 columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [b"broken"], inputs.ERROR: [None]}
 rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=config)
 calls = pa.array([{"started": 0.0, "ended": 0.0}])
-segment = job.Segment(0, ["a"], 1)
 stages.write_latents(
     rows.append_column("encoder_call", calls).append_column("image_latents_32", pa.nulls(1, pa.binary(256))),
     latents_uri=tempfile.mkdtemp(),
-    segment=segment,
+    segment_index=0,
     columns=[schema.ColumnSpec("image_latents_32", (2, 4, 4, 4))],
     id_type=pa.int64(),
 )

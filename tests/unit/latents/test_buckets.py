@@ -59,7 +59,7 @@ def raw_rows(sizes):
 @pytest.fixture(scope="module")
 def encoded():
     """`SIZES`, ten times each, transformed and encoded."""
-    latent_encoder = encoder.LatentEncoder(*encoder.arguments(CONFIG), batch_size=4)
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(CONFIG))
     return latent_encoder(stages.transform(raw_rows(SIZES * 10), config=CONFIG))
 
 
@@ -69,7 +69,7 @@ def write(folder, rows, columns, validation_share):
     report = stages.write_latents(
         rows,
         latents_uri=str(folder),
-        segment=segment,
+        segment_index=segment.index,
         columns=columns,
         id_type=pa.int64(),
         validation_share=validation_share,
@@ -92,7 +92,7 @@ def write(folder, rows, columns, validation_share):
 @pytest.fixture
 def folder(tmp_path, encoded):
     """The rows in a latents folder: (URI, manifest)."""
-    return str(tmp_path), write(tmp_path, encoded, encoder.arguments(CONFIG)[1], CONFIG.validation_share)
+    return str(tmp_path), write(tmp_path, encoded, prepare.stored_columns(CONFIG, 1), CONFIG.validation_share)
 
 
 def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
@@ -107,7 +107,7 @@ def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
 def test_latents_are_those_of_the_crop_alone(encoded):
     """The same as a picture has that is encoded by itself, cropped to its shape beforehand."""
     rows, encode = raw_rows(SIZES * 10), encoder.Encoder(CONFIG.encoder_model)
-    columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1]}
+    columns = {spec.name: spec for spec in prepare.stored_columns(CONFIG, 1)}
     picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
     pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
     squares = columns["image_latents_32"]
@@ -145,13 +145,13 @@ def test_row_groups_of_a_large_job_hold_48_rows_in_the_mean(shapes):
         ids, first = np.arange(first, first + count), first + count
         kinds, one = random.integers(0, shapes, count), np.ones((count, 1, 1, 1, 1))
         latents = {spec.name: spec.encode(one, kinds == n) for n, spec in enumerate(columns)}
-        masks = stages.by_bucket(pa.table({"id": ids, "reason": [""] * count, **latents}), columns, 0.02)
+        masks = stages.bucket_masks(pa.table({"id": ids, "reason": [""] * count, **latents}), columns, 0.02)
         sizes += [rows for mask in masks.values() for rows in schema.row_groups(int(mask.sum()))]
     assert np.mean(sizes) >= 48 and sum(sizes) == first
 
 
 def test_a_row_takes_no_space_for_shapes_that_it_does_not_have(encoded):
-    columns = {spec.name: spec for spec in encoder.arguments(CONFIG)[1] if spec.resolution}
+    columns = {spec.name: spec for spec in prepare.stored_columns(CONFIG, 1) if spec.resolution}
     taken = sum(encoded[name].nbytes for name in columns)
     needed = sum(spec.row_bytes * (len(encoded) - encoded[name].null_count) for name, spec in columns.items())
     assert needed < taken < needed + 10 * len(columns) * len(encoded)
@@ -249,8 +249,8 @@ def validate(rank, folder, config, world):
     """One of `world` processes, which validate on a validation set together."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
-    config = TrainingConfig.from_dict(config)
-    rows = held_out.ValidationSet(config, rank, world)
+    config = TrainingConfig(**config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution, rank, world)
     losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
@@ -260,7 +260,7 @@ def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tm
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
     config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
-    rows = held_out.ValidationSet(config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution)
     assert rows.num_rows == 40
     alone = losses_by_noise(denoiser, rows.manifest, rows, config)
     in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)
@@ -283,7 +283,7 @@ def test_flops_are_counted_by_shape(folder):
 def test_shapes_that_the_vae_cannot_halve_are_refused():
     message = r"^resolutions=\[32, 64\] and size_multiple=4 come to 80 x 52 pixels, which the VAE halves 3 times: use "
     with pytest.raises(ValueError, match=message + "multiples of 8.$"):
-        prepare.describe(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
+        prepare.describe_encoder(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
 
 
 def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_path):

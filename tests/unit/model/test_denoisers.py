@@ -85,7 +85,7 @@ def ragged(padded):
     columns = [dataclasses.replace(spec, ragged=spec.name == schema.EMBEDDINGS) for spec in manifest.columns]
     empty = encode_embedding(manifest.empty_caption[:2])
     manifest = dataclasses.replace(manifest, columns=columns, empty_caption_embedding=empty)
-    values, _, _ = padded[0].embeddings.read(rows[schema.EMBEDDINGS])
+    values, _ = padded[0].embeddings.decode(rows[schema.EMBEDDINGS])
     text = manifest.embeddings.encode(values, None, 1 + np.arange(48) % 6)
     return manifest, rows.set_column(rows.column_names.index(schema.EMBEDDINGS), schema.EMBEDDINGS, text)
 
@@ -288,6 +288,12 @@ def test_the_larger_transformer_has_600_m_parameters():
         ("pixart", {"text_cleaning": "ftfy"}, {}, "text_cleaning='ftfy', where it cleans prompts as 'lower'"),
         ("prx", {"ragged": False}, {}, "maximum_tokens=None: it masks padding, and these captions are padded"),
         ("unet", {"ragged": True}, {}, "maximum_tokens: it takes padded captions"),
+        (
+            "pixart",
+            {"vae_class": "AutoencoderDC", "shift_factor": 0.1, "text_cleaning": "ftfy"},
+            {},
+            "not AutoencoderKL; with .*shift_factor=0.1 it does not apply; with text_cleaning='ftfy'",
+        ),
         ("prx", {}, {"sampler": "euler"}, "PRXPipeline, which has no sampler='euler': choose ddim or dpm.. or unipc"),
     ],
 )
@@ -351,7 +357,7 @@ def with_encoders(config, folder, vae, text):
     shift = {} if vae == "AutoencoderDC" else {"shift_factor": 0.1 if text == "T5GemmaEncoder" else None}
     model = tiny_model(folder / "encoders", vae, text, **shift)
     raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
-    described = prepare.describe(raw)
+    described = prepare.describe_encoder(raw)
     channels, text_shape = described["columns"][0].shape[1], described["columns"][-1].shape
     values = load_denoiser_config(config.unet_config)
     changes = {"in_channels": channels, "context_in_dim": text_shape[-1], "caption_channels": text_shape[-1]}

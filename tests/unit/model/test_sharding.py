@@ -31,7 +31,9 @@ def inputs(batch=2, size=8):
 
 def test_without_a_compiler_compiling_is_skipped_with_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    calls = [block._compiled_call_impl for block in compile_blocks(build_denoiser("tiny")).down_blocks]
+    denoiser = build_denoiser("tiny")
+    compile_blocks(denoiser)
+    calls = [block._compiled_call_impl for block in denoiser.down_blocks]
     assert calls == [None, None] and "compile_unet=True is skipped: there is no C++ compiler" in capsys.readouterr().out
 
 

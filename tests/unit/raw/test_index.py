@@ -15,7 +15,7 @@ from PIL import Image
 
 from helpers import storage
 from helpers.config.notebook import OnlineConfig, TrainingConfig
-from helpers.encode import encoder, online, prepare_online
+from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
@@ -59,7 +59,7 @@ def configs(folder, row_group_size=20, rows=200, training=None, sizes=SIZES, **c
 
 
 def planned(raw, training):
-    manifest = prepare_online.prepare(raw, training)
+    manifest, _ = prepare_online.prepare_run(raw, training)
     return manifest, plan_for(training)
 
 
@@ -73,7 +73,7 @@ def transformed(plan, raw, first_step, num_steps):
     """The transformed rows of some steps."""
     read = functools.partial(online.read_raw, config=raw)
     for block in blocks_of(plan, first_step, num_steps, read):
-        yield online.transform(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
+        yield online.transform_for_epoch(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
 
 
 KNOWN = {"width_column": "width", "height_column": "height"}
@@ -139,7 +139,7 @@ def test_shapes_come_from_columns(tmp_path):
             steps = np.unique(mine["unit"].to_numpy() // plan.units_per_step)
             assert all(plan.latents_at(step).name == f"image_latents_{column}" for step in steps)
     # The last unit, encoded with the rows of other shapes beside it, as a trainer takes it.
-    unit, latent_encoder = rows["unit"].to_numpy()[-1], encoder.LatentEncoder(*encoder.arguments(raw))
+    unit, latent_encoder = rows["unit"].to_numpy()[-1], encoder.LatentEncoder(**prepare.encoder_arguments(raw))
     mine = latent_encoder(rows).filter(pc.equal(rows["unit"], unit))
     spec = plan.latents_at(unit // plan.units_per_step)
     taken = Unit.from_arrow(mine, manifest, spec, 0)
@@ -191,22 +191,22 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
         readers.Parquet, "describe", lambda self, path, columns: described.append(path) or describe(self, path, columns)
     )
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
-    write = index.write
+    write = index.write_table
 
     def stop_at_the_second(uri, table):
         if uri.endswith("1.parquet.parquet"):
             raise KeyboardInterrupt
         write(uri, table)
 
-    monkeypatch.setattr(index, "write", stop_at_the_second)
+    monkeypatch.setattr(index, "write_table", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        prepare_online.prepare(raw, training)
-    monkeypatch.setattr(index, "write", write)
-    manifest = prepare_online.prepare(raw, training)
+        prepare_online.prepare_run(raw, training)
+    monkeypatch.setattr(index, "write_table", write)
+    manifest, _ = prepare_online.prepare_run(raw, training)
     assert [storage.name(path) for path in described] == ["0.parquet", "1.parquet", "1.parquet"]
-    assert prepare_online.prepare(raw, training) == manifest and len(described) == 3
+    assert prepare_online.prepare_run(raw, training) == (manifest, raw) and len(described) == 3
     pq.write_table(rows_of(50), tmp_path / "raw" / "2.parquet")
-    assert prepare_online.prepare(raw, training).read == 250 and len(described) == 6
+    assert prepare_online.prepare_run(raw, training)[0].read == 250 and len(described) == 6
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
@@ -217,7 +217,7 @@ def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatc
         lambda self, group, columns=None, **options: asked.append(columns) or read(self, group, columns, **options),
     )
     raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
-    prepare_online.prepare(raw, training)
+    prepare_online.prepare_run(raw, training)
     assert asked and all(columns == ["hash", "caption", "score", "width", "height"] for columns in asked)
 
 
@@ -297,7 +297,7 @@ def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, mon
 def test_size_columns_that_cannot_be_are_named(tmp_path, given, said):
     raw, training, _ = configs(tmp_path, rows=20, **given)
     with pytest.raises(ValueError, match=said):
-        prepare_online.prepare(raw, training)
+        prepare_online.prepare_run(raw, training)
 
 
 def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
 def test_row_groups_that_cannot_be_kept_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare_online, "CHUNK_BYTES", 1000)
     options = {"row_group_size": 50, "training": {"validation_share": 0.0}, "read_ahead_bytes": 1000, **KNOWN}
-    prepare_online.prepare(*configs(tmp_path, **options)[:2])
+    prepare_online.prepare_run(*configs(tmp_path, **options)[:2])
     assert "read_ahead_bytes=1000 keeps 0 of them: each may be read several times" in capsys.readouterr().out
-    prepare_online.prepare(*configs(tmp_path, **{**options, "read_ahead_bytes": 10**6})[:2])
+    prepare_online.prepare_run(*configs(tmp_path, **{**options, "read_ahead_bytes": 10**6})[:2])
     assert capsys.readouterr().out == ""

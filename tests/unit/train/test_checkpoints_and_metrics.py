@@ -15,7 +15,8 @@ from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
 from helpers.runtime import drain, retries
 from helpers.train import checkpoint, faults, monitor, resume, setup, sources
-from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32, throughput
+from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
+from helpers.train.profiling import throughput
 from tests.processes import run_script
 
 

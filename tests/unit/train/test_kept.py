@@ -124,7 +124,7 @@ class Run:
                 self.saved = step + begin + 1
 
     def go(self, die_at=None):
-        for source in kept.sources(RAW, self.config, self.stream):
+        for source in kept.run_sources(RAW, self.config, self.stream):
             self.fit(source, die_at)
         return self
 
@@ -254,9 +254,9 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
     run = start("blocks")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"stream": run.stream, "keep": job.write_arguments(None)}
+    options = {"stream": run.stream, "keep": {"plan": plan, **job.write_arguments()}}
     for _ in range(2):
-        for number, _ in enumerate(kept.encode(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
+        for number, _ in enumerate(kept.encode_epoch(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
         assert len(storage.list_files(job.uri("data"))) == len(job.committed())
 
@@ -266,7 +266,7 @@ def test_a_block_without_its_first_steps_is_not_committed(start):
     run = start("within")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments(None)}
+    options = {"plan": plan, **job.write_arguments()}
     block = next(run.stream(plan, 2, 4).iter_batches())
     units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())
     cut = block.set_column(block.column_names.index(read.UNIT), read.UNIT, pa.array(units))
@@ -315,15 +315,15 @@ def test_keep_latents_cannot_be_changed_within_a_run(start):
         run.go(die_at=5)
     changed = dataclasses.replace(RAW, keep_latents=False)
     with pytest.raises(ValueError, match=re.escape("run_name='kept' was started with keep_latents=True, not False:")):
-        next(kept.sources(changed, run.config, run.stream))
+        next(kept.run_sources(changed, run.config, run.stream))
     storage.delete(storage.join(run.config.run_uri, kept.FOLDER))
     with pytest.raises(ValueError, match="keep_latents=False, not True, or its latents/ was deleted: set it back"):
-        next(kept.sources(RAW, run.config, run.stream))
+        next(kept.run_sources(RAW, run.config, run.stream))
 
 
 def test_without_keep_latents_there_is_one_source(start):
     run, plain = start("plain"), dataclasses.replace(RAW, keep_latents=False)
-    (source,) = kept.sources(plain, run.config, run.stream)
+    (source,) = kept.run_sources(plain, run.config, run.stream)
     assert (source.config, source.stream, source.first_step) == (run.config, run.stream, 0)
     assert source.end_step == run.config.max_steps
 
@@ -332,5 +332,5 @@ def test_without_keep_latents_there_is_one_source(start):
 def test_latents_of_random_cuts_are_not_kept(cut, tmp_path):
     config = OnlineConfig(keep_latents=True, **cut)
     with pytest.raises(ValueError, match="^keep_latents=True encodes a picture once, and random_crop=") as error:
-        prepare_online.prepare(config, TrainingConfig(latents_uri=str(tmp_path)))
+        prepare_online.prepare_run(config, TrainingConfig(latents_uri=str(tmp_path)))
     assert str(next(iter(cut.values()))) in str(error.value)

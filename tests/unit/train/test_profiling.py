@@ -18,7 +18,7 @@ from helpers.lesson import ablations, estimates, figures
 from helpers.model.denoisers import build_denoiser
 from helpers.train import meter, profiling, setup
 from helpers.train.meter import Meter
-from helpers.train.metrics import speed_summary, throughput
+from helpers.train.profiling import speed_summary, throughput
 from helpers.train.step import TrainStep
 from tests.processes import start_ranks
 from tests.steps import STRATEGIES, group, train
@@ -95,8 +95,6 @@ def test_training_state_takes_sixteen_bytes_a_parameter_or_a_share(ranks):
     assert ddp == {"parameters": whole, "gradients": whole, "optimizer": 2 * whole, "gathered": 0}
     for strategy, across in (("fsdp", ranks), ("fsdp-full", ranks), ("hsdp", min(8, ranks))):
         found = estimates.memory("sd2-base", strategy, ranks, precision="bf16")
-        more = estimates.memory("sd2-base", strategy, ranks, precision="bf16", accumulates=True)
-        assert more == {**found, "accumulated": whole}  # in bf16 one rank shards over itself
         # Parameters are cut into rows: a few have fewer than there are ranks.
         assert whole / across <= found["parameters"] <= 1.02 * whole / across
         assert found["parameters"] == found["gradients"] == found["optimizer"] / 2
@@ -166,9 +164,9 @@ def test_ranks_hold_the_bytes_that_were_estimated(tmp_path, build_manifest, buil
 
 @pytest.mark.slow
 def test_the_ablation_compares_each_setting_with_the_first(monkeypatch):
-    monkeypatch.setattr(ablations, "has_compiler", lambda: False)  # compiling has tests of its own, and takes a minute
+    monkeypatch.setattr("shutil.which", lambda name: None)  # compiling has tests of its own, and takes a minute
     config = TrainingConfig(global_batch_size=4, resolution=32)
-    rows = ablations.ablation(config, steps=2, warm_up=1)
+    rows = list(ablations.ablation(config, steps=2, warm_up=1))
     assert [row["setting"] for row in rows] == list(ablations.ABLATION)[:-2]
     assert (
         rows[0]["speedup"] == 1

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.distributed import has_compiler
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.model.denoisers import build_denoiser
-from helpers.model.sharding import has_compiler
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.processes import start_ranks

@@ -78,12 +78,12 @@ def test_an_evaluation_is_tracked_when_it_is_over(run_folder, tracked, capsys):
     """With its losses by noise level and its pictures; what failed or was skipped is said once."""
     config = run_of(run_folder, "tensorboard")
     result = {"step": 2, "validation_loss": 0.25, "loss_by_noise": {"62": 0.5, "937": 0.1}}
-    results.write(config.run_uri, {**result, "unfinished": True})
+    results.write_result(config.run_uri, {**result, "unfinished": True})
     folder = run_folder / "runs/tracked/evaluation/000000002"
     folder.mkdir(parents=True)
     Image.fromarray(PICTURE).save(folder / "grid.png")
     with monitor.monitor_run(config, every=60):
-        results.write(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
+        results.write_result(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
         results.note(config.run_uri, 3, skipped="step 4 is newer")
     ((step, values),) = tracked
     assert step == 2 and np.array_equal(values.pop("evaluation"), PICTURE)
