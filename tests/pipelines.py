@@ -16,7 +16,7 @@ from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.config.parameters import COMMIT
 from helpers.encode import encoder, online, prepare, prepare_online, stages
 from helpers.latents.manifest import DataSets
-from helpers.latents.read import latents_reader, read_chunks, split_units
+from helpers.latents.read import latents_reader, split_units
 from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
@@ -27,6 +27,7 @@ from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep, Unit
 from tests.conftest import plan_for
+from tests.latents import read_steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -174,8 +175,7 @@ def short_run(storage_uri, name, **changes):
 def read_alone(plan, num_steps, raw=None, seed=0):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
     read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan)
-    numbers = {"id": range(len(plan.chunk_range(0, num_steps)))}
-    tables = read_chunks(numbers, plan=plan, first_chunk=0, first_step=0, end_step=num_steps, read=read)
+    tables = read_steps(plan, read, 0, num_steps)
     if raw is None:
         yield from tables
         return

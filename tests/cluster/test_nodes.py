@@ -24,7 +24,6 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import online, prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import read_segments
-from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import faults, metrics, monitor, results, resume, sources
@@ -45,6 +44,7 @@ from tests.faults import (
     this_node,
     wait_until,
 )
+from tests.latents import receive_steps
 from tests.pipelines import assert_bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -325,15 +325,8 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
     plan = plan_for(config)
-    options = {"first_chunk": 0, "first_step": 0, "end_step": config.max_steps}
-    read = functools.partial(online.read_raw, config=raw)
-    samples = [[] for _ in range(config.max_steps)]
-    numbers = {"id": range(len(plan.chunk_range(0, config.max_steps)))}
-    for table in read_chunks(numbers, plan=plan, read=read, **options):
-        for number, rows in split_units(table, config.unit_rows).items():
-            if number < config.max_steps * config.units_per_step:
-                samples[number // config.units_per_step] += rows["id"].to_pylist()
-    return list(map(metrics.samples_crc32, samples))
+    steps = receive_steps(plan, functools.partial(online.read_raw, config=raw), 0, config.max_steps)
+    return [metrics.samples_crc32(sum((rows["id"].to_pylist() for rows in units.values()), [])) for units in steps]
 
 
 def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):

@@ -12,13 +12,14 @@ import ray.train
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
-from helpers.latents.read import read_chunks, read_latents
+from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, faults, metrics, resume
 from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
 from tests.conftest import plan_for
 from tests.faults import attempts_of, wait_until
+from tests.latents import read_steps
 from tests.pipelines import assert_bare, encode, fit, short_run
 
 ROWS, STEPS = 300, 12
@@ -116,8 +117,7 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
     plan = plan_for(config)
 
     def rows():
-        options = {"first_chunk": 0, "first_step": 0, "end_step": 16, "read": read_latents}
-        return pa.concat_tables(read_chunks({"id": range(2)}, plan=plan, **options))
+        return pa.concat_tables(read_steps(plan, read_latents, 0, 16))
 
     expected = rows()
     vars(server).update(trouble)

@@ -19,10 +19,10 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.latents.read import read_chunks
 from helpers.raw import images, index, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
+from tests.latents import read_steps
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
@@ -63,16 +63,10 @@ def planned(raw, training):
     return manifest, plan_for(training)
 
 
-def blocks_of(plan, first_step, end_step, read):
-    chunks = plan.chunk_range(first_step, end_step)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read}
-    return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-
-
 def transformed(plan, raw, first_step, num_steps):
     """The transformed rows of some steps."""
     read = functools.partial(online.read_raw, config=raw)
-    for block in blocks_of(plan, first_step, num_steps, read):
+    for block in read_steps(plan, read, first_step, num_steps):
         yield online.transform_for_epoch(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
 
 

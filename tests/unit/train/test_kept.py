@@ -19,6 +19,7 @@ from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_
 from helpers.latents.plan import Plan, Shape
 from helpers.train import kept, resume, sources
 from tests.conftest import build_segment, plan_for
+from tests.latents import read_steps
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
 
 RAW = OnlineConfig(keep_latents=True)
@@ -69,9 +70,7 @@ class Blocks:
 
 
 def blocks_of(plan, first_step, end_step, read_rows):
-    chunks = plan.chunk_range(first_step, end_step)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_rows}
-    return Blocks(read.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+    return Blocks(read_steps(plan, read_rows, first_step, end_step))
 
 
 class Run:
