@@ -22,6 +22,7 @@ from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
 from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
+from tests.conftest import SHAPES
 from tests.models import tiny_model
 from tests.pipelines import untrained_pipeline
 from tests.steps import MIDDLE, column, train, train_in_groups
@@ -344,7 +345,7 @@ def test_what_fits_is_accepted(configs, padded, ragged, name):
     ],
 )
 def test_latents_that_do_not_fit_are_refused_in_one_sentence(build_manifest, shapes, values, message):
-    manifest = build_manifest(shapes={**build_manifest().shapes, **shapes}, resolutions=[32, 64, 72][: 2 + len(shapes)])
+    manifest = build_manifest(shapes={**SHAPES, **shapes}, resolutions=[32, 64, 72][: 2 + len(shapes)])
     with pytest.raises(ValueError, match=rf"^{message}[^\n]*\.$"):
         setup.check_latents(manifest, TrainingConfig(latents_uri="/data", **values), "/data")
 
