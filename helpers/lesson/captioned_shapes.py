@@ -7,7 +7,7 @@ A caption names everything that its image shows, so `detect` can read the attrib
   other colours x 3 shapes x 2 sizes x 9 positions = 3,024 captions.
 - Two objects: "a small red circle left of a large white square on a blue background". 8 x 7 x 6
   colours x 9 shapes x 4 sizes x 4 relations = 48,384 captions; drawn only by a `two_object_share`.
-- Image number `index` is a function of (seed, index) alone. The exact place of an object within its ninth of
+- Image number `index` is a function of (seed, index) alone. The exact position of an object within its ninth of
   the image is random, so many images share a caption.
 - Held out: captions whose CRC-32 is divisible by 10 (295 and 4,887 of them) are never drawn with
   split="train", which is what `write_data_set` writes. Evaluate on `held_out_prompts`.
@@ -177,7 +177,7 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
             return found
 
 
-def draw_scene(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
+def draw_scene(scene: Scene, rng_or_seed: np.random.Generator | int | list[int], size: int = 64) -> Image.Image:
     """An RGB image of `scene`, of `size` x `size` pixels, 4x supersampled.
 
     `rng_or_seed` (an argument of `numpy.random.default_rng`) decides the random offsets of the objects.
@@ -446,9 +446,9 @@ def _working_copy(picture: Image.Image | np.ndarray) -> np.ndarray:
     factor, rest = divmod(side, WORKING_SIZE)
     if factor and not rest:
         return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
-    place = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
-    low = np.minimum(place.astype(int), side - 1)
-    high, share = np.minimum(low + 1, side - 1), (place - low).astype(np.float32)
+    position = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
+    low = np.minimum(position.astype(int), side - 1)
+    high, share = np.minimum(low + 1, side - 1), (position - low).astype(np.float32)
     rows = square[low] + share[:, None, None] * (square[high] - square[low])
     return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
 

@@ -8,7 +8,7 @@ import io
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -187,7 +187,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     """
     random = np.random.default_rng(seed)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    chosen = [paths[place] for place in random.permutation(len(paths))[:16]]
+    chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
     num_each = -(-num_rows // len(chosen))
     tables = [inputs.with_path(table, path) for path in chosen for table in sample_file(path, config, num_each, random)]
     rows = pa.concat_tables(tables, promote_options="permissive")
@@ -271,7 +271,7 @@ def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
     return pa.Table.from_pylist([counts])
 
 
-def prompts_and_detector(config: TrainingConfig, num_prompts: int):
+def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list[str], Callable | None]:
     """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
 
     The drawn sample data has captions that no drawn image has, and `captioned_shapes.agreement`. Other data has the

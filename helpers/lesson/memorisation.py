@@ -33,7 +33,7 @@ from ..latents.read import read_row_ranges
 
 TASK_BYTES = 2**30  # read by one task of the pass
 STEP_BYTES = 64 * 2**20  # of latents, or of distances, held by a task at a time
-PLACE = ["data_set", "group", "row"]
+POSITION = ["data_set", "group", "row"]
 
 
 class DataSet(NamedTuple):
@@ -91,14 +91,14 @@ def search(
     if len(held_out):
         nearest["nearer"] = np.searchsorted(np.sort(held_out), nearest["distance"], side="right") / len(held_out)
     tables = []
-    for number, group, row in nearest[PLACE].itertuples(index=False):
+    for number, group, row in nearest[POSITION].itertuples(index=False):
         files, columns = data_sets[number].files, [schema.ID, schema.CAPTION, spec.name]
         tables.append(read_row_ranges([files.row_range(group, row, 1)], columns, storage.join(files.uri, "data")))
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
     nearest["latents_uri"] = [data_sets[number].files.uri for number in nearest["data_set"]]
     nearest["latents"] = list(read_means(rows, spec).reshape(-1, *spec.shape[1:]))
-    return nearest.drop(columns=PLACE), held_out
+    return nearest.drop(columns=POSITION), held_out
 
 
 def find_column(manifest: Manifest, config: TrainingConfig, latents_NCHW: np.ndarray) -> schema.ColumnSpec:
@@ -134,7 +134,7 @@ def run_pass(data_sets: list[DataSet], spec: schema.ColumnSpec, queries_QD: np.n
     """
     num_groups = sum(len(data_set.groups) for data_set in data_sets)
     if not num_groups:
-        return pd.DataFrame(columns=["query", "distance", *PLACE])
+        return pd.DataFrame(columns=["query", "distance", *POSITION])
     num_bytes = num_groups * schema.ROWS_PER_ROW_GROUP * spec.row_bytes
     num_tasks = min(num_groups, max(2 * int(ray.cluster_resources().get("CPU", 1)), -(-num_bytes // TASK_BYTES)))
     nearest_of_task = functools.partial(
@@ -153,9 +153,9 @@ def search_groups(
     starts, nearest = np.cumsum([0, *(len(data_set.groups) for data_set in data_sets)]), []
     at_once = max(1, STEP_BYTES // (schema.ROWS_PER_ROW_GROUP * max(spec.row_bytes, 8 * len(queries_QD))))
     for number, data_set in enumerate(data_sets):
-        places = batch["id"][(batch["id"] >= starts[number]) & (batch["id"] < starts[number + 1])] - starts[number]
-        for start in range(0, len(places), at_once):
-            rows, rows_BD = read_groups(data_set, data_set.groups[places[start : start + at_once]], spec)
+        mine = batch["id"][(batch["id"] >= starts[number]) & (batch["id"] < starts[number + 1])] - starts[number]
+        for start in range(0, len(mine), at_once):
+            rows, rows_BD = read_groups(data_set, data_set.groups[mine[start : start + at_once]], spec)
             nearest.append(nearest_rows(queries_QD, rows_BD, rows.assign(data_set=number)))
     return keep_nearest(nearest)
 
@@ -169,16 +169,16 @@ def read_groups(data_set: DataSet, groups: np.ndarray, spec: schema.ColumnSpec) 
     return pd.DataFrame({"group": np.repeat(groups, counts), "row": row_numbers}), read_means(rows, spec)
 
 
-def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFrame) -> pd.DataFrame:
+def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, positions: pd.DataFrame) -> pd.DataFrame:
     """The nearest row of each query, if there is any row. In fp64: in fp32, a copy's distance would not be 0."""
     squares_QB = (queries_QD**2).sum(axis=1)[:, None] + (rows_BD**2).sum(axis=1) - 2 * queries_QD @ rows_BD.T
     queries = np.arange(len(queries_QD) if len(rows_BD) else 0)
     nearest = squares_QB[queries].argmin(axis=1) if len(queries) else queries
     distances = np.sqrt(np.maximum(squares_QB[queries, nearest], 0))
-    return places.iloc[nearest].reset_index(drop=True).assign(query=queries, distance=distances)
+    return positions.iloc[nearest].reset_index(drop=True).assign(query=queries, distance=distances)
 
 
 def keep_nearest(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """The nearest row of each query of several frames; ties go to the first row."""
-    ordered = pd.concat(frames).sort_values(["query", "distance", *PLACE])
+    ordered = pd.concat(frames).sort_values(["query", "distance", *POSITION])
     return ordered.drop_duplicates("query").reset_index(drop=True)
