@@ -141,7 +141,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     shown = []
     for row in rows.select([inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR]).to_pylist():
         data, caption, row_id, error = row.values()
-        if len(shown) < num_rows and stages.transform_row(data, caption, row_id, config, error)[2] == "":
+        if len(shown) < num_rows and stages.transform_row(data, row_id, caption, error, config)[1] == "":
             shown.append((row_id, images.decode(data, config.max_pixels), caption))
     return shown
 
