@@ -81,6 +81,7 @@ fixes_latents = functools.partial(parameter, fixes="latents")  # what is stored 
 fixes_run = functools.partial(parameter, fixes="run")  # what a run learns
 free = functools.partial(parameter, fixes=None)  # nothing: it may change when a job or a run is resumed
 LATENTS_URI = "encoded data; empty: storage/latents"
+COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 
@@ -93,6 +94,7 @@ def checked(cls: type) -> type:
     validate = cls.__init__
 
     def __init__(self, **values: Any) -> None:
+        check_commits(values)
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
@@ -101,6 +103,16 @@ def checked(cls: type) -> type:
     cls.__init__ = __init__
     NAMES.update(field.name for field in dataclasses.fields(cls))
     return cls
+
+
+def check_commits(values: dict[str, Any]) -> None:
+    """Raises ValueError for a model whose commit a profile leaves open."""
+    for name, value in values.items():
+        if isinstance(value, str) and value.endswith(COMMIT):
+            raise ValueError(
+                f"{name}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
+                f"{COMMIT}."
+            )
 
 
 def describe_error(cls: type, error: dict, values: dict) -> str:

@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -50,9 +51,9 @@ def transform(
         shapes: the (width, height) that each row is wanted at; None: every shape that it reaches.
     """
     started = time.perf_counter()
-    raw = (rows[name].to_pylist() for name in (inputs.IMAGE, inputs.ID, inputs.CAPTION, inputs.ERROR))
+    raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
-    done = [transform_row(*row, config, crop, shape) for *row, crop, shape in zip(*raw, crops, shapes, strict=False)]
+    done = [transform_row(row, config, crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
     columns = {
         schema.ID: rows[inputs.ID],
         schema.REASON: pa.array([reason for _, reason in done], pa.string()),
@@ -71,22 +72,20 @@ def transform(
 
 
 def transform_row(
-    image: bytes | None,
-    row_id: int | str | None,
-    caption: str | None,
-    error: str | None,
+    row: dict[str, Any],
     config: PreprocessingConfig,
     crop: Crop = images.center_crop,
     wanted: tuple[int, int] | None = None,
 ) -> tuple[dict[tuple[int, int], np.ndarray], str]:
     """`({(width, height): (H, W, 3) uint8 pixels}, reason)` of a raw row; `reason` is empty for a good one.
 
-    `wanted`: the one shape to make; the row is bad if its picture is smaller, or nearer to another shape.
+    `row`: the row's `id`, `caption`, `image` and `error`. `wanted`: the one shape to make; the row is bad if its
+    picture is smaller, or nearer to another shape.
     """
-    if reason := inputs.text_reason(row_id, caption) or error:
+    if reason := inputs.text_reason(row[inputs.ID], row[inputs.CAPTION]) or row[inputs.ERROR]:
         return {}, reason
     try:
-        picture = images.decode(image, config.max_pixels)
+        picture = images.decode(row[inputs.IMAGE], config.max_pixels)
     except images.BadImage as bad:
         return {}, str(bad)
     shapes, reason = images.reached_shapes(picture.size, config)

@@ -139,10 +139,13 @@ def picture_size(data: bytes | None) -> tuple[int, int] | None:
 def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
     """`[(row id, picture, caption)]` of the first raw rows that the transform accepts."""
     shown = []
-    for row in rows.select([inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR]).to_pylist():
-        data, caption, row_id, error = row.values()
-        if len(shown) < num_rows and stages.transform_row(data, row_id, caption, error, config)[1] == "":
-            shown.append((row_id, images.decode(data, config.max_pixels), caption))
+    for row in rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist():
+        if len(shown) == num_rows:
+            break
+        _, reason = stages.transform_row(row, config)
+        if not reason:
+            picture = images.decode(row[inputs.IMAGE], config.max_pixels)
+            shown.append((row[inputs.ID], picture, row[inputs.CAPTION]))
     return shown
 
 
