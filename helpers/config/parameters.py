@@ -168,8 +168,8 @@ class Parameters:
         names = [field.name for field in dataclasses.fields(self) if field.metadata["fixes"] in what]
         return {name: getattr(self, name) for name in names}
 
-    def derive(self, **values: Any) -> None:
-        """Set fields that follow from others, in `__post_init__` alone: a config does not change afterwards."""
+    def set_derived(self, **values: Any) -> None:
+        """Set fields that follow from others. Only `__post_init__` may: a config does not change afterwards."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

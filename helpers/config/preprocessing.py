@@ -50,7 +50,7 @@ Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
 
 
 def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
-    """Arguments of Ray Data's `ActorPoolStrategy`; of a pair, it has as many actors as there is work and room for."""
+    """Arguments of Ray Data's `ActorPoolStrategy`. With a pair, Ray Data chooses the number of actors in between."""
     least, most = least_and_most(num_encoders)
     return {"min_size": least, "max_size": most}
 
@@ -65,7 +65,7 @@ class PreprocessingConfig(Parameters):
     row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
     image_column: Text = fixes_latents("jpg", "column of encoded images: their bytes, or their paths in the input")
     caption_column: Captions = fixes_rows("caption", "column of captions, texts or lists; or several columns")
-    # `prepare.check` records how many captions a row has: earlier versions, which had one, recorded no number.
+    # `prepare.check` records `num_captions` instead.
     max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists")
     id_column: Text = fixes_rows("hash", "column of ids")
     limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
@@ -77,14 +77,13 @@ class PreprocessingConfig(Parameters):
     max_aspect_ratio: LargestRatio = fixes_rows(None, "maximum of longer side / shorter side, such as 2; None: any")
     # The default is Pillow's own limit.
     max_pixels: Count = fixes_rows(89_478_485, "maximum pixels of an image; larger ones are rejected unopened")
-    # The encoder. It decides what is stored too: `prepare.describe` records it.
+    # The encoder. It fixes the latents too: `prepare.describe_encoder` records it.
     encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), or a folder or hub id in diffusers layout')
     encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id; None: the newest, kept on resuming")
     vae_model: OptionalModel = free(None, "model with another VAE; None: encoder_model")
     vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
     text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
-    # `prepare.check` records these two only where they are not the default: earlier versions had neither.
     maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
     text_cleaning: TextCleaning = fixes_latents("none", 'cleaning of captions: "none", "lower" (case), "ftfy" (repair)')
     encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
@@ -101,7 +100,7 @@ class PreprocessingConfig(Parameters):
     dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
 
     def __post_init__(self) -> None:
-        self.derive(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
+        self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
         for part in ("encoder", "vae", "text_encoder"):
             self.add_revision(f"{part}_model", f"{part}_revision")
         if len(set(self.caption_columns)) < len(self.caption_columns) or not self.caption_columns:
@@ -114,7 +113,7 @@ class PreprocessingConfig(Parameters):
         self.check_shapes()
 
     def add_revision(self, parameter: str, revision_parameter: str) -> None:
-        """The model becomes "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
+        """Make the model "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
         model, revision = getattr(self, parameter), getattr(self, revision_parameter)
         if revision is None:
             return
@@ -123,14 +122,14 @@ class PreprocessingConfig(Parameters):
                 f"{revision_parameter}={revision!r} is that of a hub id, and {parameter}={model!r} is "
                 f"{'none' if model is None else 'a folder'}: leave it None."
             )
-        self.derive(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
+        self.set_derived(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
 
     def model_parameter(self, part: str) -> str:
-        """The name of the parameter that names the model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        """The parameter that names the model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
         return "encoder_model" if getattr(self, f"{part}_model") is None else f"{part}_model"
 
     def model_of(self, part: str) -> str:
-        """The model of `part`, "vae" or "text_encoder" (with its tokenizer)."""
+        """The model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
         return getattr(self, self.model_parameter(part))
 
     def check_shapes(self) -> None:
@@ -154,12 +153,12 @@ class PreprocessingConfig(Parameters):
 
     @property
     def num_captions(self) -> int:
-        """Captions that are stored of a row; a row that has fewer repeats its own."""
+        """The number of captions that are stored of each row; a row that has fewer repeats its own."""
         return max(len(self.caption_columns), self.max_captions)
 
     @property
     def captions_encoded(self) -> int:
-        """How many captions of a row the encoders encode."""
+        """The number of captions of each row that the encoders encode."""
         return self.num_captions
 
     @property
@@ -168,10 +167,10 @@ class PreprocessingConfig(Parameters):
 
     @property
     def shapes(self) -> dict[int, list[tuple[int, int]]]:
-        """{resolution: (width, height) of its pictures}, by rising ratio.
+        """{resolution: (width, height) of each of its shapes, by rising ratio}.
 
-        The sides are the multiples of `size_multiple` nearest to the resolution times, and divided by, the root of the
-        ratio; the square is the resolution's own.
+        A shape has about the area of the resolution's square: its width is the resolution times the root of the ratio,
+        and its height the resolution divided by it. Both are rounded to multiples of `size_multiple`.
         """
 
         def shape(resolution: int, ratio: float) -> tuple[int, int]:
@@ -186,12 +185,12 @@ class PreprocessingConfig(Parameters):
 
     @property
     def raw_uri(self) -> str:
-        """Where the drawn sample data is kept when no `input_uri` is given."""
+        """The folder of the drawn sample data, if no `input_uri` is given."""
         return storage.join(self.storage, "raw")
 
     @property
     def data_uri(self) -> str:
-        """Where the raw rows are: `input_uri`, or the drawn sample data."""
+        """The raw rows' location: `input_uri`, or the drawn sample data."""
         return self.input_uri or self.raw_uri
 
 
@@ -199,7 +198,7 @@ class PreprocessingConfig(Parameters):
 class OnlineConfig(PreprocessingConfig):
     """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch.
 
-    With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
+    With `keep_latents`, they are encoded in the first epoch only, with the centre crop and without flips.
     """
 
     width_column: OptionalText = fixes_rows(None, "column of widths in pixels; with both, sizes are known in advance")
@@ -222,5 +221,5 @@ class OnlineConfig(PreprocessingConfig):
 
     @property
     def captions_encoded(self) -> int:
-        """Each epoch draws one of a row's captions; only latents that are kept have all of them."""
+        """1, because each epoch samples one of a row's captions; all of them if latents are kept."""
         return self.num_captions if self.keep_latents else 1

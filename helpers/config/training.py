@@ -128,7 +128,7 @@ class TrainingConfig(Parameters):
                 f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
             )
         given = self.units_per_step
-        self.derive(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
+        self.set_derived(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
         if self.global_batch_size % self.units_per_step:
             default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
             raise ValueError(

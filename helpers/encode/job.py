@@ -8,7 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -25,7 +24,7 @@ import ray
 from .. import storage
 from ..config.parameters import first_difference
 from ..config.preprocessing import PreprocessingConfig
-from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, read_manifest, read_segments, write_manifest
+from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..raw import inputs
 from ..runtime import lease, retries
 
@@ -288,24 +287,26 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
     `transform_seconds`, `encode_seconds` and `write_seconds` are sums over each stage's workers; `encoding_seconds` is
     the time from the first encoder call to the last; `seconds`, from start to end, is set by the caller.
     """
-    sums = {"files": [], "rejects": [], "calls": [], "written": 0, "bytes": 0, "seconds": 0.0}
-    sums |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
-    counts = {"rejected": collections.Counter(), "buckets": collections.Counter()}
-    for report in (json.loads(text) for table in tables for text in table["report"].to_pylist()):
-        for name in sums.keys() & report.keys():
-            sums[name] += report[name]
-        for name, count in counts.items():
-            count.update(report[name])
-    calls = sums.pop("calls")
+    reports = [json.loads(text) for table in tables for text in table["report"].to_pylist()]
+
+    def joined(name: str) -> list:
+        return [item for report in reports for item in report[name]]
+
+    rejected, buckets = (add_up(report[name] for report in reports) for name in ("rejected", "buckets"))
+    summed = ("written", "bytes", "transform_seconds", "encode_seconds", "write_seconds")
+    sums, calls = {name: sum(report[name] for report in reports) for name in summed}, joined("calls")
     return {
         "index": segment.index,
         "sources": segment.paths,
         "limit": segment.limit,
         "read": segment.rows,
-        "filtered": segment.rows - sums["written"] - counts["rejected"].total(),
-        "rejected": dict(counts["rejected"]),
-        "buckets": dict(counts["buckets"]),
+        "filtered": segment.rows - sums["written"] - sum(rejected.values()),
+        "rejected": rejected,
+        "buckets": buckets,
+        "files": joined("files"),
+        "rejects": joined("rejects"),
         **sums,
+        "seconds": 0.0,
         "encoders": len({call["encoder"] for call in calls}),
         "encoding_seconds": max(c["ended"] for c in calls) - min(c["started"] for c in calls) if calls else 0.0,
         "timeline": timeline(calls) if calls else [],

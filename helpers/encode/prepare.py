@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import pathlib
 import zlib
@@ -114,9 +113,7 @@ def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
     pinned = {}
     for parameter, before in known.items():
         pinned[parameter] = models.pin_model(getattr(config, parameter), before, parameter)
-        revision = parameter.replace("model", "revision")
-        if getattr(config, revision):
-            pinned[revision] = pinned[parameter].partition("@")[2]
+        pinned[parameter.replace("model", "revision")] = None  # the model's name has the commit now
     return dataclasses.replace(config, **pinned)
 
 
@@ -144,22 +141,24 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
     """The columns of latents and of the embeddings of `num_captions` captions, from the models' configs.
 
     Reads no weights. Raises Unsupported for models that `Encoder` does not take, and for parameters that do not fit
-    them.
+    the models.
     """
     model = config.model_of("vae")
     vae, (_, text) = encoder.vae_config(model), encoder.text_config(config.model_of("text_encoder"))
     if config.latents == "moments" and vae["_class_name"] == "AutoencoderDC":
         raise models.Unsupported(f"latents='moments', and {model!r} has an AutoencoderDC, which has none: use 'mean'.")
     factor = encoder.downsampling(vae)
-    columns = [
-        schema.ColumnSpec(
-            schema.latents_column(width, height),
-            (MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor),
-            resolution=resolution,
-        )
-        for resolution, sizes in config.shapes.items()
-        for width, height in sizes
-    ]
+    columns = []
+    for resolution, sizes in config.shapes.items():
+        for width, height in sizes:
+            if width % factor or height % factor:
+                raise models.Unsupported(
+                    f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} "
+                    f"x {height} pixels, which the VAE halves {factor.bit_length() - 1} times: use multiples of "
+                    f"{factor}."
+                )
+            shape = MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor
+            columns.append(schema.ColumnSpec(schema.latents_column(width, height), shape, resolution=resolution))
     text_shape = caption_length(config, text), text.hidden_size
     is_ragged = config.maximum_tokens is not None
     for number in range(1, 1 + num_captions):
@@ -206,7 +205,6 @@ def describe_encoder(config: PreprocessingConfig) -> dict:
             f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
             f"or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    check_sizes(config, encoder.downsampling(vae))
     names = {**name_models(model, text_model), "precision": config.encoder_precision}
     return {
         "encoder": leave_out({**names, "vae_class": vae["_class_name"], "text_encoder_class": text_class}),
@@ -229,27 +227,14 @@ def encode_empty_caption(config: PreprocessingConfig) -> torch.Tensor:
     return encoder.last_states(encoder.load_text_encoder(model), ids_BL)[ids_BL >= 0]
 
 
-def check_sizes(config: PreprocessingConfig, factor: int) -> None:
-    """Raises ValueError if a side of a picture is not a multiple of `factor`, by which the VAE divides it."""
-    for width, height in itertools.chain.from_iterable(config.shapes.values()):
-        if width % factor or height % factor:
-            raise ValueError(
-                f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} x "
-                f"{height} pixels, which the VAE halves {factor.bit_length() - 1} times: use multiples of {factor}."
-            )
-
-
 def name_models(model: str, text_encoder_model: str) -> dict[str, str]:
     """{"model", "revision"}; if the text encoder is another model's, "text_encoder_model" and its revision too."""
-    parts, text_parts = ("vae",), ("text_encoder", "tokenizer")
+    text_parts = ("text_encoder", "tokenizer")
     if model == text_encoder_model:
-        return {"model": model, "revision": revision_of(model, *parts, *text_parts)}
-    return {
-        "model": model,
-        "revision": revision_of(model, *parts),
-        "text_encoder_model": text_encoder_model,
-        "text_encoder_revision": revision_of(text_encoder_model, *text_parts),
-    }
+        return {"model": model, "revision": revision_of(model, "vae", *text_parts)}
+    text_revision = revision_of(text_encoder_model, *text_parts)
+    names = {"model": model, "revision": revision_of(model, "vae")}
+    return {**names, "text_encoder_model": text_encoder_model, "text_encoder_revision": text_revision}
 
 
 def revision_of(model: str, *parts: str) -> str:

@@ -39,7 +39,7 @@ def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifes
     found = prepare.check(config, earlier and earlier.encoder)
     config = found.config
     with lease.hold(uri, f"latents_uri={uri!r}"):
-        key, reports = index.make(storage.join(uri, INDEX), found.paths, found.listing, config, share)
+        key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)
         segment = segment_of(key, reports)
         if segment["read"] == 0:
             raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")

@@ -33,7 +33,7 @@ def transform(
     *,
     config: PreprocessingConfig,
     crops: Iterable[Crop] | None = None,
-    shapes: Iterable[tuple[int, int]] | None = None,
+    shapes: Iterable[images.Shape] | None = None,
 ) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder: every row stays, a bad one with a `reason`.
 
@@ -75,8 +75,8 @@ def transform_row(
     row: dict[str, Any],
     config: PreprocessingConfig,
     crop: Crop = images.center_crop,
-    wanted: tuple[int, int] | None = None,
-) -> tuple[dict[tuple[int, int], np.ndarray], str]:
+    wanted: images.Shape | None = None,
+) -> tuple[dict[images.Shape, np.ndarray], str]:
     """`({(width, height): (H, W, 3) uint8 pixels}, reason)` of a raw row; `reason` is empty for a good one.
 
     `row`: the row's `id`, `caption`, `image` and `error`. `wanted`: the one shape to make; the row is bad if its
@@ -88,7 +88,7 @@ def transform_row(
         picture = images.decode(row[inputs.IMAGE], config.max_pixels)
     except images.BadImage as bad:
         return {}, str(bad)
-    shapes, reason = images.reached_shapes(picture.size, config)
+    shapes, reason = images.reached_shapes(picture.size, config.shapes, config.upscale, config.max_aspect_ratio)
     if wanted and wanted not in shapes:
         if inputs.size_columns(config):
             reason = "its width or height column is wrong"

@@ -1,13 +1,14 @@
-"""Checks of the raw data's columns before any worker starts."""
+"""Checks of the raw data's columns, before any worker starts."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 
+from ..config.preprocessing import PreprocessingConfig
 from . import filters, inputs, readers
 
 
-def check_input(path: str, config) -> pa.Schema:
+def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:
     """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
     columns = inputs.reader(config).schema(path)
     for parameter in USABLE:
@@ -38,8 +39,8 @@ def is_text_or_bytes(kind: pa.DataType) -> bool:
     return inputs.is_text(kind) or inputs.is_bytes(kind)
 
 
-def check_captions(columns: pa.Schema, path: str, config) -> None:
-    """Raises ValueError for a caption column that is missing or holds no text, and for lists that are not expected."""
+def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
+    """Raises ValueError for a caption column that is missing or holds no text, and for unexpected lists."""
     for name in config.caption_columns:
         check_column("caption_column", name, path, columns)
         kind = columns.field(name).type
@@ -74,7 +75,7 @@ USABLE = {
 }
 
 
-def check_no_urls(columns: pa.Schema, config) -> None:
+def check_no_urls(columns: pa.Schema, config: PreprocessingConfig) -> None:
     """Raises ValueError if the first rows name their pictures by URL."""
     if inputs.is_text(columns.field(config.image_column).type):
         names = inputs.texts(inputs.first_rows(config, num_rows=64)[config.image_column])

@@ -1,4 +1,4 @@
-"""`row_filter`: a text such as "width >= 256" as a Ray Data expression. Parsed, never evaluated."""
+"""`row_filter`: a text such as "width >= 256" -> a Ray Data expression. It is parsed, never evaluated."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ OPPOSITES = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt,
 def parse_filter(text: str) -> Expr | None:
     """`"aesthetic >= 4.5 and width >= 256"` -> a Ray Data expression; None for an empty text.
 
-    Comparisons of a column with a number or a quoted text, joined by `and`, `or`, `not` and parentheses. The text is
-    parsed, never evaluated. Null and NaN satisfy no comparison, negated or not. Raises ValueError naming a part that is
-    anything else.
+    The text compares columns with numbers or quoted texts; `and`, `or`, `not` and parentheses join the comparisons.
+    Null and NaN satisfy no comparison, negated or not. Raises ValueError naming a part that is anything else.
     """
     if not text.strip():
         return None
@@ -69,7 +68,7 @@ def filter_columns(text: str) -> list[str]:
 
 
 def filter_types(text: str) -> dict[str, pa.DataType]:
-    """{column: Arrow type} of a filter's columns: text for those compared with a quoted text, else numbers."""
+    """{column: Arrow type} of a filter's columns: text if compared with a quoted text, else numbers."""
     types = dict.fromkeys(filter_columns(text), pa.float64())
     for node in ast.walk(ast.parse(text.strip(), mode="eval")) if types else ():
         if isinstance(node, ast.Compare):
@@ -80,8 +79,8 @@ def filter_types(text: str) -> dict[str, pa.DataType]:
 
 
 def _build(node, text, negated=False):
-    # `not` is pushed down to the comparisons, and "!=" becomes "< or >", so that NaN satisfies none of them, like null.
-    # A negated comparison would be true for NaN, except where a row group's statistics, which ignore NaN, skip it.
+    # `not` moves down to the comparisons, and "!=" becomes "< or >": then NaN satisfies none of them, like null. A
+    # negated comparison would be true for NaN, unless a row group is skipped by its statistics, which ignore NaN.
     if isinstance(node, ast.BoolOp):
         join = operator.and_ if isinstance(node.op, ast.And) is not negated else operator.or_
         return functools.reduce(join, [_build(value, text, negated) for value in node.values])
@@ -110,7 +109,7 @@ def _operand(node, text):
     if isinstance(node, ast.Name):
         return col(node.id)
     try:
-        value = ast.literal_eval(node)  # a constant, or one with a sign; anything else it does not evaluate
+        value = ast.literal_eval(node)  # evaluates only constants, which may have a sign
     except (ValueError, TypeError):
         value = None
     if not isinstance(value, (int, float, str)):

@@ -5,25 +5,25 @@ import math
 import struct
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
 # An allow-list: some of Pillow's other decoders start programs (EPS) or are hardly tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+Shape = tuple[int, int]  # (width, height) in pixels
 MAX_PIXELS = Image.MAX_IMAGE_PIXELS  # 89,478,485: Pillow's own limit against decompression bombs
 
 
 class BadImage(ValueError):
-    """A picture that cannot be used; the text is the reason that `rejects/` and the report give."""
+    """A picture cannot be used; the text is the reason that `rejects/` and the report give."""
 
 
 def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Encoded bytes -> an upright RGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
 
-    Raises `BadImage`: "no image bytes", "not an image", "broken image", or "too many pixels", which is read from the
-    header, before anything is decompressed.
+    Raises `BadImage`: "no image bytes", "not an image", "broken image", or "too many pixels". The number of pixels is
+    read from the header, before anything is decompressed.
     """
     if not data:
         raise BadImage("no image bytes")
@@ -80,22 +80,28 @@ def resize(image: Image.Image, width: int, height: int | None = None) -> Image.I
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-def nearest_shape(size: tuple[int, int], shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Of `shapes` (width, height) the one of which a centre crop cuts the least away from a picture of this size."""
+def nearest_shape(size: Shape, shapes: Sequence[Shape]) -> Shape:
+    """The one of `shapes` whose centre crop cuts the least away from a picture of this size."""
     ratio = size[0] / size[1]
     return min(shapes, key=lambda shape: abs(math.log(ratio * shape[1] / shape[0])))
 
 
-def reached_shapes(size: tuple[int, int], config: Any) -> tuple[list[tuple[int, int]], str]:
-    """Of a picture's size (width, height) `(the nearest shape of each resolution that it reaches, why there is none)`.
+def reached_shapes(
+    size: Shape, shapes: dict[int, list[Shape]], upscale: bool = False, max_aspect_ratio: float | None = None
+) -> tuple[list[Shape], str]:
+    """`(the nearest shape of each resolution that a picture reaches, why there is none)`.
 
-    `config`: a `PreprocessingConfig`.
+    Args:
+        size: of the picture.
+        shapes: {resolution: its shapes}.
+        upscale: whether smaller pictures reach a shape too.
+        max_aspect_ratio: maximum of longer side / shorter side; None: any.
     """
-    if config.max_aspect_ratio is not None and max(size) > config.max_aspect_ratio * min(size):
-        return [], f"longer than {config.max_aspect_ratio:g} times its shorter side"
-    nearest = [nearest_shape(size, shapes) for shapes in config.shapes.values()]
-    reached = [shape for shape in nearest if config.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
-    return reached, "" if reached else f"smaller than {config.resolutions[0]} pixels"
+    if max_aspect_ratio is not None and max(size) > max_aspect_ratio * min(size):
+        return [], f"longer than {max_aspect_ratio:g} times its shorter side"
+    nearest = [nearest_shape(size, of_resolution) for of_resolution in shapes.values()]
+    reached = [shape for shape in nearest if upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
+    return reached, "" if reached else f"smaller than {min(shapes)} pixels"
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:

@@ -13,12 +13,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
 from .. import storage
+from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
 from ..latents.parquet import check_types, uuids_to_text
 from . import filters, readers
@@ -56,19 +58,21 @@ def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
 
 
 def is_glob(input_uri: str) -> bool:
-    """Whether a path has wildcards (`*`, `?`, `[`), and is not the name of a file or folder."""
-    has_wildcards = any(character in str(input_uri) for character in "*?[")
-    return has_wildcards and ("://" in str(input_uri) or not storage.exists(input_uri))
+    """Whether a path has wildcards (`*`, `?`, `[`) and is not the name of a file or folder."""
+    has_wildcards = any(character in input_uri for character in "*?[")
+    return has_wildcards and ("://" in input_uri or not storage.exists(input_uri))
 
 
 def glob_pattern(path: str) -> re.Pattern:
     """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path)
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    is_set = re.compile(r"\[.*\]").fullmatch
-    return re.compile(
-        "".join(known.get(part) or (part.replace("[!", "[^") if is_set(part) else re.escape(part)) for part in parts)
-    )
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def expression(part: str) -> str:
+        if re.fullmatch(r"\[.*\]", part):
+            return part.replace("[!", "[^")
+        return wildcards.get(part) or re.escape(part)
+
+    return re.compile("".join(map(expression, re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path))))
 
 
 @functools.lru_cache(maxsize=16)
@@ -85,8 +89,13 @@ def below(path: str, folder: str) -> str:
     return path[len(folder) + 1 :]
 
 
+def name_of(path: str, config: PreprocessingConfig) -> str:
+    """An input file's path below the input's folder."""
+    return below(path, base_folder(config.data_uri))
+
+
 def listing(paths: list[str], input_uri: str) -> dict[str, int]:
-    """{path below the input's folder: bytes} of all its files (for a glob, the matches), to detect changed input."""
+    """{path below the input's folder: bytes} of all its files, or of a glob's matches; it tells changed input."""
     if is_glob(input_uri):
         folder = base_folder(input_uri)
         sizes = storage.sizes(folder)
@@ -94,8 +103,8 @@ def listing(paths: list[str], input_uri: str) -> dict[str, int]:
     return storage.sizes(input_uri)
 
 
-def count_rows(paths: list[str], config) -> list[int]:
-    """Rows of each file, in parallel: by threads here, or by Ray if whole files must be read."""
+def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int]:
+    """The number of rows of each file, counted in parallel: by threads, or by Ray if whole files must be read."""
     if config.input_format == "webdataset" and ray.is_initialized():
         task = ray.remote(num_cpus=0.5)(count_rows_of)
         return ray.get([task.remote(path, config) for path in paths])
@@ -103,12 +112,12 @@ def count_rows(paths: list[str], config) -> list[int]:
         return list(pool.map(functools.partial(count_rows_of, config=config), paths))
 
 
-def count_rows_of(path: str, config) -> int:
+def count_rows_of(path: str, config: PreprocessingConfig) -> int:
     return sum(reader(config).row_groups(path))
 
 
-def rows_to_read(paths: list[str], config) -> Iterator[tuple[str, int, bool]]:
-    """(path, rows to read of it, whether these are fewer than it has) of the files, up to `limit` rows in all."""
+def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tuple[str, int, bool]]:
+    """Yield `(path, rows to read of the file, whether it has more)`, up to `config.limit` rows in all."""
     left = math.inf if config.limit is None else config.limit
     for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
         group = paths[start : start + 256]
@@ -123,26 +132,26 @@ def rows_to_read(paths: list[str], config) -> Iterator[tuple[str, int, bool]]:
 # ---- columns as the files have them
 
 
-def reader(config):
-    """The reader of `input_format`, with the types of the columns that are used."""
+def reader(config: PreprocessingConfig) -> readers.Reader:
+    """The reader of `config.input_format`, with the types of the used columns."""
     return readers.READERS[config.input_format](column_types(config))
 
 
-def used_columns(config) -> list[str]:
+def used_columns(config: PreprocessingConfig) -> list[str]:
     """The columns that a job reads: id, caption, picture, and those of the filter."""
     filtered = filters.filter_columns(config.row_filter)
     return list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column, *filtered]))
 
 
-def size_columns(config) -> list[str]:
-    """The columns of the pictures' width and height, where they are given (online)."""
+def size_columns(config: PreprocessingConfig) -> list[str]:
+    """The columns of the pictures' width and height; [] if they are not given, which only online runs may."""
     return [name for name in (getattr(config, "width_column", None), getattr(config, "height_column", None)) if name]
 
 
-def column_types(config) -> dict[str, pa.DataType]:
+def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     """Arrow types of the used columns, for formats without types.
 
-    Ids and captions are text, or lists of it; a filter's columns have the type that they are compared with.
+    Ids are text, captions text or lists of text. A filter's columns have the type that they are compared with.
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
@@ -151,11 +160,10 @@ def column_types(config) -> dict[str, pa.DataType]:
     return {**types, **dict.fromkeys(config.caption_columns, caption), config.id_column: pa.string()}
 
 
-def first_rows(config, num_rows: int) -> pa.Table:
-    """The first rows as stored in the files, with `path`, for a look at the data before any pipeline is built."""
-    paths, read = list_inputs(config.data_uri, config.input_format), reader(config)
-    tables, left = [], num_rows
-    for table in (with_path(table, path) for path in paths for table in read.stream(path, used_columns(config))):
+def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
+    """The first rows as the files store them, with `path`, to look at before any pipeline is built."""
+    paths, tables, left = list_inputs(config.data_uri, config.input_format), [], num_rows
+    for table in read_files(paths, used_columns(config), reader(config)):
         tables.append(table[:left])
         left -= len(tables[-1])
         if left == 0:
@@ -173,8 +181,8 @@ def with_path(table: pa.Table, path: str) -> pa.Table:
 # ---- Ray Data
 
 
-def read_rows(segment, config) -> ray.data.Dataset:
-    """The raw rows of one segment (see `to_raw_rows`) that `row_filter` keeps, as a lazy Ray dataset."""
+def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
+    """A lazy Ray dataset of the raw rows (`to_raw_rows`) of an `encode.job.Segment` that `row_filter` keeps."""
     rows = read_columns(segment.paths, used_columns(config), config)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
@@ -185,31 +193,36 @@ def read_rows(segment, config) -> ray.data.Dataset:
     return rows.map_batches(functools.partial(convert_block, config=config), batch_size=None, batch_format="pyarrow")
 
 
-def read_columns(paths: list[str], columns: list[str], config) -> ray.data.Dataset:
-    """Columns of files, with `path`. Ray Data pushes a filter on them down into the Parquet read (see `explain()`)."""
+def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
+    """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read."""
     if config.input_format == "parquet":
         filesystem = storage.open_filesystem(paths[0])[0]
         rows = ray.data.read_parquet(
             paths, include_paths=True, partitioning=None, file_extensions=None, filesystem=filesystem
         )
         return rows.select_columns([*columns, PATH])
-    read = functools.partial(read_file_batch, columns=columns, read=reader(config))
+    read = functools.partial(read_file_batch, columns=columns, reader=reader(config))
     tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
     return tasks.map_batches(read, batch_size=1)  # one task per file
 
 
-def read_file_batch(batch: dict, *, columns: list[str], read):
-    """Tables of the rows of a batch of files."""
-    for path in batch[PATH].tolist():
-        for table in read.stream(path, columns):
+def read_file_batch(batch: dict, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
+    """`read_files` of a batch of Ray Data."""
+    return read_files(batch[PATH].tolist(), columns, reader)
+
+
+def read_files(paths: list[str], columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
+    """Columns of all rows of some files, with `path`, some rows at a time."""
+    for path in paths:
+        for table in reader.stream(path, columns):
             yield with_path(table, path)
 
 
 # ---- raw rows
 
 
-def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
-    """`to_raw_rows` of a block, some rows at a time: pictures given as paths may be too many to hold at once."""
+def convert_block(block: pa.Table, *, config: PreprocessingConfig) -> Iterator[pa.Table]:
+    """`to_raw_rows` of a block, some rows at a time, because pictures given as paths may be too many to hold."""
     if len(block):  # Ray Data has opened the files itself
         check_types(block.schema, block[PATH][0].as_py())
     block = uuids_to_text(block)
@@ -219,18 +232,21 @@ def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
 
 
 def release_memory() -> None:
-    """Return memory cached by Arrow's pool and the C library to the system: Ray reuses the process for other tasks."""
+    """Return what Arrow's pool and the C library cache to the system, because Ray keeps the process for other tasks."""
     pa.default_memory_pool().release_unused()
     if hasattr(C_LIBRARY, "malloc_trim"):  # glibc's
         C_LIBRARY.malloc_trim(0)
 
 
-def to_raw_rows(table: pa.Table, config) -> pa.Table:
-    """Rows as a reader returns them -> raw rows; pictures given as paths are fetched here.
+def to_raw_rows(table: pa.Table, config: PreprocessingConfig) -> pa.Table:
+    """Rows as a reader returns them -> raw rows. Pictures given as paths are fetched here.
 
-    Columns: `id` (int64 or text, see `id_type`), `caption` (null if it is not UTF-8), `image` (encoded bytes, or null),
-    `error` (why a picture could not be fetched, or null), and `source` (the file's path relative to the input); with
-    several captions a row, `caption_2` and so on.
+    Columns:
+        id: int64 or text (`id_type`)
+        caption: text, null if it is not UTF-8; with several captions a row, caption_2 and so on too
+        image: encoded bytes, or null
+        error: why a picture could not be fetched, or null
+        source: the file's path below the input's folder
     """
     images, errors = picture_bytes(table, config)
     columns = {ID: row_ids(table[config.id_column]), IMAGE: images, ERROR: errors}
@@ -240,11 +256,11 @@ def to_raw_rows(table: pa.Table, config) -> pa.Table:
     return pa.table(columns)
 
 
-def captions_of(table: pa.Table, config) -> list[list[str | None]]:
-    """The captions of each row, as many for all (`config.num_captions`): a row that has fewer repeats its own.
+def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str | None]]:
+    """The captions of each row, `config.num_captions` for all: a row that has fewer repeats its own.
 
-    They are those of `caption_columns`, or of a column of lists, in that order, without empty ones. A row without any
-    has None or empty texts.
+    They are in the order of `caption_columns`, or of a column of lists, without empty ones. A row that has no other has
+    None or empty texts.
     """
     columns = [text_lists(table[name]) for name in config.caption_columns]
     rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
@@ -252,10 +268,10 @@ def captions_of(table: pa.Table, config) -> list[list[str | None]]:
     return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
-def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
-    """`(bytes, errors)` of the image column: it holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
+def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
+    """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    Paths are relative to the input's folder or, in image folders, to that of the row's table.
+    Paths are relative to the input's folder or, in image folders, to the folder of the row's table.
     """
     column = table[config.image_column]
     if pa.types.is_struct(column.type):
@@ -271,8 +287,8 @@ def picture_bytes(table: pa.Table, config) -> tuple[pa.ChunkedArray | pa.Array, 
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
 
 
-def source_names(paths: pa.ChunkedArray, config) -> pa.Array:
-    """Input files' paths relative to the input's folder."""
+def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
+    """The path of each row's file, relative to the input's folder."""
     folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
     short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
@@ -282,16 +298,18 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
     """Why a row without an id or a caption cannot be used; empty if it has both."""
     if row_id is None or row_id == "":
         return "no id"
-    return "no caption" if caption is None else "" if caption.strip() else "empty caption"
+    if caption is None:
+        return "no caption"
+    return "" if caption.strip() else "empty caption"
 
 
 def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
-    """A column of text, or of bytes that are text; None for invalid UTF-8, which Parquet readers let through."""
+    """The texts of a column of text or bytes; None for invalid UTF-8, which Parquet readers let through."""
     return [readers.as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
-    """The texts of each row of a column of lists; those of a column of text as lists of one."""
+    """The texts of each row of a column of lists; of a column of text, lists of one."""
     if not is_list(column.type):
         return [[text] for text in texts(column)]
     rows = column.cast(pa.large_list(pa.large_binary())).to_pylist()
@@ -299,7 +317,7 @@ def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
-    """Ids in the type that they are stored in; bytes that are not UTF-8, such as a raw hash, as hexadecimal digits."""
+    """Ids in the type that they are stored in. Bytes that are not UTF-8, such as a raw hash, become hex digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
         return column.cast(id_type(column.type))
     values = column.cast(pa.large_binary()).to_pylist()
@@ -308,7 +326,7 @@ def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
 
 
 def id_type(column_type: pa.DataType) -> pa.DataType:
-    """How ids are stored: integers as int64, all else as text (uint64 too: int64 cannot hold its upper half)."""
+    """The type that ids are stored in: int64 for integers, else text; text for uint64 too, which int64 cannot hold."""
     return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
 
 

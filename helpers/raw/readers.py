@@ -1,7 +1,12 @@
 """Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
 
-Each reader has the same methods: `schema` and `row_groups` (of a file, without its pictures), `stream` (all rows, some
-at a time), `describe` (columns of all rows, without the pictures) and `pick` (some rows, which an index locates).
+Each reader has the same methods, which take a file:
+    schema          its columns, with types
+    row_groups      the number of rows of each row group
+    stream          all rows, some at a time
+    locate          some columns of all rows, and where each row is in the file
+    read_located    some rows, from where they are
+
 Nothing here runs code from data: tars are never unpacked, JSON and CSV are parsed, paths may not leave the input's
 folder.
 """
@@ -17,7 +22,8 @@ import itertools
 import json
 import posixpath
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,9 +44,9 @@ GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.r
 
 
 class Reader:
-    """What formats without types have in common; rows are dicts.
+    """What the readers have in common. Formats without types have rows that are dicts.
 
-    `types`: Arrow types of the columns that are used (`inputs.column_types`); a value of another type becomes null.
+    `types`: Arrow types of the used columns (`inputs.column_types`); a value of another type becomes null.
     """
 
     what, suffixes = "", ()
@@ -84,8 +90,8 @@ class Parquet(Reader):
             file.check_columns(list(self.types))
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
-    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
-        """Columns of each row group, with `ROW` (in the row group) and `GROUP`."""
+    def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of each row group, with `GROUP` and, within it, `ROW`."""
         with self.open(path) as file:
             for group in range(file.metadata.num_row_groups):
                 table = file.read_row_group(group, columns=columns)
@@ -93,28 +99,28 @@ class Parquet(Reader):
                 table = table.append_column(ROW, pa.array(rows))
                 yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
 
-    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, which are rows of an index from one row group each.
+    def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """The rows of each of `pieces`: some rows of one row group, as `locate` gives them.
 
-        That row group's columns are read whole, because Parquet cannot be read by row.
+        The row group's columns are read whole, because Parquet cannot be read by row.
         """
         with self.open(path) as file:
             for piece in pieces:
                 yield rows_of(file.read_row_group(piece[GROUP][0].as_py(), columns=columns), piece)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
-        """All rows, or those of some row groups, a few at a time: a row group may be larger than memory."""
+        """All rows, or those of some row groups, a few at a time, because a row group may be larger than memory."""
         with self.open(path) as file:
             for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
                 yield pa.Table.from_batches([batch])
 
 
 class WebDataset(Reader):
-    """Tars as img2dataset writes them: consecutive members with the same name are a sample, with its `.jpg` (`.png`,
-    `.webp`, ...), `.txt` (a column "txt"), and `.json`, whose keys become columns.
+    """Tars as img2dataset writes them: consecutive members with the same name are a sample.
 
-    Given its offset in the tar, a sample can be read alone. Finding the offsets takes a pass over all headers: fast on
-    a disk, but an object store sends the whole tar.
+    Columns: "jpg", the bytes of its `.jpg` (`.png`, `.webp`, ...); "txt", its `.txt`; the keys of its `.json`. A sample
+    can be read alone from its offset in the tar. Finding the offsets takes a pass over all headers: fast on a disk, but
+    an object store sends the whole tar.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
@@ -129,7 +135,7 @@ class WebDataset(Reader):
         with open_tar(path) as tar:
             return schema.row_groups(sum(1 for _ in samples(tar, wanted=())))
 
-    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+    def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
         with open_tar(path) as tar:
             rows = list(samples(tar, wanted=TEXTS))
@@ -137,8 +143,8 @@ class WebDataset(Reader):
         table = self.table(rows, columns)
         yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
 
-    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, rows of an index; only these are read, neighbours by one request."""
+    def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """The rows of each of `pieces`, as `locate` gives them: only these are read, neighbours by one request."""
         filesystem, inner = storage.open_filesystem(path)
 
         def read(start: int, stop: int) -> list[dict]:
@@ -154,7 +160,7 @@ class WebDataset(Reader):
                 yield self.table(list(itertools.chain.from_iterable(pool.map(read, *spans))), columns)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
-        """The whole tar from its start, a table for each group; `groups`, which would need offsets, is ignored."""
+        """The whole tar from its start, a group at a time. `groups` is ignored, because it would need offsets."""
         with open_tar(path) as tar:
             rows = samples(tar)
             while group := list(itertools.islice(rows, GROUP_ROWS)):
@@ -162,11 +168,10 @@ class WebDataset(Reader):
 
 
 class ImageFolder(Reader):
-    """Pictures in folders, each with a `metadata.csv` or `metadata.jsonl` of `file_name` (relative to it) and caption.
+    """Hugging Face's ImageFolder: folders of pictures, each with a `metadata.csv` or `metadata.jsonl`.
 
-    This is Hugging Face's ImageFolder. Empty fields of a CSV are empty text.
-
-    Only the table is read here; the pictures are fetched with `read_pictures`.
+    That table has a column `file_name`, relative to the folder, and one of captions. Empty fields of a CSV are empty
+    text. Only the table is read here: `read_pictures` fetches the pictures.
     """
 
     what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
@@ -184,13 +189,13 @@ class ImageFolder(Reader):
         for start in range(0, len(rows), GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
             yield self.table(rows[start : start + GROUP_ROWS], columns)
 
-    def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+    def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all rows, with `ROW`."""
         rows = load_metadata(path)
         yield self.table(rows, columns).append_column(ROW, pa.array(range(len(rows)), pa.int32()))
 
-    def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
-        """A table for each of `pieces`, rows of an index; other pictures are not fetched."""
+    def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """The rows of each of `pieces`, as `locate` gives them."""
         rows = load_metadata(path)
         for piece in pieces:
             yield self.table([rows[row] for row in piece[ROW].to_pylist()], columns)
@@ -206,9 +211,9 @@ def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
 
 
 def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
-    """The rows of a row group that a piece of an index lists, in ascending order.
+    """The rows of a row group that `piece` locates, in ascending order.
 
-    Does not use `take`, which would join a column's chunks, whose offsets have only 32 bits.
+    `take` would join a column's chunks, whose offsets have only 32 bits.
     """
     rows = piece[ROW].to_numpy()
     first, is_listed = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
@@ -217,7 +222,7 @@ def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
 
 
 @contextlib.contextmanager
-def open_tar(path):
+def open_tar(path: str) -> Iterator[tarfile.TarFile]:
     """A `TarFile` on any storage. Raises ValueError naming one that cannot be read to its end."""
     filesystem, inner = storage.open_filesystem(path)
     # Seeking from header to header is cheap on a disk; on an object store, each seek would be a request.
@@ -230,7 +235,7 @@ def open_tar(path):
         raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
-def samples(tar, wanted=(*PICTURES, *TEXTS)):
+def samples(tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS)) -> Iterator[dict]:
     """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys.
 
     `wanted`: the extensions that are read; () for the headers alone.
@@ -257,13 +262,13 @@ def samples(tar, wanted=(*PICTURES, *TEXTS)):
         yield sample
 
 
-def member_bytes(tar, member):
+def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
     return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
 
 
 @functools.lru_cache(maxsize=1)
-def _load_metadata(path, version):
+def _load_metadata(path: str, version: tuple[int, int]) -> list[dict]:
     filesystem, inner = storage.open_filesystem(path)
     with filesystem.open_input_stream(inner) as stream:
         data = stream.read()
@@ -279,12 +284,12 @@ def _load_metadata(path, version):
     return rows
 
 
-def load_metadata(path):
+def load_metadata(path: str) -> list[dict]:
     """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
     return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
-def parse_json(text):
+def parse_json(text: str | bytes) -> dict:
     """A JSON object as a dict; {} for anything else."""
     try:
         value = json.loads(text)
@@ -293,10 +298,12 @@ def parse_json(text):
     return value if isinstance(value, dict) else {}
 
 
-def convert(values, kind):
+def convert(values: list, kind: pa.DataType) -> pa.Array:
     """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null."""
     if pa.types.is_list(kind):
-        return pa.array([[as_text(one) for one in as_list(value)] for value in values], kind)
+        return pa.array(
+            [[as_text(one) for one in (value if isinstance(value, list) else [value])] for value in values], kind
+        )
     if pa.types.is_floating(kind):
         return pa.array([as_number(value) for value in values], kind)
     if pa.types.is_string(kind):
@@ -304,11 +311,7 @@ def convert(values, kind):
     return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
 
 
-def as_list(value):
-    return value if isinstance(value, list) else [value]
-
-
-def as_number(value):
+def as_number(value: Any) -> float | None:
     """A float, or None."""
     try:
         return float(value) if isinstance(value, (bool, int, float, str)) else None
@@ -316,8 +319,8 @@ def as_number(value):
         return None
 
 
-def as_text(value):
-    """Text, or None; bytes must be UTF-8. Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?"."""
+def as_text(value: Any) -> str | None:
+    """Text, or None for bytes that are not UTF-8. Half a surrogate pair, which JSON can hold, becomes "?"."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -333,20 +336,20 @@ def is_url(text: str | None) -> bool:
 
 
 def read_pictures(names: list[str | None], folders: list[str], base: str) -> list[bytes | BadImage]:
-    """The pictures at some paths as bytes, or a `BadImage` that says why there are none.
+    """The bytes of the picture of each row, or a `BadImage` that says why there are none.
 
     Args:
-        names: a path per row, None for a row without one; relative ones start from the row's folder.
+        names: a path per row, relative to the row's folder or absolute; None for a row without one.
         folders: a path or URI per row.
         base: the folder that paths may not leave.
     """
-    # Object stores are slow to answer, so requests run in parallel. On a disk, one after the other is as fast.
+    # Object stores are slow to answer, so requests run in parallel. On a disk, parallel requests are no faster.
     with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
         return list(pool.map(functools.partial(read_picture, base=base), names, folders))
 
 
 def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
-    """The picture at one path as bytes, or a `BadImage`."""
+    """The bytes of the picture at one path, or a `BadImage`; arguments as of `read_pictures`."""
     if not name:
         return BadImage("no image path")
     if is_url(name):

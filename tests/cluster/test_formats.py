@@ -242,10 +242,10 @@ def test_a_sample_is_read_by_its_offset_alone(tmp_path):
     samples = [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys]
     path = str(write_tar(tmp_path / "a.tar", samples))
     assert webdataset().row_groups(path) == [64, 64, 22]
-    (places,) = webdataset().describe(path, ["txt"])
+    (places,) = webdataset().locate(path, ["txt"])
     assert [text[:4] for text in places["txt"].to_pylist()] == [key[:4] for key in keys]
     chosen = [[149], [3, 4, 5, 9], [0, 148]]
-    found = webdataset().pick(path, [places.take(rows) for rows in chosen], ["__key__", "jpg"])
+    found = webdataset().read_located(path, [places.take(rows) for rows in chosen], ["__key__", "jpg"])
     assert [table["__key__"].to_pylist() for table in found] == [[keys[row] for row in rows] for rows in chosen]
     streamed = pa.concat_tables(webdataset().stream(path, ["__key__"]))
     assert streamed["__key__"].to_pylist() == keys

@@ -56,6 +56,7 @@ class Reports:
             raise self.error
         report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
         report |= {"buckets": {}, "rejected": {}, "calls": []}
+        report |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
         yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
 
 

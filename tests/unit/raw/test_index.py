@@ -180,9 +180,9 @@ def test_rows_of_several_sizes_are_made_at_one(tmp_path):
 
 
 def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    described, describe = [], readers.Parquet.describe
+    described, describe = [], readers.Parquet.locate
     monkeypatch.setattr(
-        readers.Parquet, "describe", lambda self, path, columns: described.append(path) or describe(self, path, columns)
+        readers.Parquet, "locate", lambda self, path, columns: described.append(path) or describe(self, path, columns)
     )
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
     write = index.write_table
