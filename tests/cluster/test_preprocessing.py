@@ -161,7 +161,7 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
 
 def test_small_and_long_pictures_are_used_only_if_asked():
     def reason(data, **changes):
-        pixels, _, text = stages.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
+        pixels, text = stages.transform_row(data, 1, "a caption", None, PreprocessingConfig(**changes))
         return text or sorted(width for width, _ in pixels)
 
     assert reason(picture((40, 300))) == [32]

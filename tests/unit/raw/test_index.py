@@ -20,7 +20,7 @@ from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
 from helpers.latents.read import read_chunks
-from helpers.raw import images, index, readers
+from helpers.raw import images, index, isolation, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
 
@@ -87,8 +87,13 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The bytes of each picture that is decoded."""
+    """The bytes of each picture that is decoded, here in this process."""
     found, decode = [], images.decode
+
+    def run_here(function, calls, seconds):
+        return [function(*call) for call in calls]
+
+    monkeypatch.setattr(isolation, "run_apart", run_here)
     monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
     return found
 
