@@ -30,7 +30,7 @@ class Child:
 
     def __init__(self):
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with ours, theirs:
             # In a session of its own, or the interrupt of a notebook's cell would end it.

@@ -215,11 +215,11 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
-    asked, read = [], pq.ParquetFile.read_row_group
+    asked, read = [], pq.ParquetFile.iter_batches
     monkeypatch.setattr(
         pq.ParquetFile,
-        "read_row_group",
-        lambda self, group, columns=None, **options: asked.append(columns) or read(self, group, columns, **options),
+        "iter_batches",
+        lambda self, columns=None, **options: asked.append(columns) or read(self, columns=columns, **options),
     )
     raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
     prepare_online.prepare_run(raw, training)
