@@ -1,9 +1,10 @@
-"""Rank, world size and collectives of a training worker, which all work without a process group too. No Ray."""
+"""A worker's process: rank, world size, collectives, cores, compiler. All work without a process group. No Ray."""
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ def world_size() -> int:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list | None:
-    """Every rank's `value`, in the order of the ranks, as a list on rank 0; None on the others. Call it on all ranks.
+    """Every rank's `value`, as a list in the order of ranks, on rank 0; None on other ranks. Call it on all ranks.
 
-    `group`: a gloo group for a thread that runs beside the training; two threads must not share one.
+    `group`: a gloo group, for a thread beside the training; two threads must not share a group.
     """
     if world_size() == 1:
         return [value]
@@ -35,27 +36,27 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list |
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """One more group over all ranks, once for each default group: NCCL would send Python objects through the GPU."""
+    """A gloo group over all ranks, made once; NCCL would send Python objects through the GPU."""
     return dist.new_group(backend="gloo")
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which now holds the sum over all ranks."""
+    """The sum of `tensor` over all ranks, in place."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor as a plain one that shares its memory: PyTorch dispatches a DTensor 5 times slower.
+    """This rank's part of a tensor, a plain tensor in the same memory: operations on a DTensor start 5 times slower.
 
-    Without gradients: call it under `torch.no_grad()`.
+    Call it under `torch.no_grad()`.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def max_over_ranks(number: float, device: torch.device | str) -> float:
-    """The largest `number` of all ranks; `device` is the one that the process group communicates from."""
+    """The largest `number` of all ranks; `device`: the process group's."""
     if world_size() == 1:
         return number
     value = torch.tensor(number, dtype=torch.float64, device=device)
@@ -64,9 +65,15 @@ def max_over_ranks(number: float, device: torch.device | str) -> float:
 
 
 def use_cores(workers_here: int, online: bool = False) -> None:
-    """Divide this machine's cores among its workers, by PyTorch's number of threads; Ray sets one for each logical CPU.
+    """Divide this machine's cores among its workers, by PyTorch's number of threads.
 
-    `online`: leave one core to the encoders. Threads that wait for a core slow the training down more than they add.
+    Ray sets one thread for each logical CPU. Threads that wait for a core slow the training down. `online`: leave one
+    core to the encoders.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, (cores - online) // workers_here))
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which Inductor needs on a CPU and, for its wrappers, on a GPU."""
+    return any(map(shutil.which, ("g++", "clang++", "c++")))

@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Manifest, encode_embedding
 from helpers.latents.plan import load_plan
+from helpers.model import sharding
 from helpers.runtime import session
 from tests.object_store.s3_server import S3Server
 
@@ -92,6 +93,27 @@ def group_of_one(tmp_path):
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What TorchDynamo captures, in place of compiling it for minutes: of each graph, whether sizes are symbolic."""
+    monkeypatch.setattr(sharding, "has_compiler", lambda: True)
+    captured, compile_module = [], torch.nn.Module.compile
+
+    def record(graph, arguments):
+        sizes = [size for argument in arguments for size in getattr(argument, "shape", [argument])]
+        captured.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return graph.forward
+
+    def compile_by_recording(module, **options):
+        compile_module(module, backend=record, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_recording)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield captured
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def checkpoint_is_there(config, step):
 
 def is_evaluated(config, step):
     """Whether the evaluation of a step's checkpoint is over, or the step was skipped."""
-    return any(result["step"] == step and "unfinished" not in result for result in results.read(config.run_uri))
+    return any(result["step"] == step and "unfinished" not in result for result in results.read_results(config.run_uri))
 
 
 def is_listed(config, step):
@@ -310,6 +310,21 @@ def truncate_newest(config):
     largest = max(pathlib.Path(newest).iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(largest, 1000)
     return storage.name(newest), largest.name
+
+
+def flip_a_byte(folder):
+    """Of the largest file of a checkpoint; its size stays."""
+    largest = max(pathlib.Path(folder).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    return largest.name
+
+
+def damage_and_die(run_uri):
+    """The newest checkpoint keeps its size and changes its bytes; then this worker is killed."""
+    flip_a_byte(checkpoint.last_complete(run_uri))
+    die()
 
 
 def steps_done(config):

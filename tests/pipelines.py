@@ -14,9 +14,8 @@ import numpy as np
 
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, online, prepare, prepare_online, stages
-from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import DataSets
-from helpers.latents.read import latents_reader, read_chunks, split_units
+from helpers.latents.read import latents_reader, split_units
 from helpers.lesson import ablations, captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
@@ -27,6 +26,7 @@ from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep, Unit
 from tests.conftest import plan_for
+from tests.latents import read_steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"
@@ -168,8 +168,7 @@ def short_run(storage_uri, name, **changes):
 def read_alone(plan, num_steps, raw=None, seed=0):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
     read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan)
-    numbers = {"id": range(len(plan.chunk_range(0, num_steps)))}
-    tables = read_chunks(numbers, plan=plan, first_chunk=0, first_step=0, end_step=num_steps, read=read)
+    tables = read_steps(plan, read, 0, num_steps)
     if raw is None:
         yield from tables
         return
@@ -232,24 +231,22 @@ def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **change
     )
 
 
-def trainer_of(notebook, config, loop, evaluation=None, **changes):
+def trainer_of(notebook, config, loop, **changes):
     """`build_trainer` of a notebook, for workers that run `loop`."""
     changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
-    validation_config = functools.partial(at_checkpoints.validation_config, **(evaluation or {}))
-    changes["at_checkpoints"] = stand_in(at_checkpoints, validation_config=validation_config)
     changes["loop"] = stand_in(train_loop, train_loop_per_worker=loop)
     return from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
 
 
-def fit(config, loop=train_loop_per_worker, stream=None, source=None, evaluation=None, **changes):
+def fit(config, loop=train_loop_per_worker, stream=None, source=None, **changes):
     """Run the trainer of Training.ipynb; with a `stream` or another `source` that of the online notebook.
 
-    Returns Ray Train's result. `evaluation`: options of `at_checkpoints.validation_config`. `changes`: values of the
-    notebook's parameters, or names that its cells import or make, such as `detector`.
+    Returns Ray Train's result. `changes`: values of the notebook's parameters, or names that its cells import or make,
+    such as `detector`.
     """
     setup.open_run(config)
     source = sources.StepSource(config, stream) if stream else source
-    build = trainer_of(ONLINE if source else TRAINING, config, loop, evaluation, **changes)
+    build = trainer_of(ONLINE if source else TRAINING, config, loop, **changes)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
         return build(source or config).fit()
 
@@ -264,7 +261,7 @@ def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.La
     stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
     build = trainer_of(ONLINE, config, loop)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
-        for source in kept.sources(raw, config, stream):
+        for source in kept.run_sources(raw, config, stream):
             build(source).fit()
             if fitted:
                 fitted(source)

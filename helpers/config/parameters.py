@@ -1,7 +1,7 @@
 """How the notebooks' parameters are declared and checked: types, fields, one sentence for a wrong value.
 
 A config is a frozen dataclass, which pydantic checks when it is built. Each field says its type, its default, what it
-is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it decides. A
+is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it fixes. A
 wrong value raises ValueError before anything starts, in one sentence that names the parameter, its value and what to
 change. Building a config reads no storage.
 """
@@ -68,18 +68,18 @@ Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
 Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
 
 
-# ---- fields: what each kind of parameter decides
+# ---- fields: what a parameter fixes, which must then be the same when a job or a run is resumed
 
 
-def parameter(default: Any, text: str, *, decides: str | None) -> Any:
-    """A field: its default, the comment that stands beside it in each notebook, and what it decides."""
-    return dataclasses.field(default=default, metadata={"text": text, "decides": decides})
+def parameter(default: Any, text: str, *, fixes: str | None) -> Any:
+    """A field: its default, the comment that stands beside it in each notebook, and what it fixes."""
+    return dataclasses.field(default=default, metadata={"text": text, "fixes": fixes})
 
 
-rows = functools.partial(parameter, decides="rows")  # which rows are used, and at which size
-stored = functools.partial(parameter, decides="stored")  # what is stored of a row
-learned = functools.partial(parameter, decides="learned")  # what a run learns
-free = functools.partial(parameter, decides=None)  # none of these: it may change when a job or a run is resumed
+fixes_rows = functools.partial(parameter, fixes="rows")  # which rows are used, and at which size
+fixes_latents = functools.partial(parameter, fixes="latents")  # what is stored of a row
+fixes_run = functools.partial(parameter, fixes="run")  # what a run learns
+free = functools.partial(parameter, fixes=None)  # nothing: it may change when a job or a run is resumed
 LATENTS_URI = "encoded data; empty: storage/latents"
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
@@ -133,8 +133,8 @@ def check_names(cells: Sequence[str]) -> None:
 class Parameters:
     """What all notebooks share."""
 
-    storage: Location = free("storage", "folder or URI under which everything is kept; on several nodes a shared one")
-    validation_share: Share = rows(0.02, "share of the rows held out for validation, chosen by a hash of their id")
+    storage: Location = free("storage", "folder or URI of all data and results; on several nodes a shared one")
+    validation_share: Share = fixes_rows(0.02, "share of rows held out for validation, chosen by a hash of their id")
     channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
 
@@ -152,13 +152,9 @@ class Parameters:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
-
-    def deciding(self, *what: str) -> dict[str, Any]:
-        """{name: value} of the parameters that decide `what`: "rows", "stored" or "learned"."""
-        names = [field.name for field in dataclasses.fields(self) if field.metadata["decides"] in what]
+    def fixed(self, *what: str) -> dict[str, Any]:
+        """{name: value} of the parameters that fix `what`: "rows", "latents" or "run"."""
+        names = [field.name for field in dataclasses.fields(self) if field.metadata["fixes"] in what]
         return {name: getattr(self, name) for name in names}
 
     def derive(self, **values: Any) -> None:

@@ -23,11 +23,11 @@ from .parameters import (
     Text,
     Workers,
     checked,
+    fixes_latents,
+    fixes_rows,
     free,
     least_and_most,
     must_be,
-    rows,
-    stored,
 )
 
 
@@ -42,6 +42,10 @@ Captions = Annotated[Text | Several[Text], must_be("a column, or a list of sever
 LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
 OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
+InputFormat = Literal["parquet", "webdataset", "imagefolder"]
+TextCleaning = Literal["none", "lower", "ftfy"]
+EncoderPrecision = Literal["fp32", "fp16", "bf16"]
+Statistics = Literal["moments", "mean"]
 Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
 
 
@@ -56,50 +60,44 @@ class PreprocessingConfig(Parameters):
     """Raw images and captions -> latents."""
 
     # the input
-    input_uri: Location = free("", "raw data: a file, a folder or a pattern, local or s3://; empty: draw sample data")
-    input_format: Literal["parquet", "webdataset", "imagefolder"] = rows(
-        "parquet", 'or "webdataset" (tars), "imagefolder" (pictures and a metadata file)'
-    )
-    row_filter: Text = rows("", "an expression on the columns; rows that fail it are left out")
-    image_column: Text = stored("jpg", "an encoded picture: its bytes, or its path in the input")
-    caption_column: Captions = rows("caption", "its text; or several columns, or one of lists")
+    input_uri: Location = free("", "raw data: a file, folder or pattern, local or s3://; empty: drawn sample data")
+    input_format: InputFormat = fixes_rows("parquet", '"parquet", "webdataset" (tars), "imagefolder" (images, a table)')
+    row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
+    image_column: Text = fixes_latents("jpg", "column of encoded images: their bytes, or their paths in the input")
+    caption_column: Captions = fixes_rows("caption", "column of captions, texts or lists; or several columns")
     # `prepare.check` records how many captions a row has: earlier versions, which had one, recorded no number.
-    max_captions: Count = free(1, "captions of a row at most, where caption_column holds lists")
-    id_column: Text = rows("hash", "its id")
-    limit: OptionalCount = rows(None, "rows to read at most; None: all")
+    max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists")
+    id_column: Text = fixes_rows("hash", "column of ids")
+    limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
     # the transform
-    resolutions: Sizes = rows((32, 64), "the sizes to encode, in pixels, in one pass")
-    aspect_ratios: Ratios = rows((1.0,), "width / height; [0.5, 0.75, 1, 1.33, 2]: pictures are cropped to the nearest")
-    size_multiple: Count = rows(16, "pixels; sides of shapes that are not square are multiples of it; 64 for SD 2")
-    upscale: Switch = rows(False, "enlarge pictures that are smaller than a resolution, where they would be left out")
-    max_aspect_ratio: LargestRatio = rows(None, "longer side over shorter side at most, for example 2; None: any")
+    resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
+    aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
+    size_multiple: Count = fixes_rows(16, "pixels; sides of shapes other than squares are multiples of it; 64 for SD 2")
+    upscale: Switch = fixes_rows(False, "whether images smaller than a resolution are enlarged; False: left out")
+    max_aspect_ratio: LargestRatio = fixes_rows(None, "maximum of longer side / shorter side, such as 2; None: any")
     # The default is Pillow's own limit.
-    max_pixels: Count = rows(89_478_485, "of a picture; larger ones are rejected unopened (decompression bombs)")
+    max_pixels: Count = fixes_rows(89_478_485, "maximum pixels of an image; larger ones are rejected unopened")
     # The encoder. It decides what is stored too: `prepare.describe` records it.
-    encoder_model: Model = free("tiny-sd", "the one in helpers, or a folder or hub id in diffusers layout")
-    encoder_revision: OptionalText = free(
-        None, "of a hub id: commit, tag or branch; None: the newest, kept on resuming"
-    )
-    vae_model: OptionalModel = free(None, "another model, whose VAE is used; None: encoder_model")
-    vae_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
-    text_encoder_model: OptionalModel = free(None, "another model, whose text encoder is used; None: encoder_model")
-    text_encoder_revision: OptionalText = free(None, "of a hub id, as encoder_revision")
+    encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), or a folder or hub id in diffusers layout')
+    encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id; None: the newest, kept on resuming")
+    vae_model: OptionalModel = free(None, "model with another VAE; None: encoder_model")
+    vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
+    text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
+    text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     # `prepare.check` records these two only where they are not the default: earlier versions had neither.
-    maximum_tokens: OptionalCount = stored(None, "of a caption, stored without padding, for transformers; None: padded")
-    text_cleaning: Literal["none", "lower", "ftfy"] = stored(
-        "none", 'or "lower" (lower case), "ftfy" (repaired): captions before tokenization'
-    )
-    encoder_precision: Literal["fp32", "fp16", "bf16"] = free("fp32", 'or "fp16", "bf16": what the encoders compute in')
-    encoder_batch_size: Count = free(32, "pictures an encoder takes at a time")
-    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of pictures")
+    maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
+    text_cleaning: TextCleaning = fixes_latents("none", 'cleaning of captions: "none", "lower" (case), "ftfy" (repair)')
+    encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
+    encoder_batch_size: Count = free(32, "images per batch of an encoder")
+    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of images")
     # the output
-    latents: Literal["moments", "mean"] = stored("moments", 'the VAE\'s mean and std, or "mean": half the space')
+    latents: Statistics = fixes_latents("moments", 'output of the VAE: "moments" (mean, std), "mean" (half the space)')
     latents_uri: Location = free("", LATENTS_URI)
     # the machines
     num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")
     num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
-    gpus_per_encoder: Gpus = free(0, "GPUs of each; 0: encode on a CPU, 0.5: two share one")
-    encoder_accelerator_type: OptionalText = free(None, 'for example "A10G": the kind of GPU that encoders run on')
+    gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
+    encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
     dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
 
     def __post_init__(self) -> None:
@@ -204,13 +202,13 @@ class OnlineConfig(PreprocessingConfig):
     With `keep_latents` they are encoded in the first epoch alone, and neither cropped at random nor flipped.
     """
 
-    width_column: OptionalText = rows(None, "its width in pixels; with both, sizes are known before it is read")
-    height_column: OptionalText = rows(None, "its height")
-    read_ahead_bytes: Count = free(2**31, "of large row groups that are kept, so that each is read once")
-    random_crop: Crop = stored(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
-    horizontal_flip: Switch = stored(False, "mirror every second picture; not where captions say left and right")
+    width_column: OptionalText = fixes_rows(None, "column of widths in pixels; with both, sizes are known in advance")
+    height_column: OptionalText = fixes_rows(None, "column of heights in pixels")
+    read_ahead_bytes: Count = free(2**31, "bytes of large row groups kept in memory, to read each once")
+    random_crop: Crop = fixes_latents(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
+    horizontal_flip: Switch = fixes_latents(False, "mirroring of half the images; not if captions say left and right")
     # `train.kept` refuses another value when a run is resumed.
-    keep_latents: Switch = free(False, "keep what the first epoch encodes, for the others; not with random crops")
+    keep_latents: Switch = free(False, "whether later epochs read what the first one encodes; not with random crops")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,8 +23,8 @@ from .parameters import (
     Text,
     Workers,
     checked,
+    fixes_run,
     free,
-    learned,
     least_and_most,
     must_be,
 )
@@ -44,12 +44,19 @@ RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces
 Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a denoiser, or None")]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
-Tracker = Literal["tensorboard", "wandb", "mlflow"]
-Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard', 'wandb' and 'mlflow', or []")]
+Tracker = Literal["tensorboard", "wandb"]
+Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
 Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
 Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
 Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
+Objective = Literal["v_prediction", "epsilon", "flow"]
+Timesteps = Literal["uniform", "importance", "logit_normal"]
+Schedule = Literal["cosine", "constant"]
+Strategy = Literal["ddp", "fsdp", "fsdp-full", "hsdp"]
+Precision = Literal["fp32", "bf16"]
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient"]
+Sampler = Literal["ddim", "dpm++", "euler", "unipc"]
 Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
 Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
 
@@ -60,63 +67,59 @@ class TrainingConfig(Parameters):
 
     # the data and the run
     latents_uri: Mixture = free("", LATENTS_URI)
-    run_name: RunName = learned("run", "results are kept in storage/runs/run_name; an existing run is resumed")
-    init_from: Weights = learned(None, "run, or folder with a denoiser in diffusers layout, to take weights from")
+    run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
+    init_from: Weights = fixes_run(None, "weights to start from: a run, or a folder in diffusers layout; None: random")
     # the model and its objective
-    unet_config: Model = learned("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
-    resolution: SizeShares = learned(64, "pixels, of those encoded; or several with shares of steps, {32: 1, 64: 3}")
-    prediction_type: Literal["v_prediction", "epsilon", "flow"] = learned(
-        "v_prediction", 'what is predicted; or "epsilon" (the noise), "flow"'
+    unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
+    resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
+    prediction_type: Objective = fixes_run("v_prediction", 'training target: "v_prediction", "epsilon" (noise), "flow"')
+    zero_terminal_snr: Switch = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')
+    caption_shares: CaptionShares = fixes_run(None, "shares of a row's captions, in their order; None: equal shares")
+    caption_dropout: Share = fixes_run(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
+    min_snr_gamma: Gamma = fixes_run(5.0, "gamma of the min-SNR loss weights; None: weight 1 at all timesteps")
+    timestep_sampling: Timesteps = fixes_run(
+        "uniform", '"importance" (by loss weight), "uniform"; flow: "logit_normal"'
     )
-    zero_terminal_snr: Switch = learned(False, "with v_prediction, the last timestep is noise alone")
-    caption_shares: CaptionShares = learned(None, "how often each of a row's captions is used; None: all equally often")
-    caption_dropout: Share = learned(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
-    min_snr_gamma: Gamma = learned(5.0, "gamma of the min-SNR loss weights; None: all timesteps have weight 1")
-    timestep_sampling: Literal["uniform", "importance", "logit_normal"] = learned(
-        "uniform", 'or "uniform"; for flow "logit_normal", more of the middle'
-    )
-    timestep_shift: Positive = learned(1.0, "of flow at the largest resolution, towards noise; smaller ones get less")
-    ema_start: CountOrZero = learned(0, "step from which weights are averaged")
-    ema_decay: Share = learned(0.995, "of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
+    timestep_shift: Positive = fixes_run(1.0, "flow's shift to noise at the largest resolution; smaller ones get less")
+    ema_start: CountOrZero = fixes_run(0, "first step whose weights are averaged")
+    ema_decay: Share = fixes_run(0.995, "decay of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
     # the recipe
-    global_batch_size: Count = learned(64, "rows of one optimizer step, all workers together")
+    global_batch_size: Count = fixes_run(64, "rows of one optimizer step, over all workers")
     micro_batch_size: OptionalCount = free(None, "rows of one forward pass; None: a whole unit")
-    units_per_step: OptionalCount = learned(None, "pieces a batch is dealt out in; None: as many as the most workers")
-    max_steps: Count = learned(1000, "optimizer steps")
-    learning_rate: Positive = learned(3e-3, "peak learning rate of AdamW")
-    warmup_steps: CountOrZero = learned(60, "steps over which the learning rate rises to its peak")
-    lr_schedule: Literal["cosine", "constant"] = learned("cosine", 'after warm-up: to 0 at max_steps; or "constant"')
-    adam_beta2: Share = learned(0.99, "AdamW's second decay rate; 0.999 for runs of 100,000 steps")
-    weight_decay: Amount = learned(0.01, "of AdamW")
-    seed: CountOrZero = learned(0, "of weights, data order, noise and timesteps")
+    units_per_step: OptionalCount = fixes_run(None, "units per global batch; None: the maximum number of workers")
+    max_steps: Count = fixes_run(1000, "optimizer steps")
+    learning_rate: Positive = fixes_run(3e-3, "peak learning rate of AdamW")
+    warmup_steps: CountOrZero = fixes_run(60, "steps over which the learning rate rises to its peak")
+    lr_schedule: Schedule = fixes_run("cosine", 'learning rate after warm-up: "cosine" (to 0 at max_steps), "constant"')
+    adam_beta2: Share = fixes_run(0.99, "AdamW's second decay rate; 0.999 for runs of 100,000 steps")
+    weight_decay: Amount = fixes_run(0.01, "weight decay of AdamW")
+    seed: CountOrZero = fixes_run(0, "seed of weights, data order, noise and timesteps")
     # the machines
-    num_training_workers: Workers = free(1, "training processes, one GPU each with use_gpu; (least, most): elastic")
-    use_gpu: Switch = free(False, "train and draw on GPUs")
-    training_accelerator_type: OptionalText = free(None, 'for example "A100": the kind of GPU that trainers run on')
-    strategy: Literal["ddp", "fsdp", "fsdp-full", "hsdp"] = free("ddp", 'or sharded: "fsdp", "fsdp-full", "hsdp"')
+    num_training_workers: Workers = free(1, "training processes, a GPU each with use_gpu; (least, most): elastic")
+    use_gpu: Switch = free(False, "whether to train and generate images on GPUs")
+    training_accelerator_type: OptionalText = free(None, 'kind of the trainers\' GPUs, such as "A100"; None: any')
+    strategy: Strategy = free("ddp", 'data parallelism: "ddp"; sharded: "fsdp", "fsdp-full", "hsdp"')
     compile_unet: Switch = free(False, "torch.compile of the denoiser's blocks")
-    precision: Literal["fp32", "bf16"] = learned("fp32", 'or "bf16", for matrix products; with fsdp for norms too')
-    cudnn_benchmark: Switch = free(False, "cuDNN times its convolutions at each new shape and keeps the fastest")
-    attention: Literal["auto", "cudnn", "flash", "efficient"] = free(
-        "auto", 'or "cudnn", "flash", "efficient": the kernel of attention on a GPU'
-    )
-    deterministic: Switch = free(False, "the same bits in every run on GPUs of one kind; slow, and untested on GPUs")
-    activation_checkpointing: Switch = free(False, "recompute activations in the backward pass to save memory")
+    precision: Precision = fixes_run("fp32", 'precision of matrix products: "fp32", "bf16"; with fsdp of norms too')
+    cudnn_benchmark: Switch = free(False, "whether cuDNN times its convolutions for each shape, to keep the fastest")
+    attention: AttentionKernel = free("auto", 'attention kernel on a GPU: "auto", "cudnn", "flash", "efficient"')
+    deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow, and untested on GPUs")
+    activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
     # safety
     checkpoint_every: Count = free(250, "steps between checkpoints")
-    checkpoints_kept: Count = free(2, "the newest ones; the best one (best_by) is kept as well")
-    validate_every: CountOrZero = free(500, "steps; a multiple of checkpoint_every; 0: never")
-    max_skipped_steps: CountOrZero = free(0, "steps in a row that may be skipped because the loss is not finite")
+    checkpoints_kept: Count = free(2, "number of newest checkpoints kept; the best one (best_by) is kept as well")
+    validate_every: CountOrZero = free(500, "steps between validations, a multiple of checkpoint_every; 0: never")
+    max_skipped_steps: CountOrZero = free(0, "successive steps that may be skipped for a loss that is not finite")
     hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
-    trackers: Trackers = free((), '"tensorboard"; "wandb" or "mlflow" where they are installed')
+    trackers: Trackers = free((), '"tensorboard"; "wandb" if it is installed')
     # the evaluation at checkpoints
-    validation_uri: Location = free("", 'encoded data to validate on too (best_by "validation_set_loss"); empty: none')
-    prompts: Prompts = free(None, "texts, or a file of them; None: captions that training does not see")
-    guidance_scale: Guidance = free(2.0, "of classifier-free guidance; 1: none")
-    sampling_steps: Steps = free(20, "steps in which a picture is drawn")
-    sampler: Literal["ddim", "dpm++", "euler", "unipc"] = free("ddim", 'or, in fewer steps, "dpm++", "euler", "unipc"')
-    clip_model: Clip = free("tiny-clip", "CLIP for scores: the one in helpers, a folder or hub id; None: none")
-    best_by: Score = free("validation_loss", 'which checkpoint is kept as best: "clip_score", "cmmd", "agreement"')
+    validation_uri: Location = free("", 'second validation set, encoded (best_by "validation_set_loss"); empty: none')
+    prompts: Prompts = free(None, "texts, or a file, for images at checkpoints; None: captions of held-out rows")
+    guidance_scale: Guidance = free(2.0, "scale of classifier-free guidance; 1: none")
+    sampling_steps: Steps = free(20, "denoising steps per image")
+    sampler: Sampler = free("ddim", 'sampler: "ddim"; in fewer steps "dpm++", "euler", "unipc"')
+    clip_model: Clip = free("tiny-clip", 'CLIP for scores: "tiny-clip" (in helpers), folder or hub id; None: none')
+    best_by: Score = free("validation_loss", 'score of the best checkpoint; "clip_score", "cmmd", "agreement"')
     profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
 
     def __post_init__(self) -> None:
@@ -186,17 +189,14 @@ class TrainingConfig(Parameters):
         return self.latents_uri if isinstance(self.latents_uri, dict) else {self.latents_uri: 1.0}
 
     @property
-    def fewest_workers(self) -> int:
-        return least_and_most(self.num_training_workers)[0]
+    def worker_counts(self) -> range:
+        """All numbers of workers that the run may have, rising."""
+        fewest, most = least_and_most(self.num_training_workers)
+        return range(fewest, most + 1)
 
     @property
     def most_workers(self) -> int:
-        return least_and_most(self.num_training_workers)[1]
-
-    @property
-    def worker_counts(self) -> range:
-        """All numbers of workers that the run may have."""
-        return range(self.fewest_workers, self.most_workers + 1)
+        return self.worker_counts[-1]
 
     @property
     def resolutions(self) -> list[int]:
@@ -218,6 +218,10 @@ class TrainingConfig(Parameters):
     def unit_rows(self) -> int:
         """Rows of a unit, the smallest part of a global batch that one worker gets."""
         return self.global_batch_size // self.units_per_step
+
+    def validates_at(self, step: int) -> bool:
+        """Whether the checkpoint of a step is due for validation: every `validate_every` steps, and the last one."""
+        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.max_steps)
 
     @property
     def run_uri(self) -> str:

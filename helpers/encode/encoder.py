@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import pathlib
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from diffusers import AutoencoderDC, AutoencoderKL
 from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from ..distributed import has_compiler
 from ..latents import schema
 from .models import check_class, model_folder
 
@@ -137,7 +137,7 @@ class Encoder:
         self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
         if channels_last:
             self.vae.to(memory_format=torch.channels_last)
-        self.compiled = compiled and any(map(shutil.which, ("g++", "clang++", "c++")))
+        self.compiled = compiled and has_compiler()
         if compiled and not self.compiled:
             print("compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         if self.compiled:

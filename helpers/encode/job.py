@@ -27,7 +27,7 @@ from ..config.parameters import first_difference
 from ..config.preprocessing import PreprocessingConfig
 from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, read_manifest, read_segments, write_manifest
 from ..raw import inputs
-from ..runtime import lease, ray_errors
+from ..runtime import lease, retries
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points per segment
@@ -225,11 +225,11 @@ class Job:
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
                 except OSError:
                     error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
-                if 0 <= self.max_failures < failures or not ray_errors.was_lost(error):
+                if 0 <= self.max_failures < failures or not retries.was_lost(error):
                     raise
                 limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
                 which = f"failure {failures}{limit}"
-                print(f"Segment {segment.index} is restarted ({which}): {ray_errors.summarize_error(str(error))}")
+                print(f"Segment {segment.index} is restarted ({which}): {retries.summarize_error(str(error))}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
         """Run one segment's pipeline and return the segment's entry, the sum of its write tasks' reports."""

@@ -87,7 +87,7 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
     input_schema = checks.check_input(paths[0], config)
     listing = inputs.listing(paths, config.data_uri)
     parameters = {
-        **config.deciding("rows", "stored"),
+        **config.fixed("rows", "latents"),
         "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,

@@ -32,7 +32,7 @@ from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import ray_errors
+from ..runtime import retries
 from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
@@ -126,7 +126,7 @@ def validate(
     """
     config, step = evaluation.config, step_of_name(saved.path)
     options = {"num_cpus": 1, "max_retries": 0}
-    if "to_score" in results.of_step(config.run_uri, step):
+    if "to_score" in results.read_result(config.run_uri, step):
         return run_task(score_checkpoint, saved, evaluation, options, timeout_s)
     if isinstance(saved, faults.LostCheckpoint):
         return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
@@ -155,7 +155,7 @@ def run_task(
         ray.cancel(working, force=True)
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
-        reason = ray_errors.summarize_error(str(error))
+        reason = retries.summarize_error(str(error))
     return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
 
 
@@ -167,8 +167,7 @@ def newest_due(config: TrainingConfig) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
     for uri in checkpoint.list_checkpoints(config.run_uri):
         step = step_of_name(uri)
-        due = config.validate_every and (step % config.validate_every == 0 or step == config.max_steps)
-        if due and checkpoint.find_corruption(uri) is None:
+        if config.validates_at(step) and checkpoint.find_corruption(uri) is None:
             return step
     return 0
 
@@ -181,7 +180,7 @@ def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> 
         if config.precision == "bf16" and config.strategy != "ddp":
             compute_in_bf16(denoiser)
         result = evaluate_denoiser(denoiser, evaluation, checkpoint.step_of(folder))
-        if results.is_best(config, result):
+        if results.is_best(config.run_uri, result, config.best_by):
             checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
@@ -194,19 +193,18 @@ def compute_in_bf16(denoiser: torch.nn.Module) -> None:
 
 
 def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
-    """Score the images that the trainers drew at a checkpoint (`OnWorkers`), on CPUs; copy it to `best/` if no other is
-    better."""
+    """Score the images that the trainers drew (`OnWorkers`), on CPUs; copy the best checkpoint to `best/`."""
     config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
-    result = results.of_step(config.run_uri, step_of_name(name))
+    result = results.read_result(config.run_uri, step_of_name(name))
     to_score = result.pop("to_score")
     uris = [share_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
     images = Images.joined([Images.from_bytes(storage.read_bytes(uri)) for uri in uris])
     result = score_and_write(result, images, dataclasses.replace(evaluation, prompts=to_score["prompts"]))
     for uri in uris:
         storage.delete(uri)
-    if results.is_best(config, result) and checkpoint.find_corruption(checkpoint_uri) is None:
+    if results.is_best(config.run_uri, result, config.best_by) and checkpoint.find_corruption(checkpoint_uri) is None:
         checkpoint.keep_as_best(config.run_uri, checkpoint_uri, name)
     return result
 
@@ -234,7 +232,7 @@ class OnWorkers:
         if distributed.rank() == 0:
             to_score = {"ranks": distributed.world_size(), "prompts": self.evaluator.evaluation.prompts}
             result |= {"seconds": time.perf_counter() - started, "unfinished": True, "to_score": to_score}
-            results.write(config.run_uri, result)
+            results.write_result(config.run_uri, result)
 
 
 def share_uri(config: TrainingConfig, step: int, rank: int) -> str:
@@ -316,7 +314,7 @@ class Evaluator:
         result = {"step": step, **held_out_losses(self.denoiser, self.manifest, self.rows, self.config)}
         result |= validation_set_losses(self.denoiser, self.config)
         if distributed.rank() == 0:
-            results.write(self.config.run_uri, {**result, "unfinished": True})
+            results.write_result(self.config.run_uri, {**result, "unfinished": True})
         return result
 
     def draw(self) -> Images:
@@ -381,7 +379,7 @@ def score_and_write(result: dict[str, Any], images: Images, evaluation: Evaluati
                 failed[name] = describe_failure(error)
     result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 3)
     config = evaluation.config
-    results.write(config.run_uri, result)
+    results.write_result(config.run_uri, result)
     return results.note(config.run_uri, result["step"], failed=failed) if failed else result
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
+import functools
 import json
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 import torch
 from ray.data import ActorPoolStrategy
@@ -28,6 +28,7 @@ from ..config.parameters import first_difference
 from ..encode import encoder
 from ..encode.models import pin_model
 from ..latents import schema
+from ..latents.parquet import read_parquet, write_table
 from ..runtime import session
 from ..sample.pipeline import generate, load_pipeline, to_png
 from . import scores
@@ -161,9 +162,7 @@ class PartGenerator:
             IMAGE_EMBEDDING: schema.to_binary(self.clip.images(images), dtype=np.float32),
             TEXT_EMBEDDING: schema.to_binary(self.clip.texts(prompts), dtype=np.float32),
         }
-        data = io.BytesIO()
-        pq.write_table(pa.table(columns), data, compression="none")
-        storage.write_bytes(part["file"], data.getvalue())
+        write_table(part["file"], pa.table(columns))
         return {"pictures": len(prompts)}
 
 
@@ -218,10 +217,8 @@ def read_saved(uri: str, columns: list[str]) -> pa.Table:
         raise ValueError(
             f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate_all` again, which makes the others."
         )
-
-    filesystem, _ = storage.open_filesystem(uri)
-    paths = [storage.open_filesystem(file)[1] for file in files]
-    return pq.read_table(paths, filesystem=filesystem, columns=columns)
+    with ThreadPoolExecutor(16) as pool:
+        return pa.concat_tables(pool.map(functools.partial(read_parquet, columns=columns), files))
 
 
 def score(uri: str, real: np.ndarray | None = None) -> dict[str, float]:

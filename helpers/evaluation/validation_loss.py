@@ -42,7 +42,7 @@ def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> 
     """
     if not config.validation_uri:
         return {}
-    rows = ValidationSet(config, rank(), world_size())
+    rows = ValidationSet(config.validation_uri, config.largest_resolution, rank(), world_size())
     losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
     return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 

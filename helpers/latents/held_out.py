@@ -5,21 +5,19 @@ No PyTorch: the processes that read latents need none.
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from .. import storage
 from ..config.training import TrainingConfig
 from . import schema
 from .manifest import Files, Manifest, RowRange, read_files, read_manifest
-from .read import read_repeatedly, read_row_ranges
+from .parquet import read_parquet, write_table
+from .read import read_repeatedly, read_row_ranges, take_ahead
 
 NUM_ROWS = 512  # held-out rows that a run is validated on, at most
 FOLDER = "validation"  # of an online run's held-out rows, encoded once before the run; of a run's copy of them
@@ -30,13 +28,10 @@ def of_run(config: TrainingConfig) -> pa.Table | None:
     """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
     uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
     if storage.exists(uri):
-        filesystem, path = storage.open_filesystem(uri)
-        return pq.read_table(path, filesystem=filesystem)
+        return read_parquet(uri)
     rows = first(config, NUM_ROWS)
     if rows is not None:
-        file = pa.BufferOutputStream()
-        pq.write_table(rows, file, compression="none")
-        storage.write_bytes(uri, file.getvalue())
+        write_table(uri, rows)
     return rows
 
 
@@ -49,9 +44,10 @@ def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
         return None
     resolution, tables = config.largest_resolution, []
     for uri, proportion in config.proportions.items():
-        if read_manifest(uri).online:
-            uri = storage.join(uri, FOLDER)
         manifest, wanted = read_manifest(uri), max(1, round(num_rows * proportion))
+        if manifest.online:
+            uri = storage.join(uri, FOLDER)
+            manifest = read_manifest(uri)
         latents = [spec.name for spec in manifest.latents_at(resolution)]
         columns = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS]
         read = functools.partial(read_row_ranges, columns=columns, folder_uri=storage.join(uri, "data"))
@@ -79,23 +75,24 @@ def groups_with(files: Files, columns: set[str], prefix: str = "") -> np.ndarray
 
 
 class ValidationSet:
-    """All rows of `validation_uri` that have latents of the largest resolution, read while they are validated on.
+    """All rows of a validation set that have latents of a resolution, read while they are validated on.
 
     This process holds `GROUPS_AHEAD` + 2 row groups of at most 64 rows, however many rows there are: 45 MB of Stable
     Diffusion 2's latents at 256 pixels, 57 MB at 512. A row costs eight forward passes, so N rows take as long as
     training on 2.7 N, divided among the ranks: a few thousand are enough.
 
     Args:
-        config: `validation_uri` is a folder of stored latents, and `largest_resolution` is used.
+        uri: a folder of stored latents.
+        resolution: what is validated at.
         rank, world_size: of the processes that share the rows.
 
     Raises FileNotFoundError if the folder holds no latents.
     """
 
-    def __init__(self, config: TrainingConfig, rank: int = 0, world_size: int = 1):
-        self.uri, self.rank, self.world_size = config.validation_uri, rank, world_size
-        self.manifest, self.files = read_manifest(self.uri), read_files(self.uri)
-        self.num_rows = self.manifest.rows_at(config.largest_resolution)
+    def __init__(self, uri: str, resolution: int, rank: int = 0, world_size: int = 1):
+        self.uri, self.rank, self.world_size = uri, rank, world_size
+        self.manifest, self.files = read_manifest(uri), read_files(uri)
+        self.num_rows = self.manifest.rows_at(resolution)
 
     def __call__(self, latents: schema.ColumnSpec) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
         """`(rows, their positions (B,), whether they count (B,) bool)`, a row group at a time: those of this rank.
@@ -118,9 +115,7 @@ class ValidationSet:
 
 def read_ahead(read: Callable[[list[RowRange]], pa.Table], ranges: list[RowRange]) -> Iterator[pa.Table]:
     """The rows of each range, in order; threads read the next `GROUPS_AHEAD` ranges meanwhile."""
-    to_read, reading = iter(ranges), collections.deque()
     with ThreadPoolExecutor(GROUPS_AHEAD) as pool:
-        for _ in ranges:
-            for one in itertools.islice(to_read, GROUPS_AHEAD + 1 - len(reading)):
-                reading.append(pool.submit(read_repeatedly, functools.partial(read, [one])))
-            yield reading.popleft().result()
+        started = (pool.submit(read_repeatedly, functools.partial(read, [one])) for one in ranges)
+        for reading in take_ahead(started, GROUPS_AHEAD):
+            yield reading.result()

@@ -1,11 +1,11 @@
 """What a latents folder says about itself: `manifest.json` and `files.json`.
 
 `files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
-rows of each of its "row_groups", and how many of these, in their order, hold rows of each of its "buckets": a row
-group's rows have latents in the same columns (`schema.bucket_name`), and are all trained on or all held out.
+rows of each of its "row_groups", and its "buckets": how many of these row groups, in their order, are of each bucket.
+All rows of a bucket have latents in the same columns (`schema.bucket_name`), and are trained on or held out.
 
-`manifest.json` holds everything else, a few kilobytes whatever the number of files. It is written last, so a folder
-that has one is complete.
+`manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
+folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Manifest:
     """What a latents folder holds. read = written + sum(rejected) + filtered.
 
     Args:
-        encoder: model, revision, precision (as asked for: a CPU computes in fp32 whatever it is). If the text encoder
-            is of another model, also text_encoder_model and text_encoder_revision; vae_class and text_encoder_class,
-            where they are not those of Stable Diffusion.
+        encoder: model, revision, precision (as asked for; a CPU computes in fp32 anyway). If the text encoder is
+            another model's, also text_encoder_model and text_encoder_revision. If the classes are not those of Stable
+            Diffusion, also vae_class and text_encoder_class.
         resolutions: the sizes that were encoded.
         columns: the tensor columns.
         scaling_factor, shift_factor: of the VAE; latents are stored without them.
         id_type: Arrow type of the ids.
-        empty_caption_embedding: base64 of fp16, in the shape of the embeddings; if they are ragged, without padding.
+        empty_caption_embedding: base64 of fp16, in the shape of the embeddings; without padding if they are ragged.
         job: the parameters that decide what is written.
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
@@ -90,7 +90,7 @@ class Manifest:
         return [spec for spec in self.columns if spec.resolution == resolution]
 
     def rows_at(self, resolution: int) -> int | None:
-        """Rows that have latents at a resolution; None where that is not known before they are encoded (online)."""
+        """Rows that have latents at a resolution; None if only encoding them will tell (online, without sizes)."""
         if self.online and not self.online.get("width_column"):
             return None
         names = {spec.name for spec in self.latents_at(resolution)}
@@ -103,29 +103,25 @@ class Manifest:
     @property
     def num_captions(self) -> int:
         """Captions of a row."""
-        return len(schema.numbers(schema.EMBEDDINGS, self.shapes))
+        return len(schema.numbers(schema.EMBEDDINGS, (spec.name for spec in self.columns)))
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensor column -> shape of one row."""
-        return {spec.name: spec.shape for spec in self.columns}
+    def empty_tokens(self) -> np.ndarray:
+        """(tokens of its own, width) fp16: the embedding of the empty caption, as it is stored."""
+        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), schema.DTYPE)
+        return values.reshape(-1, self.embeddings.shape[1])
 
     @property
     def empty_caption(self) -> np.ndarray:
-        """(tokens, width) fp16: what replaces a dropped caption; zeros where it has no tokens."""
-        values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), dtype=schema.DTYPE)
-        padded = np.zeros(self.embeddings.shape, schema.DTYPE)
-        padded.reshape(-1)[: len(values)] = values
-        return padded
+        """(tokens, width) fp16: what replaces a dropped caption. Zeros follow the tokens of the empty caption."""
+        missing = self.embeddings.shape[0] - len(self.empty_tokens)
+        return np.pad(self.empty_tokens, ((0, missing), (0, 0)))
 
     @property
     def empty_mask(self) -> np.ndarray | None:
-        """(tokens,) bool: True for the tokens of the empty caption; None where captions are padded."""
-        if not self.embeddings.ragged:
-            return None
-        most, width = self.embeddings.shape
-        num_bytes = len(base64.b64decode(self.empty_caption_embedding))
-        return np.arange(most) < num_bytes // (width * schema.DTYPE().itemsize)
+        """(tokens,) bool: True for the tokens of the empty caption; None if captions are padded with tokens."""
+        has_token = np.arange(self.embeddings.shape[0]) < len(self.empty_tokens)
+        return has_token if self.embeddings.ragged else None
 
     @property
     def vae_model(self) -> str:
@@ -148,14 +144,14 @@ class Manifest:
 
     @property
     def text_cleaning(self) -> str:
-        """What was done to captions before they were tokenized, as the parameter of this name says."""
+        """What was done to captions before tokenization: the value of the parameter of this name."""
         return self.job.get("text_cleaning", "none")
 
     @property
     def stored_row_bytes(self) -> float:
-        """Bytes of a stored row on average, as measured in the files: those of all sizes, all captions and the id.
+        """Mean bytes of a stored row, measured in the files: latents of all resolutions, all captions, the id.
 
-        Captions without padding take as much as they have tokens. Raises ValueError if no rows are stored.
+        Raises ValueError if no rows are stored.
         """
         if not self.written or not self.work.get("bytes"):
             raise ValueError("These latents have no stored rows to measure: encode some with Preprocessing.ipynb.")
@@ -173,7 +169,7 @@ class Manifest:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way to the trainers at its largest: latents of one shape and embeddings, or pixels."""
+        """Bytes of the largest row on its way to the trainers: latents of one shape with embeddings, or pixels."""
         stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
         return max(stored, self.job.get("raw_row_bytes", 0))
 

@@ -14,18 +14,17 @@ The plan is a pure function of the data sets' row groups, their proportions, the
 
 The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
 first unit. If `units_per_step` is not a multiple of the number of workers, some get one unit more than others in a
-step; the others compute masked rows meanwhile (`TrainStep.step`). Rows at the end of an epoch that do not fill a whole
-step are left out of that epoch; so are the remaining rows of the larger data sets once the first data set of a mixture
-runs out.
+step; the others compute masked rows meanwhile (`TrainStep.step`). An epoch leaves out the last rows that do not fill a
+step. An epoch of a mixture ends with the first data set that runs out; it leaves out the rest of the others.
 
-A step trains on pictures of one shape. A row group holds rows of one bucket (`manifest.Manifest`), which may reach
-several sizes and is then divided between them. Each shape has its own sequence of row groups. A step's shape depends
-only on its number: each resolution gets its share of the steps and each shape a number in proportion to its rows,
-evenly spread over the epoch. An epoch ends when a resolution runs out. It uses a row at one size only, and leaves over
-less than a batch of each shape, except in resolutions with more rows than their share needs. A chunk holds the rows of
-its steps, of all shapes.
+A step trains on images of one shape. A row group holds rows of one bucket (`manifest.Manifest`). A bucket may reach
+several resolutions; its rows are then allocated to them (`allocate_rows`), and an epoch uses a row at one of them only.
+Each shape has its own sequence of row groups. A step's shape depends only on the step's number: each resolution gets
+its share of the steps, and each shape a number of these in proportion to its rows, evenly spread over the epoch. An
+epoch ends when a resolution runs out. It leaves out less than a batch of each shape, except in resolutions with more
+rows than their share needs. A chunk holds the rows of its steps, of all shapes.
 
-Where rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
+If rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,14 +46,15 @@ CHUNK_ROWS = 128 * schema.ROWS_PER_ROW_GROUP  # mixes well enough; a larger chun
 # Units of consecutive steps are sent together up to this size: Ray Data's loop takes at most two blocks of a task every
 # tenth of a second. Online, larger blocks would only wait longer for a transform and an encoder.
 BLOCK_BYTES, ONLINE_BLOCK_BYTES, MOST_BLOCK_STEPS = CHUNK_BYTES, 4 * 2**20, 8
+NO_GROUPS = np.zeros(0, np.int32)
 MIXING_PERIOD = 10_000  # proportions are rounded to multiples of 1 / MIXING_PERIOD
 
 
 class BucketRows(NamedTuple):
     """The rows of a bucket that are trained on at one shape.
 
-    Each epoch shuffles the bucket's row groups, by `key` and the epoch, and concatenates them; these are rows `start`
-    to `stop` of the result. Another shape may use other rows of the same row groups.
+    Each epoch shuffles the bucket's row groups, by `key` and the epoch, and concatenates them. Rows `start` to `stop`
+    of the result are used. Another shape may use other rows of the same row groups.
     """
 
     groups: np.ndarray
@@ -74,12 +74,12 @@ class BucketRows(NamedTuple):
 
 
 class EpochOrder(NamedTuple):
-    """A source's row groups as one epoch shuffles them.
+    """A source's row groups in the order of one epoch.
 
     Args:
         groups: (G,) their numbers.
-        ends: (G,) how many rows of the source the epoch has used at the end of each.
-        first_rows: {row group: its first row that counts}, where that is not row 0.
+        ends: (G,) rows of the source that the epoch has used at the end of each.
+        first_rows: {row group: its first row that is used}, if that is not row 0.
     """
 
     groups: np.ndarray
@@ -87,7 +87,7 @@ class EpochOrder(NamedTuple):
     first_rows: dict[int, int]
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """[(row group, first row, rows)] of rows `start` to `stop` of the epoch."""
+        """[(row group, first row, number of rows)] of rows `start` to `stop` of the epoch."""
         if start == stop:
             return []
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
@@ -105,13 +105,13 @@ class Source:
     """The rows of one data set that are trained on at one shape.
 
     Args:
-        files: of the data set.
+        files: of the data set; None if the plan is not for reading.
         latents: the latents column of that shape.
         buckets: the rows.
-        proportion: its weight in a step of this shape, relative to the other sources.
+        proportion: weight in a step of this shape, relative to the other sources.
     """
 
-    files: Files
+    files: Files | None
     latents: schema.ColumnSpec
     buckets: tuple[BucketRows, ...]
     proportion: float = 1.0
@@ -134,9 +134,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """The rows that are trained on at one shape, mixed from sources in proportion. A step's rows are all of one shape.
+    """The rows that are trained on at one shape, mixed from sources in proportion.
 
-    `share`: of the steps, that the shape's resolution gets.
+    Args:
+        sources: at most one of each data set.
+        share: of the steps that the shape's resolution gets.
     """
 
     sources: list[Source]
@@ -181,6 +183,20 @@ class Shape:
         return min(most_rows) // batch_rows
 
 
+class ShapeRows(NamedTuple):
+    """The rows of a chunk that are trained on at one shape.
+
+    Args:
+        shape: number of the shape in the plan.
+        first_row: the first of them, counted in rows of that shape through the epoch; the others follow it.
+        positions: (rows,) the chunk's rows at this shape, rising; their order is drawn apart.
+    """
+
+    shape: int
+    first_row: int
+    positions: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
@@ -193,7 +209,7 @@ class Plan:
         seed: of the shuffle.
         block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
-        worker_counts: how many workers the run may have; only the padding at the end of its data depends on it.
+        worker_counts: numbers of workers that the run may have; only the padding at the end of its data needs them.
         caption_shares: how often each of a row's captions is used.
     """
 
@@ -227,28 +243,44 @@ class Plan:
     # ---- the steps of each shape
 
     @functools.cached_property
-    def _resolutions(self) -> dict[int, np.ndarray]:
-        """{resolution: the numbers of its shapes}"""
+    def by_resolution(self) -> list[np.ndarray]:
+        """The numbers of the shapes of each resolution."""
         sizes = [shape.latents.resolution for shape in self.shapes]
-        return {size: np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)}
+        return [np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)]
+
+    def steps_of_rows(self) -> np.ndarray:
+        """(shapes,) limit on the steps of each shape: whole batches of its rows."""
+        return np.array([shape.most_steps(self.batch_rows) for shape in self.shapes], dtype=float)
+
+    def steps_of_mixture(self) -> np.ndarray:
+        """(shapes,) limit on the steps of each shape: a mixture keeps its proportions over all shapes together.
+
+        All shapes of a resolution end with the first of its sources that runs out. A resolution of one shape has no
+        further limit.
+        """
+        steps = np.full(len(self.shapes), np.inf)
+        for numbers in self.by_resolution:
+            shapes = [self.shapes[number] for number in numbers]
+            if len(shapes) > 1:
+                sources = [source for shape in shapes for source in shape.sources]
+                room = min(source.num_rows / source.proportion for source in sources) / self.batch_rows
+                steps[numbers] = np.ceil(room * np.array([shape.weight for shape in shapes]) - 1e-6)
+        return steps
 
     @functools.cached_property
     def shape_steps(self) -> np.ndarray:
-        """(shapes,) steps per epoch of each; an epoch ends when the first resolution runs out of whole batches."""
-        most_steps = np.array([shape.most_steps(self.batch_rows) for shape in self.shapes])
-        for numbers in self._resolutions.values():
-            shapes = [self.shapes[number] for number in numbers]
-            if len(shapes) > 1:  # the first data set to run out ends all shapes: a mixture keeps its proportions
-                sources = [source for shape in shapes for source in shape.sources]
-                room = min(source.num_rows / source.proportion for source in sources) / self.batch_rows
-                weights = np.array([shape.weight for shape in shapes])
-                most_steps[numbers] = np.minimum(most_steps[numbers], np.ceil(room * weights - 1e-6))
-        shares = [self.shapes[numbers[0]].share for numbers in self._resolutions.values()]
-        available = [most_steps[numbers].sum() for numbers in self._resolutions.values()]
+        """(shapes,) steps per epoch of each.
+
+        An epoch ends when the first resolution has no steps left for its share. Shapes get steps of their resolution in
+        proportion to what rows and mixture allow.
+        """
+        allowed = np.minimum(self.steps_of_rows(), self.steps_of_mixture())
+        shares = [self.shapes[numbers[0]].share for numbers in self.by_resolution]
+        available = [allowed[numbers].sum() for numbers in self.by_resolution]
         total = min(int(steps / share + 1e-9) for steps, share in zip(available, shares, strict=True))
-        steps = np.zeros_like(most_steps)
-        for numbers, count in zip(self._resolutions.values(), apportion(total, shares), strict=True):
-            steps[numbers] = apportion(count, most_steps[numbers])
+        steps = np.zeros(len(self.shapes), np.int64)
+        for numbers, count in zip(self.by_resolution, apportion(total, shares), strict=True):
+            steps[numbers] = apportion(count, allowed[numbers])
         return steps
 
     @functools.cached_property
@@ -258,9 +290,9 @@ class Plan:
         Resolutions are spread evenly over the epoch, and shapes over the steps of their resolution.
         """
         steps = self.shape_steps
-        resolution_of_step = spread([steps[numbers].sum() for numbers in self._resolutions.values()])
+        resolution_of_step = spread([steps[numbers].sum() for numbers in self.by_resolution])
         schedule = np.empty(len(resolution_of_step), np.int16)
-        for place, numbers in enumerate(self._resolutions.values()):
+        for place, numbers in enumerate(self.by_resolution):
             schedule[resolution_of_step == place] = numbers[spread(steps[numbers])]
         earlier = np.empty(len(schedule), np.int64)
         for number, count in enumerate(steps):
@@ -306,6 +338,17 @@ class Plan:
         start = epoch * self.units_per_epoch + index * self.chunk_units
         return range(start, min(start + self.chunk_units, (epoch + 1) * self.units_per_epoch))
 
+    # ---- blocks, and the workers that get them
+    #
+    # With units_per_step=3, block_steps=2, and 5 steps an epoch:
+    #
+    #     steps 0 and 1      steps 2 and 3      step 4       the next epoch
+    #     block 0: 0, 3      block 3: 6, 9      block 6: 12  block  9: 15, 18
+    #     block 1: 1, 4      block 4: 7, 10     block 7: 13  block 10: 16, 19
+    #     block 2: 2, 5      block 5: 8, 11     block 8: 14  ...
+    #
+    # Of two workers, worker 0 gets blocks 0, 2, 4, ...: units 0 and 2 of step 0, unit 7 of step 2.
+
     def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
         """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
 
@@ -321,12 +364,47 @@ class Plan:
         needed = (blocks >= first_step * self.units_per_step) & (blocks < end_step * self.units_per_step)
         return np.where(needed, blocks, -1)[needed.any(axis=1)]
 
+    def block_of(self, unit: int) -> int:
+        """The block that holds a unit, numbered through the run."""
+        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
+        step, position = divmod(unit_in_epoch, self.units_per_step)
+        blocks_per_epoch = -(-self.steps_per_epoch // self.block_steps) * self.units_per_step
+        return epoch * blocks_per_epoch + step // self.block_steps * self.units_per_step + position
+
+    def first_unit_of_block(self, unit: int) -> int:
+        """The first unit of the block that holds a unit."""
+        step = unit % self.units_per_epoch // self.units_per_step
+        return unit - step % self.block_steps * self.units_per_step
+
+    def units_of_worker(self, step: int, first_step: int, rank: int, world_size: int) -> range:
+        """The units of a step that a worker gets from a dataset that starts at `first_step`."""
+        first_unit = step * self.units_per_step
+        blocks_before = self.block_of(first_unit) - self.block_of(first_step * self.units_per_step)
+        return range(first_unit + (rank - blocks_before) % world_size, first_unit + self.units_per_step, world_size)
+
+    def padding_blocks(self, first_step: int, end_step: int) -> int:
+        """Blocks to append to those of these steps: `streaming_split` drops what it cannot split equally."""
+        first_unit, last_unit = first_step * self.units_per_step, end_step * self.units_per_step - 1
+        num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
+        return max(-num_blocks % num_workers for num_workers in self.worker_counts)
+
     # ---- from chunks to rows
 
     def epoch_orders(self, epoch: int) -> list[list[EpochOrder]]:
-        """The orders of an epoch, for each shape those of its sources."""
+        """The orders of an epoch: for each shape, those of its sources."""
         numbers = iter(range(len(self.sources)))
         return [[source.order(self.seed, epoch, next(numbers)) for source in shape.sources] for shape in self.shapes]
+
+    def shape_rows(self, chunk: int) -> Iterator[ShapeRows]:
+        """The rows of a chunk, for each shape that it holds steps of."""
+        units = np.array(self.unit_range(chunk)) % self.units_per_epoch
+        steps, slots = np.divmod(units, self.units_per_step)
+        shape_of_unit, earlier_steps = (values[steps] for values in self.shape_schedule)
+        for number in np.unique(shape_of_unit):
+            here = np.flatnonzero(shape_of_unit == number)
+            first_unit = int(earlier_steps[here[0]]) * self.units_per_step + int(slots[here[0]])
+            positions = (here[:, None] * self.unit_rows + np.arange(self.unit_rows)).reshape(-1)
+            yield ShapeRows(number, first_unit * self.unit_rows, positions)
 
     def chunk_rows(
         self, chunk: int, orders: list[list[EpochOrder]] | None = None
@@ -337,28 +415,18 @@ class Plan:
         returns for the chunk's epoch; None: it is computed here, once per process.
         """
         epoch, index = divmod(chunk, self.chunks_per_epoch)
-        units, random = self.unit_range(chunk), np.random.default_rng([self.seed, epoch, index])
-        units_in_epoch = np.arange(units.start, units.stop) - epoch * self.units_per_epoch
-        steps, places = np.divmod(units_in_epoch, self.units_per_step)
-        shape_of_unit, earlier_steps = (values[steps] for values in self.shape_schedule)
-        ranges, permutation, offset = [], np.empty(len(units) * self.unit_rows, dtype=np.int64), 0
-        for number, shape in enumerate(self.shapes):
-            units_here = np.flatnonzero(shape_of_unit == number)
-            if not len(units_here):
-                continue
-            rows = np.flatnonzero(np.repeat(shape_of_unit == number, self.unit_rows))
-            first = units_here[0]
-            start = int(earlier_steps[first] * self.units_per_step + places[first]) * self.unit_rows
-            stop = start + len(rows)  # in rows of the shape
-            source_of_row = np.take(shape.mixing_schedule, np.arange(start, stop), mode="wrap")
-            starts, stops = shape.rows_by_source(start), shape.rows_by_source(stop)
-            of_shape = (orders or _epoch_orders(self, epoch))[number]
-            for place, (source, order) in enumerate(zip(shape.sources, of_shape, strict=True)):
-                found = order.ranges(int(starts[place]), int(stops[place]))
+        orders, random = orders or _epoch_orders(self, epoch), np.random.default_rng([self.seed, epoch, index])
+        ranges, permutation, num_read = [], np.empty(len(self.unit_range(chunk)) * self.unit_rows, np.int64), 0
+        for number, first_row, positions in self.shape_rows(chunk):
+            shape, end_row = self.shapes[number], first_row + len(positions)
+            source_of_row = np.take(shape.mixing_schedule, np.arange(first_row, end_row), mode="wrap")
+            firsts, ends = shape.rows_by_source(first_row), shape.rows_by_source(end_row)
+            for place, (source, order) in enumerate(zip(shape.sources, orders[number], strict=True)):
+                found = order.ranges(int(firsts[place]), int(ends[place]))
                 ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
-                count = int(stops[place] - starts[place])
-                permutation[rows[source_of_row == place]] = offset + random.permutation(count)
-                offset += count
+                num_rows = int(ends[place] - firsts[place])
+                permutation[positions[source_of_row == place]] = num_read + random.permutation(num_rows)
+                num_read += num_rows
         return ranges, permutation
 
     def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
@@ -367,11 +435,14 @@ class Plan:
         return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
 
 
-def draw_caption(shares: Sequence[float], seed: int, epoch: int, of: str) -> int:
-    """The number, from 1, of the caption that an epoch uses of what `of` names; caption n by `shares[n - 1]`."""
+def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
+    """The number, from 1, of the caption that an epoch uses of a row or a row group; n with a share of `shares[n - 1]`.
+
+    `name`: of the row or the row group.
+    """
     if len(shares) == 1:
         return 1
-    uniform = np.random.default_rng([seed, epoch, zlib.crc32(of.encode()), 2]).uniform(0, sum(shares))
+    uniform = np.random.default_rng([seed, epoch, zlib.crc32(name.encode()), 2]).uniform(0, sum(shares))
     return 1 + int(np.searchsorted(np.cumsum(shares[:-1]), uniform, side="right"))
 
 
@@ -382,7 +453,7 @@ def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
 
 @functools.lru_cache(maxsize=64)
 def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
-    """(MIXING_PERIOD,) the source of each row: always the one that is furthest behind its share."""
+    """(MIXING_PERIOD,) the source of each row: the one that is furthest behind its share."""
     if len(proportions) == 1:
         return np.zeros(MIXING_PERIOD, dtype=np.int64)
     left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
@@ -451,15 +522,9 @@ def plan_run(data: DataSets, settings: PlanSettings, files: dict[str, Files] | N
     shapes = [Shape(sources, shares[sources[0].latents.resolution]) for sources in shapes.values()]
     num_rows = sum(shape.num_rows for shape in shapes)
     chunk_units, block_steps = chunk_and_block_sizes(data.first, settings, num_rows)
+    workers, captions = settings.worker_counts, settings.caption_shares or (1.0,) * data.first.num_captions
     plan = Plan(
-        shapes,
-        settings.unit_rows,
-        settings.units_per_step,
-        chunk_units,
-        settings.seed,
-        block_steps,
-        settings.worker_counts,
-        settings.caption_shares or (1.0,) * data.first.num_captions,
+        shapes, settings.unit_rows, settings.units_per_step, chunk_units, settings.seed, block_steps, workers, captions
     )
     missing = set(shares) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:
@@ -496,17 +561,14 @@ def sources_by_shape(
         number: of the data set in the mixture, from 0.
         proportion: of the data set in every batch.
         shares: {resolution: its share of the steps}.
-        files: of the data set; None: each bucket counts as one row group.
+        files: of the data set; None: the sources have their numbers of rows, but not the rows.
     """
     buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
-    if files is None:
-        one_file = {"name": "", "row_groups": list(buckets.values()), "buckets": dict.fromkeys(buckets, 1)}
-        files = Files.of("", [one_file])
-    groups = {bucket: files.groups_of(bucket) for bucket in buckets}
+    groups = {bucket: files.groups_of(bucket) if files else NO_GROUPS for bucket in buckets}
     keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
     columns = {spec.name: spec for size in sorted(shares) for spec in manifest.latents_at(size)}
     sources, resolution_rows = [], collections.Counter()
-    for name, row_spans in divide_buckets(buckets, columns.values(), shares).items():
+    for name, row_spans in allocate_rows(buckets, columns.values(), shares).items():
         rows = (BucketRows(groups[bucket], *span, keys[bucket]) for bucket, span in row_spans.items())
         sources.append(Source(files, columns[name], tuple(rows)))
         resolution_rows[columns[name].resolution] += sources[-1].num_rows
@@ -519,37 +581,50 @@ def sources_by_shape(
     return [dataclasses.replace(source, proportion=weight(source)) for source in sources]
 
 
-def divide_buckets(
+def allocate_rows(
     buckets: dict[str, int], columns: Iterable[schema.ColumnSpec], shares: dict[int, float]
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """{column: {bucket: (start, stop)}}: which of a bucket's rows, in an epoch's order, are trained on in which column.
+    """{column: {bucket: (start, stop)}}: an allocation of each bucket's rows, in an epoch's order, to columns.
 
-    Rows that reach several sizes go to the largest first, as many as its share of the steps needs. The smallest gets
-    the rest, because smaller pictures cannot be used elsewhere.
+    A row that reaches several resolutions is trained on at one of them. The largest resolution takes what its share of
+    `most_rows` needs, the same part of each bucket that reaches it. The smallest gets the rest, because smaller images
+    cannot be used elsewhere.
+
+    Example: of buckets {"32": 100, "32+64": 300}, shares {32: 0.5, 64: 0.5} make `most_rows` 400. So 64 pixels get 200
+    rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
 
     Args:
         buckets: bucket -> rows.
         columns: those that are trained on.
         shares: {resolution: its share of the steps}.
     """
-    by_size = {}  # resolution -> {bucket that reaches it: column}
+    reaching = {}  # resolution, the largest first -> {bucket that reaches it: column}
     for size in sorted(shares, reverse=True):
         names = {spec.name for spec in columns if spec.resolution == size}
-        reaching = ((bucket, name) for bucket in buckets for name in schema.bucket_columns(bucket) if name in names)
-        by_size[size] = dict(reaching)
-    # No size gets more rows than its share of the largest total that all sizes can reach.
-    totals, reaching, share = [], set(), 0.0
-    for size, column_of in by_size.items():
-        reaching |= set(column_of)
-        share += shares[size]
-        totals.append(sum(buckets[bucket] for bucket in reaching) / share)
-    used, divided = dict.fromkeys(buckets, 0), {spec.name: {} for spec in columns}
-    for size, column_of in by_size.items():
+        pairs = ((bucket, name) for bucket in buckets for name in schema.bucket_columns(bucket) if name in names)
+        reaching[size] = dict(pairs)
+    total, used = most_rows(buckets, reaching, shares), dict.fromkeys(buckets, 0)
+    allocated = {spec.name: {} for spec in columns}
+    for size, column_of in reaching.items():
         available = sum(buckets[bucket] - used[bucket] for bucket in column_of)
-        part = 1.0 if size == min(shares) else min(1.0, min(totals) * shares[size] / max(available, 1))
+        part = 1.0 if size == min(shares) else min(1.0, total * shares[size] / max(available, 1))
         for bucket, column in column_of.items():
-            stop = used[bucket] + round((buckets[bucket] - used[bucket]) * part)
-            if stop > used[bucket]:
-                divided[column][bucket] = (used[bucket], stop)
+            start, stop = used[bucket], used[bucket] + round((buckets[bucket] - used[bucket]) * part)
+            if stop > start:
+                allocated[column][bucket] = (start, stop)
             used[bucket] = stop
-    return {column: spans for column, spans in divided.items() if spans}
+    return {column: spans for column, spans in allocated.items() if spans}
+
+
+def most_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> float:
+    """The largest number of rows of which every resolution can get its share.
+
+    Rows that reach a resolution or a larger one must be enough for the shares of these together. `reaching`: as in
+    `allocate_rows`.
+    """
+    limits, reached, share = [], set(), 0.0
+    for size, names in reaching.items():
+        reached |= set(names)
+        share += shares[size]
+        limits.append(sum(buckets[bucket] for bucket in reached) / share)
+    return min(limits)

@@ -15,35 +15,35 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 import ray.data
 from ray.actor import ActorHandle
 
 from .. import storage
-from ..runtime.throttle import BlockStatsCleaner, SchedulerThrottle
+from ..runtime import throttle
 from . import schema
 from .manifest import RowRange, read_files
+from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
 
 UNIT, KEEP = "unit", "keep"
-OF_CAPTION = (schema.CAPTION, schema.EMBEDDINGS)  # columns of which a row has one for each of its captions
-# Per read task. A task costs about ten milliseconds whatever it reads, and since blocks are used in order, only tasks
-# that are small compared with BACKPRESSURE_BYTES read in parallel.
+CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of a row's captions
+# Per read task. A task costs about ten milliseconds whatever it reads. Blocks are used in order, so only tasks that are
+# small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
 # Ray Data lists tasks before the first one starts, at about a millisecond each, and holds what a task gets, some 7 kB,
 # until it starts. The tasks of longer plans are made on the way, this many at a time.
 LISTED_TASKS = 2_000
-OWN_ORDER = 2**20  # up to this many row groups, each reading process computes and holds their order, 12 bytes each
-READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; no request is late before that
+OWN_ORDER = 2**20  # row groups up to which each reading process computes their order itself, 12 bytes each
+READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; the earliest that a request counts as late
 # How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
 # whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
@@ -68,52 +68,60 @@ def build_dataset(
 ) -> ray.data.Dataset:
     """The rows that `read(row ranges, source)` returns, as a Ray dataset of the plan's blocks, with a column `unit`.
 
-    Of the data before `first_step`, only the start of that step's chunk is read.
+    Reading starts at the chunk that holds `first_step`; earlier data is skipped.
     """
     chunks = plan.chunk_range(first_step, end_step)
-    shared, num_tasks = share_plan(plan, chunks), max(1, -(-len(chunks) // chunks_per_task))
+    shared = share_plan(plan, chunks)
     steps = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step}
     read_planned = functools.partial(read_chunks, plan=shared, read=read, **steps)
-    num_parts = -(-num_tasks // LISTED_TASKS)
-    numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks if num_parts == 1 else num_parts)
-    numbers.context.custom_execution_callback_classes = [BlockStatsCleaner]
-    if os.environ.get("PRETRAIN_LOCAL_RAY"):  # set by `runtime.session.connect`
-        numbers.context.custom_execution_callback_classes.append(SchedulerThrottle)
-        for _ in range(2):  # start reading processes now, in parallel with the trainer: their imports take seconds
-            ray.remote(fetch_plan).remote([shared])
-    if num_parts > 1:
+    num_tasks = max(1, -(-len(chunks) // chunks_per_task))
+    if num_tasks <= LISTED_TASKS:
+        numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks)
+    else:
         position = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ReadPosition).remote()
-        hold = functools.partial(hold_back, position=position)
-        numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
-        numbers = numbers.repartition(target_num_rows_per_block=chunks_per_task)
-        read_planned = functools.partial(move_on, position=position, read_planned=read_planned)
-    return numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
+        numbers = numbers_in_time(len(chunks), chunks_per_task, position)
+        read_planned = functools.partial(report_and_read, position=position, read_planned=read_planned)
+    rows = numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
+    throttle.restrain(rows.context)
+    throttle.start_processes(fetch, [shared])
+    return rows
+
+
+def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle) -> ray.data.Dataset:
+    """The numbers of a long plan's chunks, a block for each reading task, made not long before the task starts.
+
+    Ray Data bounds its queues in bytes only. A chunk number has eight bytes, so Ray Data would never hold back the
+    tasks that make these numbers.
+    """
+    numbers = ray.data.range(num_chunks, override_num_blocks=-(-num_chunks // (chunks_per_task * LISTED_TASKS)))
+    hold = functools.partial(wait_for_reader, position=position)
+    numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
+    return numbers.repartition(target_num_rows_per_block=chunks_per_task)
 
 
 class ReadPosition:
-    """The newest chunk number that a task has begun to read, as an actor.
+    """The largest chunk number that a task has begun to read, as an actor.
 
-    Ray Data bounds its queues in bytes only. A chunk number has eight, so nothing else would hold back the tasks that
-    make them. If the actor is lost, its successor learns the position from the next task that begins.
+    If the actor is lost, its successor learns the position from the next task that begins.
     """
 
     number = 0
 
-    def reach(self, number: int = 0) -> int:
+    def advance_to(self, number: int = 0) -> int:
         self.number = max(self.number, number)
         return self.number
 
 
-def hold_back(batch: dict, *, position: ActorHandle) -> dict:
-    """For `map_batches`: the chunk numbers in `batch["id"]`, once a task reads one of as many numbers before them."""
-    while ray.get(position.reach.remote()) < batch["id"][0] - len(batch["id"]):
+def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
+    """For `map_batches`: the batch, once the readers are at most one batch of chunk numbers behind it."""
+    while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
         time.sleep(1)
     return batch
 
 
-def move_on(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
-    """`read_planned(batch)`, of which `hold_back` learns."""
-    position.reach.remote(int(batch["id"][-1]))
+def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
+    """For `map_batches`: `read_planned(batch)`; `wait_for_reader` learns how far it is."""
+    position.advance_to.remote(int(batch["id"][-1]))
     return read_planned(batch)
 
 
@@ -130,27 +138,22 @@ def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
     return ray.put((plan, orders))
 
 
-def fetch_plan(shared: list[ray.ObjectRef]) -> None:
-    """Fetch the shared plan in a list: a process that has done so starts to read without delay.
+def fetch(shared: list[ray.ObjectRef]) -> None:
+    """Fetch what `share_plan` returned, so that this process reads without delay later.
 
-    In a list, because Ray replaces a reference that is itself an argument by its value.
+    `shared`: in a list, because Ray replaces a reference that is itself an argument by its value.
     """
-    _shared_plan(*shared)
+    _fetch(*shared)
 
 
-@functools.lru_cache(maxsize=2)
-def _shared_plan(shared: ray.ObjectRef) -> tuple[Plan, dict[int, ray.ObjectRef]]:
-    """Fetched once per process: its tasks then share the plan's cached values."""
+@functools.lru_cache(maxsize=4)
+def _fetch(shared: ray.ObjectRef) -> Any:
+    """The plan, or an epoch's orders, fetched once per process, so that its tasks share the plan's cached values."""
     return ray.get(shared)
 
 
-@functools.lru_cache(maxsize=2)
-def _shared_orders(orders: ray.ObjectRef) -> list[list[EpochOrder]]:
-    return ray.get(orders)
-
-
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
-    """The plan's blocks, rejoined if they are so large that Ray Data splits a stage's output."""
+    """The rows in the plan's blocks again, if the blocks are so large that Ray Data split them after a stage."""
     largest = rows.context.target_max_block_size
     if largest is None or plan.block_rows * row_bytes <= largest:
         return rows
@@ -160,8 +163,7 @@ def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.
 def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOptions:
     """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data prepared ahead.
 
-    Without the bound, a data pipeline faster than the trainers would fill half of the object store before Ray Data
-    holds back.
+    Without the bound, a data pipeline that is faster than the trainers would fill half of the object store.
 
     Args:
         row_bytes: of a row at its largest (`DataSets.row_bytes`).
@@ -182,14 +184,22 @@ def read_chunks(
 
     While one chunk is assembled, threads read the next ones. `plan`: a plan, or what `share_plan` returned.
     """
-    plan, orders = (plan, {}) if isinstance(plan, Plan) else _shared_plan(plan)
-    chunks, reading = [first_chunk + int(number) for number in batch["id"]], {}
-    for place, chunk in enumerate(chunks):
-        for ahead in chunks[place : place + 1 + CHUNKS_AHEAD]:
-            if ahead not in reading:
-                epoch = ahead // plan.chunks_per_epoch
-                reading[ahead] = ChunkReader(plan, ahead, read, _shared_orders(orders[epoch]) if orders else None)
-        yield from reading.pop(chunk).blocks(first_step, end_step)
+    plan, orders = (plan, {}) if isinstance(plan, Plan) else _fetch(plan)
+
+    def start(chunk: int) -> ChunkReader:
+        epoch = chunk // plan.chunks_per_epoch
+        return ChunkReader(plan, chunk, read, _fetch(orders[epoch]) if orders else None)
+
+    for reader in take_ahead((start(first_chunk + int(number)) for number in batch["id"]), CHUNKS_AHEAD):
+        yield from reader.blocks(first_step, end_step)
+
+
+def take_ahead(items: Iterator, count: int) -> Iterator:
+    """The items of an iterator that starts some work with each; the next `count` are started before one is used."""
+    started = collections.deque(itertools.islice(items, 1 + count))
+    while started:
+        yield started.popleft()
+        started.extend(itertools.islice(items, 1))
 
 
 class ChunkReader:
@@ -217,7 +227,7 @@ class ChunkReader:
         rows = pa.concat_tables(future.result() for future in self.reading)
         blocks = plan.blocks(self.chunk, first_step, end_step)
         if self.chunk == plan.chunk_range(first_step, end_step)[-1]:
-            padding = np.full((padding_blocks(plan, first_step, end_step), plan.block_steps), -1)
+            padding = np.full((plan.padding_blocks(first_step, end_step), plan.block_steps), -1)
             blocks = np.concatenate([blocks, padding])
         first_unit = plan.unit_range(self.chunk).start
         for units in blocks:
@@ -225,13 +235,6 @@ class ChunkReader:
             places = (first_rows[:, None] + np.arange(plan.unit_rows)).reshape(-1)
             columns = {name: take(rows[name], self.permutation[places]) for name in rows.column_names}
             yield pa.table({**columns, UNIT: np.repeat(units, plan.unit_rows)})
-
-
-def padding_blocks(plan: Plan, first_step: int, end_step: int) -> int:
-    """Blocks to append to those of these steps: `streaming_split` drops what it cannot split equally."""
-    first_unit, last_unit = first_step * plan.units_per_step, end_step * plan.units_per_step - 1
-    num_blocks = block_of(plan, last_unit) + 1 - block_of(plan, first_unit)
-    return max(-num_blocks % num_workers for num_workers in plan.worker_counts)
 
 
 @functools.cache
@@ -279,7 +282,7 @@ def latents_reader(plan: Plan) -> ReadRows:
 def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
     """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows.
 
-    Of several captions of a row only the one is read that the plan has drawn, as if it were the only one.
+    Of a row's captions, only the one that the plan drew is read, as if it were the only one.
     """
     columns = [schema.ID, schema.CAPTION, source.latents.name, schema.EMBEDDINGS]
     rows = read_row_ranges(row_ranges, columns, storage.join(source.files.uri, "data"))
@@ -289,29 +292,26 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
-    """Columns of row ranges of a folder's Parquet files, concatenated; each file is opened once.
+    """Columns of row ranges of a folder's Parquet files, concatenated; ranges of a file in a row open it once.
 
     The caption and its embedding are those of the caption that a range names.
     """
-    filesystem, folder = storage.open_filesystem(folder_uri)
-    tables = [None] * len(row_ranges)
-    for file_name in dict.fromkeys(rows.file_name for rows in row_ranges):
+    tables = []
+    for file_name, of_file in itertools.groupby(row_ranges, key=lambda rows: rows.file_name):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
-        with pq.ParquetFile(f"{folder}/{file_name}", filesystem=filesystem, pre_buffer=True) as file:
-            for position, rows in enumerate(row_ranges):
-                if rows.file_name == file_name:
-                    stored = [schema.numbered(c, rows.caption) if c in OF_CAPTION else c for c in columns]
-                    group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
-                    group = group.select(stored).rename_columns(columns)
-                    tables[position] = group.slice(rows.first_row, rows.num_rows)
+        with open_parquet(storage.join(folder_uri, file_name), pre_buffer=True) as file:
+            for rows in of_file:
+                stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
+                group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
+                group = group.select(stored).rename_columns(columns)
+                tables.append(group.slice(rows.first_row, rows.num_rows))
     return pa.concat_tables(tables)
 
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
     files = read_files(latents_uri)
-    filesystem, path = storage.open_filesystem(storage.join(latents_uri, "data", files.names[0].as_py()))
-    with pq.ParquetFile(path, filesystem=filesystem) as file:
+    with open_parquet(storage.join(latents_uri, "data", files.names[0].as_py())) as file:
         num_groups = min(file.num_row_groups, -(-num_rows // int(files.group_rows[0])))
         return file.read_row_groups(range(num_groups)).slice(0, num_rows)
 
@@ -348,7 +348,7 @@ def worker_units(
     """
     blocks, received = iter(blocks), {}
     for step in steps:
-        expected = units_of_worker(plan, step, steps.start, rank, world_size)
+        expected = plan.units_of_worker(step, steps.start, rank, world_size)
         while any(unit not in received for unit in expected):
             block = next(blocks, None)
             units = {} if block is None else split_units(block, plan.unit_rows)
@@ -373,18 +373,3 @@ def split_units(block: pa.Table, unit_rows: int) -> dict[int, pa.Table]:
         for index, number in enumerate(numbers[:, 0])
         if number >= 0
     }
-
-
-def units_of_worker(plan: Plan, step: int, first_step: int, rank: int, world_size: int) -> range:
-    """The units of a step that a worker gets from a dataset that starts at `first_step`."""
-    first_unit = step * plan.units_per_step
-    blocks_before = block_of(plan, first_unit) - block_of(plan, first_step * plan.units_per_step)
-    return range(first_unit + (rank - blocks_before) % world_size, first_unit + plan.units_per_step, world_size)
-
-
-def block_of(plan: Plan, unit: int) -> int:
-    """The block that holds a unit, numbered through the run."""
-    epoch, unit_in_epoch = divmod(unit, plan.units_per_epoch)
-    step, place = divmod(unit_in_epoch, plan.units_per_step)
-    groups_per_epoch = -(-plan.steps_per_epoch // plan.block_steps)  # of blocks with the same steps
-    return (epoch * groups_per_epoch + step // plan.block_steps) * plan.units_per_step + place

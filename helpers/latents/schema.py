@@ -22,7 +22,7 @@ ID, CAPTION, EMBEDDINGS = "id", "caption", "caption_embeddings"
 REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
-LATENTS, PIXELS = "image_latents", "pixels"  # also the column in which latents of several shapes travel to the trainers
+LATENTS, PIXELS = "image_latents", "pixels"  # LATENTS alone: the column in which several shapes travel to the trainers
 HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
 
 
@@ -32,7 +32,7 @@ def latents_column(width: int, height: int | None = None) -> str:
 
 
 def input_column(column: str) -> str:
-    """What the transform gives the encoder to make a stored column of: pixels, or a caption's token ids."""
+    """The column from which the encoder makes a stored column: pixels, or a caption's token ids."""
     return column.replace(LATENTS, PIXELS).replace(EMBEDDINGS, CAPTION_IDS)
 
 
@@ -42,12 +42,12 @@ def numbered(column: str, number: int) -> str:
 
 
 def numbers(column: str, names: Iterable[str]) -> range:
-    """The numbers of the columns among `names` that `numbered` makes of `column`."""
+    """The numbers, from 1, of the captions for which a row with the columns `names` has a `column`."""
     return range(1, 1 + sum(bool(re.fullmatch(rf"{column}(_\d+)?", name)) for name in names))
 
 
 def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
-    """Rows with several captions, of which each keeps the one that `numbers_B` names, from 1, as if it had no other."""
+    """Rows with several captions -> rows with one each: that of number `numbers_B`, from 1."""
     for column in (CAPTION, CAPTION_IDS, EMBEDDINGS):
         names = [numbered(column, number) for number in numbers(column, rows.column_names)]
         if len(names) > 1:
@@ -57,7 +57,7 @@ def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
 
 
 def bucket_name(columns: Iterable[str], held_out: bool) -> str:
-    """The bucket of rows that have latents in these columns alone, such as "32+64" or "held out 80x48"."""
+    """The bucket of rows that have latents in exactly these columns, such as "32+64" or "held out 80x48"."""
     return (HELD_OUT if held_out else "") + "+".join(column.removeprefix(f"{LATENTS}_") for column in columns)
 
 
@@ -159,9 +159,9 @@ def rejects_schema(id_type: pa.DataType) -> pa.Schema:
 
 
 def held_out_mask(ids: list, share: float) -> np.ndarray:
-    """(B,) bool: the rows that validation owns, those whose id hashes below `share`.
+    """(B,) bool: True for the rows that validation owns, whose ids hash below `share`.
 
-    It depends on the id alone, so a row is on the same side whatever the seed, the epoch or the data around it.
+    Only the id decides, so a row is on the same side whatever the seed, the epoch or the data around it.
     """
     if share == 0:
         return np.zeros(len(ids), dtype=bool)
@@ -176,9 +176,9 @@ def row_groups(num_rows: int) -> list[int]:
 
 
 def once_per_call(value: Any, num_rows: int, arrow_type: pa.DataType) -> pa.Array:
-    """A column that holds a call's report in its first row and null elsewhere.
+    """A column that holds a call's report in its first row, and null in the others.
 
-    Ray Data may split and merge blocks between stages; a report stays with its row, so none is lost or counted twice.
+    Ray Data may split and merge blocks between stages. A report stays with its row, so none is lost or counted twice.
     """
     return pa.array([value, *[None] * num_rows][:num_rows], arrow_type)
 
@@ -207,7 +207,7 @@ def from_binary(
 def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """`(array (V, *shape) uint8 of the V rows that are not null, valid (B,) bool)` of a `large_binary` column.
 
-    No copy: null rows, of which columns of several shapes have many, take no space.
+    Nothing is copied. Null rows take no space; columns of several shapes have many.
     """
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     valid_B = pc.is_valid(column).to_numpy(zero_copy_only=False)

@@ -1,3 +1,5 @@
-"""What only the notebooks need: the drawn data set, figures, published numbers, the planner, comparisons. Nothing else
-in helpers imports it.
+"""In: what the other stages made. Out: what only the notebooks need: a drawn data set, figures, comparisons, plans.
+
+Read `captioned_shapes` first, the data set; it is copied with `storage` alone. `figures` is copied with
+`evaluation.drawing`, `planner` with nearly everything. No other stage imports this one.
 """

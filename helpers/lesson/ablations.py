@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 import ray.train
@@ -19,11 +19,10 @@ from ..latents import schema
 from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
-from ..model.sharding import has_compiler
 from ..train import meter, profiling
 from ..train.step import TrainStep, Unit, to_tensor
 
-# What each row adds to the one before it.
+# Changes that each row adds to the row before it.
 ABLATION = {
     "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False},
     "+ bf16": {"precision": "bf16"},
@@ -77,17 +76,13 @@ def time_steps(train_step: TrainStep, units: list[Unit], steps: int, warm_up: in
 
 
 def measure_step(
-    config: TrainingConfig,
-    device: torch.device | str = "cpu",
-    *,
-    steps: int = 20,
-    warm_up: int = 5,
+    config: TrainingConfig, device: torch.device | str = "cpu", *, steps: int = 20, warm_up: int = 5
 ) -> dict:
     """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
 
     EMA is off. Keys: "images/s", "ms a step", "MFU" (NaN if the hardware's peak is not known), "peak memory, GiB",
-    "communication" (share that does not overlap with compute), "first step, s", which compiles, and "kinds", the time
-    by category.
+    "communication" (share that does not overlap with compute), "first step, s" (with compiling), and "kinds" (time by
+    category).
     """
     world = distributed.world_size()
     # A large U-Net would diverge on noise at the lesson's learning rate.
@@ -122,45 +117,35 @@ def measure_step(
 
 
 def ablation(
-    config: TrainingConfig,
-    device: torch.device | str = "cpu",
-    *,
-    steps: int = 20,
-    warm_up: int = 5,
-    done: Callable[[list[dict]], object] = lambda rows: None,
-) -> list[dict]:
-    """`measure_step` for each row of `ABLATION`, which adds up; `speedup` is over the first row.
+    config: TrainingConfig, device: torch.device | str = "cpu", *, steps: int = 20, warm_up: int = 5
+) -> Iterator[dict]:
+    """`measure_step` for each row of `ABLATION`, whose changes add up; `speedup` is over the first row.
 
-    `done(rows)` is called after each row, so that results survive a failure in a later one. Without a C++ compiler the
-    last two rows are left out.
+    Without a C++ compiler the last two rows are left out.
     """
-    rows, settings = [], {}
+    settings, first_rate = {}, None
     for name, changes in ABLATION.items():
-        settings = {**settings, **changes}
-        if settings["compile_unet"] and not has_compiler():
-            continue
+        settings |= changes
+        if settings["compile_unet"] and not distributed.has_compiler():
+            return
         result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")
+        first_rate = first_rate or rate
         del result["kinds"], result["first step, s"]
-        first = rows[0]["images/s"] if rows else rate
-        rows.append({"setting": name, "images/s": rate, "speedup": rate / first, **result})
-        done(rows)
-    return rows
+        yield {"setting": name, "images/s": rate, "speedup": rate / first_rate, **result}
 
 
-def ablation_per_worker(values: dict) -> None:
-    """Training function that measures the ablation: `values` has the `config`, as a dict, and the number of `steps`.
+def ablation_per_worker(config: TrainingConfig, steps: int) -> None:
+    """Training function of Ray Train that measures the `ablation` of a run's `config`, in `steps` steps each.
 
-    It reads no data and saves no checkpoint; rank 0 writes `hardware` and `rows` to `ablation.json` of the run.
+    It reads no data and saves no checkpoint. Rank 0 writes `hardware` and `rows` to `ablation.json` of the run, after
+    each row, so that results survive a failure in a later one.
     """
-    config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
+    context = ray.train.get_context()
     distributed.use_cores(context.get_local_world_size())
     device = ray.train.torch.get_device()
-
-    def save(rows):
+    found = {"hardware": profiling.hardware(device), "rows": []}
+    for row in ablation(config, device, steps=steps):
+        found["rows"].append(row)
         if context.get_world_rank() == 0:
-            storage.write_json(
-                storage.join(config.run_uri, "ablation.json"), {"hardware": profiling.hardware(device), "rows": rows}
-            )
-
-    ablation(config, device, steps=values["steps"], done=save)
+            storage.write_json(storage.join(config.run_uri, "ablation.json"), found)

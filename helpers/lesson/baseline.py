@@ -1,8 +1,8 @@
 """The baseline: a PyTorch `DataLoader` with the encoders on the training device. No Ray Data.
 
 The plan, the transform, the encoder and the training step are those of the two Ray Data pipelines, so the run is the
-same, step by step. What differs is who does the work: loader processes decode the pictures, and the trainer encodes
-them before each step.
+same, step by step. The work is divided differently: loader processes decode the images, and the trainer encodes them
+before each step.
 """
 
 from __future__ import annotations
@@ -32,30 +32,28 @@ from ..train import resume, sources
 from ..train.step import TrainStep, Unit
 
 
+@dataclasses.dataclass
 class PlannedImages(torch.utils.data.Dataset):
-    """One item for each step of the run: the decoded pictures and captions of a worker's units.
+    """One item for each step of the run: the decoded images and captions of a worker's units.
 
     Each loader process reads all chunks of the plan, and decodes only the rows of its own steps.
 
     Args:
         plan: `plan.Plan` over raw rows.
-        num_steps: of the run.
-        rank, world_size: of the worker.
+        num_steps: number of steps of the run.
+        rank, world_size: rank of the worker, and number of workers.
         read: `(row ranges, source)` -> raw rows, as `online.read_raw`.
         transform: raw rows -> pixels and token ids, as `online.transform_for_epoch`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        num_steps: int,
-        rank: int,
-        world_size: int,
-        read: ReadRows,
-        transform: Callable[[pa.Table], pa.Table],
-    ):
-        self.plan, self.num_steps, self.rank, self.world_size = plan, num_steps, rank, world_size
-        self.read, self.transform = read, transform
+    plan: Plan
+    num_steps: int
+    rank: int
+    world_size: int
+    read: ReadRows
+    transform: Callable[[pa.Table], pa.Table]
+
+    def __post_init__(self):
         self.chunks = {}  # chunk number -> {unit number: its rows}
 
     def __len__(self):
@@ -75,9 +73,9 @@ class PlannedImages(torch.utils.data.Dataset):
         # A step's units lie in one chunk, or in two neighbours.
         self.chunks = {n: self.chunks.get(n) or self.read_chunk(n) for n in plan.chunk_range(step, step + 1)}
         units = {unit: rows for chunk in self.chunks.values() for unit, rows in chunk.items()}
-        places = range(self.rank, plan.units_per_step, self.world_size)  # of this worker's units in the step
+        slots = range(self.rank, plan.units_per_step, self.world_size)  # this worker's units within the step
         rows = self.transform(
-            pa.concat_tables(units[step * plan.units_per_step + place] for place in places).combine_chunks()
+            pa.concat_tables(units[step * plan.units_per_step + slot] for slot in slots).combine_chunks()
         )
         spec = plan.latents_at(step)
         width, height = spec.size
@@ -86,7 +84,7 @@ class PlannedImages(torch.utils.data.Dataset):
         pixels[fits] = found
         ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)
         keep = rows[KEEP].to_numpy() & fits & (rows[schema.REASON].to_numpy() == "")
-        positions = np.concatenate([place * plan.unit_rows + np.arange(plan.unit_rows) for place in places])
+        positions = np.concatenate([slot * plan.unit_rows + np.arange(plan.unit_rows) for slot in slots])
         tensors = (torch.from_numpy(np.array(values)) for values in (pixels, ids, keep, positions))
         return *tensors, spec, rows.select([schema.ID, schema.REASON, schema.SOURCE])
 
@@ -107,14 +105,9 @@ def build_loader(
         num_workers=raw.num_transform_workers,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4,
-        collate_fn=as_it_is,
+        collate_fn=tuple,  # an item is a whole step
         multiprocessing_context="forkserver",
     )
-
-
-def as_it_is(item):
-    """An item is a whole step: nothing to collate."""
-    return item
 
 
 class DeviceEncoder:
@@ -157,7 +150,7 @@ class LoaderSource(sources.StepSource):
     def resume_point(self) -> dict:
         return resume.choose_resume_point(self.config)
 
-    def steps(self, step: int, rejects: sources.Rejects) -> Iterator[tuple[list[Unit], float]]:
+    def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)
         loader = iter(build_loader(plan, self.config, self.raw, step, distributed.rank(), distributed.world_size()))
         encode = DeviceEncoder(self.raw, ray.train.torch.get_device())
@@ -165,13 +158,13 @@ class LoaderSource(sources.StepSource):
             started = time.perf_counter()
             item = next(loader)
             data_seconds = time.perf_counter() - started
-            rejects.add(item[-1])
+            self.note_rejects(item[-1])
             yield [encode(item)], data_seconds
 
 
 @dataclasses.dataclass
 class Profile:
-    """Where time and memory go in some steps.
+    """Time by phase, and memory over time, of some steps.
 
     Args:
         phases: frame with columns step, phase, start, seconds.
@@ -183,27 +176,16 @@ class Profile:
     memory: pd.DataFrame
     device: str
 
-    @property
-    def shares(self) -> pd.Series:
-        """Share of the time of each phase, in the order of a step."""
-        seconds = self.phases.groupby("phase", sort=False)["seconds"].sum()
-        return seconds / seconds.sum()
-
 
 def profile(
-    config: TrainingConfig,
-    manifest: Manifest,
-    raw: OnlineConfig,
-    *,
-    num_steps: int = 3,
-    warm_up: int = 3,
-    device: str | None = None,
+    config: TrainingConfig, manifest: Manifest, raw: OnlineConfig, *, num_steps: int = 3, warm_up: int = 3
 ) -> Profile:
-    """Train some steps with encoders and U-Net on one device, in this process, after `warm_up` steps that do not count.
+    """The `Profile` of some training steps, with encoders and U-Net on one device, in this process.
 
-    Phases: data (waiting for the loader), encode, forward, backward, optimizer (with clipping and EMA).
+    `warm_up` steps before them do not count. Phases: data (waiting for the loader), encode, forward, backward,
+    optimizer (with clipping and EMA).
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = load_plan(DataSets.open(config.proportions), config)
     short = dataclasses.replace(config, max_steps=warm_up + num_steps)
     loader = iter(build_loader(plan, short, raw, 0))

@@ -1,14 +1,14 @@
-"""Captioned shapes: a synthetic data set of drawn pictures with captions, as many as are asked for.
+"""Captioned shapes: a synthetic data set of drawn images with captions, as many as are asked for.
 
-A caption names everything that its picture shows, so `detect` can read the attributes of a generated picture,
-`agreement` counts how many pictures match their prompts, and `shape_overlap` measures how clean a shape is.
+A caption names everything that its image shows, so `detect` can read the attributes of a generated image,
+`agreement` counts how many images match their prompts, and `shape_overlap` measures how clean a shape is.
 
 - One object: "a large red circle in the top left on a blue background". 8 background colours x 7
   other colours x 3 shapes x 2 sizes x 9 positions = 3,024 captions.
 - Two objects: "a small red circle left of a large white square on a blue background". 8 x 7 x 6
   colours x 9 shapes x 4 sizes x 4 relations = 48,384 captions; drawn only by a `two_object_share`.
-- Picture number `index` is a function of (seed, index) alone. The exact place of an object within its ninth of
-  the picture is random, so many pictures share a caption.
+- Image number `index` is a function of (seed, index) alone. The exact position of an object within its ninth of
+  the image is random, so many images share a caption.
 - Held out: captions whose CRC-32 is divisible by 10 (295 and 4,887 of them) are never drawn with
   split="train", which is what `write_data_set` writes. Evaluate on `held_out_prompts`.
 
@@ -22,7 +22,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations, product
 from pathlib import Path
@@ -46,7 +46,7 @@ COLORS = {
     "black": (25, 25, 25),
 }
 SHAPES = ("circle", "square", "triangle")
-# Lengths are fractions of the picture's side: a circle's radius, half of a square's side. Areas differ as well as
+# Lengths are fractions of the image's side: a circle's radius, half of a square's side. Areas differ as well as
 # outlines, so a small square whose corners a VAE has rounded is not taken for a circle.
 SIZES = {"small": 0.12, "large": 0.18}
 POSITIONS = {
@@ -62,9 +62,9 @@ POSITIONS = {
 }
 RELATIONS = ("left of", "right of", "above", "below")
 JITTER = 0.04
-TRIANGLE_CIRCUMRADIUS = 1.2  # of the radius: the largest triangle that is inside the picture in every position
+TRIANGLE_CIRCUMRADIUS = 1.2  # of the radius: the largest triangle that is inside the image in every position
 SUPERSAMPLING = 4
-WORKING_SIZE = 64  # pixels: the detector resizes pictures to this
+WORKING_SIZE = 64  # pixels: the detector resizes images to this
 _OBJECT = rf"a ({'|'.join(SIZES)}) ({'|'.join(COLORS)}) ({'|'.join(SHAPES)})"
 _BACKGROUND = rf"on a ({'|'.join(COLORS)}) background"
 _ONE_OBJECT = re.compile(rf"{_OBJECT} ({'|'.join(POSITIONS)}) {_BACKGROUND}")
@@ -83,7 +83,7 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: one object with a position, or two with a relation (first to second)."""
+    """What an image shows: one object with a position, or two with a relation (first to second)."""
 
     background: str
     objects: tuple[SceneObject, ...]
@@ -115,7 +115,7 @@ def parse(caption: str) -> Scene:
 
 
 def is_caption(text: str) -> bool:
-    """Whether `parse` takes `text`: of other prompts, such as some of `DRAWBENCH`, no program judges pictures."""
+    """Whether `parse` takes `text`. No program judges images of other prompts, such as some of `DRAWBENCH`."""
     try:
         return bool(parse(text))
     except ValueError:
@@ -129,21 +129,19 @@ def is_held_out(caption: str) -> bool:
 
 @cache
 def captions(num_objects: int = 1, split: str = "all") -> tuple[str, ...]:
-    """Every caption with `num_objects` (1 or 2) objects, in a fixed order. `split` as in `scene`."""
+    """Every caption with `num_objects`, 1 or 2, in a fixed order. `split` as in `scene`."""
     if num_objects == 1:
         scenes = (
             Scene(background, (SceneObject(color, shape, size, position),))
             for (background, color), shape, size, position in product(permutations(COLORS, 2), SHAPES, SIZES, POSITIONS)
         )
-    elif num_objects == 2:
+    else:
         scenes = (
             Scene(background, (SceneObject(color, shape, size), SceneObject(color_2, shape_2, size_2)), relation)
             for (background, color, color_2), shape, shape_2, size, size_2, relation in product(
                 permutations(COLORS, 3), SHAPES, SHAPES, SIZES, SIZES, RELATIONS
             )
         )
-    else:
-        raise ValueError(f"num_objects is {num_objects}; scenes have 1 or 2 objects")
     return tuple(s.caption for s in scenes if _in_split(s.caption, split))
 
 
@@ -169,21 +167,18 @@ def scene(index: int, seed: int = 0, two_object_share: float = 0.0, split: str =
         colors = list(COLORS)
         background, color, color_2 = (colors.pop(c) for c in choice[:3])
         sizes, positions = list(SIZES), list(POSITIONS)
-        first = SceneObject(
-            color, SHAPES[choice[3]], sizes[choice[5]], positions[choice[7]] if num_objects == 1 else None
-        )
+        first = SceneObject(color, SHAPES[choice[3]], sizes[choice[5]])
         second = SceneObject(color_2, SHAPES[choice[4]], sizes[choice[6]])
-        found = (
-            Scene(background, (first,))
-            if num_objects == 1
-            else Scene(background, (first, second), RELATIONS[choice[8]])
-        )
+        if num_objects == 1:
+            found = Scene(background, (replace(first, position=positions[choice[7]]),))
+        else:
+            found = Scene(background, (first, second), RELATIONS[choice[8]])
         if _in_split(found.caption, split):
             return found
 
 
-def draw_scene(scene: Scene, rng_or_seed, size: int = 64) -> Image.Image:
-    """Draws `scene` as an RGB picture of `size` x `size` pixels, 4x supersampled.
+def draw_scene(scene: Scene, rng_or_seed: np.random.Generator | int | list[int], size: int = 64) -> Image.Image:
+    """An RGB image of `scene`, of `size` x `size` pixels, 4x supersampled.
 
     `rng_or_seed` (an argument of `numpy.random.default_rng`) decides the random offsets of the objects.
     """
@@ -221,7 +216,7 @@ def _centres(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float]
 def draw_sample(
     index: int, seed: int = 0, two_object_share: float = 0.0, split: str = "train", size: int = 64
 ) -> tuple[Image.Image, str]:
-    """Picture number `index` (RGB, `size` x `size`) and its caption. Arguments as in `scene`."""
+    """Image number `index` (RGB, `size` x `size`) and its caption. Arguments as in `scene`."""
     what = scene(index, seed, two_object_share, split)
     return draw_scene(what, [seed, index, 1], size), what.caption
 
@@ -246,8 +241,8 @@ def held_out_prompts(num: int, seed: int = 0) -> list[str]:
     return chosen
 
 
-# Prompts by what is hard about them, as DrawBench sorts its own (Saharia et al., 2022, section 4). No picture was drawn
-# for any of them: some captions are held out, others no scene can have, though each of their words is known.
+# Prompts by difficulty, as DrawBench sorts its own (Saharia et al., 2022, section 4). No image was drawn for them: some
+# are held-out captions, and no scene can have the others, though the training captions hold each of their words.
 DRAWBENCH = {
     "colors": [
         "a large black triangle at the bottom on a blue background",
@@ -279,11 +274,11 @@ _NUM_VALUES = {"background": 8, "color": 8, "shape": 3, "size": 2, "position": 9
 
 
 def attributes(caption: str) -> dict[str, str | int]:
-    """What `detect` finds in a perfect picture for `caption`.
+    """What `detect` finds in a perfect image for `caption`.
 
     One object: background, count, color, shape, size, position. Two: background, count, relation, and
     color, shape, size of the left or upper object, then color_2, shape_2, size_2 of the other: "A right of B"
-    and "B left of A" are the same picture, so both read "left of". ValueError as in `parse`.
+    and "B left of A" are the same image, so both read "left of". ValueError as in `parse`.
     """
     what = parse(caption)
     objects, relation = what.objects, what.relation
@@ -314,10 +309,10 @@ _RADII = np.arange(0.08, 0.24, 0.0025).tolist()
 
 
 def detect(picture: Image.Image | np.ndarray) -> dict[str, str | int | None]:
-    """Reads the attributes of a picture (PIL, or uint8 RGB (H, W, 3), of any size; its centre square is used).
+    """Attributes read from an image (PIL, or uint8 RGB (H, W, 3)) of any size; its centre square is used.
 
-    Returns the keys of `attributes`. What cannot be read is None, if there is no object or a shape that fits none.
-    `count` is 0, 1, 2 or 3 ("more than two"). By chance an attribute is right once in as many times as it has values.
+    Returns the keys of `attributes`. A value is None if there is no object, or if its shape fits none of SHAPES.
+    `count` is 0, 1, 2 or 3 ("more than two").
     """
     pixels = _working_copy(picture)
     background, background_rgb, objects = _find_objects(pixels)
@@ -350,9 +345,9 @@ def detect(picture: Image.Image | np.ndarray) -> dict[str, str | int | None]:
 def shape_overlap(picture: Image.Image | np.ndarray, prompt: str) -> float:
     """How clean the drawn shape is: intersection over union with the ideal shape that fits best, in [0, 1].
 
-    The ideal shape is any of SHAPES at any size around the drawn one's centre, so a picture can be wrong and score
-    high. The prompt says which colour to measure; if the picture has no object of it, its largest object is measured.
-    With two objects, their mean. NaN if the picture has no object. Drawn pictures have about 0.967.
+    The ideal shape is any of SHAPES at any size around the drawn one's centre, so an image can be wrong and score
+    high. The object in the prompt's colour is measured; if there is none, the largest object. With two objects, the
+    mean is returned; without an object, NaN. Drawn images have about 0.967.
     """
     pixels = _working_copy(picture)
     _, background_rgb, objects = _find_objects(pixels)
@@ -370,27 +365,15 @@ def _find_objects(pixels: np.ndarray) -> tuple[int, np.ndarray, list[tuple[int, 
 
     A region (H, W) masks the pixels that may belong to the object: of two objects, those that are nearer to it.
     """
-    frame = np.concatenate(
-        [
-            pixels[:2].reshape(-1, 3),
-            pixels[-2:].reshape(-1, 3),
-            pixels[2:-2, :2].reshape(-1, 3),
-            pixels[2:-2, -2:].reshape(-1, 3),
-        ]
-    )
-    background_rgb = np.median(frame, 0)
+    frame = np.ones(pixels.shape[:2], bool)  # two pixels wide
+    frame[2:-2, 2:-2] = False
+    background_rgb = np.median(pixels[frame], 0)
     background = _nearest(background_rgb[None])[0]
     # Only pixels whose eight neighbours have the same colour count: on edges two colours mix to a third.
     labels = _nearest(pixels.reshape(-1, 3)).reshape(WORKING_SIZE, WORKING_SIZE)
     inner = np.zeros_like(labels, bool)
-    inner[1:-1, 1:-1] = np.all(
-        [
-            labels[1 + dy : WORKING_SIZE - 1 + dy, 1 + dx : WORKING_SIZE - 1 + dx] == labels[1:-1, 1:-1]
-            for dy in (-1, 0, 1)
-            for dx in (-1, 0, 1)
-        ],
-        axis=0,
-    )
+    neighbourhoods = np.lib.stride_tricks.sliding_window_view(labels, (3, 3))
+    inner[1:-1, 1:-1] = (neighbourhoods == labels[1:-1, 1:-1, None, None]).all(axis=(2, 3))
     area = np.bincount(labels[inner], minlength=len(_NAMES))
     area[background] = 0
     colors = [c for c in np.argsort(-area) if area[c] >= 10]  # the smallest triangle has about 40
@@ -463,21 +446,21 @@ def _working_copy(picture: Image.Image | np.ndarray) -> np.ndarray:
     factor, rest = divmod(side, WORKING_SIZE)
     if factor and not rest:
         return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
-    place = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
-    low = np.minimum(place.astype(int), side - 1)
-    high, share = np.minimum(low + 1, side - 1), (place - low).astype(np.float32)
+    position = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
+    low = np.minimum(position.astype(int), side - 1)
+    high, share = np.minimum(low + 1, side - 1), (position - low).astype(np.float32)
     rows = square[low] + share[:, None, None] * (square[high] - square[low])
     return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
 
 
 def wrong_attributes(picture: Image.Image | np.ndarray, prompt: str) -> dict[str, tuple[str | int | None, str | int]]:
-    """{attribute: (found, expected)} of the attributes in which a picture differs from its prompt; {}: all right."""
+    """{attribute: (found, expected)} of the attributes in which an image differs from its prompt; {}: all right."""
     found = detect(picture)
     return {key: (found.get(key), value) for key, value in attributes(prompt).items() if found.get(key) != value}
 
 
 def agreement(pictures: list, prompts: list[str]) -> dict[str, float]:
-    """Share of pictures (PIL or uint8 arrays (H, W, 3)) that show what their prompt says.
+    """Share of images (PIL or uint8 arrays (H, W, 3)) that show what their prompt says.
 
     One entry per attribute, over the prompts that have it, and "all": every attribute right at once.
     ValueError for lists of different lengths, for empty ones, and for prompts that are not captions of this data set.
@@ -497,18 +480,12 @@ _MARKER = b"captioned_shapes"
 
 
 def write_data_set(
-    folder: str | os.PathLike,
-    num_rows: int,
-    seed: int = 0,
-    rows_per_file: int = 2000,
-    two_object_share: float = 0.0,
-    size: int = 64,
-    spoilt_share: float = 0.0,
+    folder: str | os.PathLike, num_rows: int, seed: int = 0, rows_per_file: int = 2000, spoilt_share: float = 0.0
 ) -> str:
-    """Writes rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
+    """Write rows 0 to num_rows - 1 of the training split to `folder` (a path or URI) as LAION-style Parquet.
 
     Columns: hash int64 (unique, a function of seed and index), caption string, width and height float64,
-    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than `size`. A `spoilt_share` of the
+    jpg binary: JPEG, every fourth row a PNG; a third of them wider or higher than 64 pixels. A `spoilt_share` of the
     rows, evenly spread, is damaged as rows of a real download are, see `corrupt`. Each file is written atomically.
     A second call with the same arguments writes nothing; with others it replaces the files. ValueError if `folder`
     holds Parquet files of another origin, or for counts that are not positive. Returns `folder`.
@@ -516,18 +493,12 @@ def write_data_set(
     if num_rows < 1 or rows_per_file < 1:
         raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
     if "://" in str(folder):
-        return _write_remote(folder, num_rows, seed, rows_per_file, two_object_share, size, spoilt_share)
+        return _write_remote(folder, num_rows, seed, rows_per_file, spoilt_share)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    call = {
-        "version": 4,
-        "num_rows": num_rows,
-        "seed": seed,
-        "rows_per_file": rows_per_file,
-        "two_object_share": two_object_share,
-        "size": size,
-        "spoilt_share": spoilt_share,
-    }
+    call = {"version": 4, "num_rows": num_rows, "seed": seed, "rows_per_file": rows_per_file}
+    # The two constants were arguments of earlier releases, whose files are kept.
+    call |= {"two_object_share": 0.0, "size": 64, "spoilt_share": spoilt_share}
     marker = json.dumps(call).encode()
     starts = {f"shapes-{i:05d}.parquet": i * rows_per_file for i in range(-(-num_rows // rows_per_file))}
 
@@ -542,7 +513,7 @@ def write_data_set(
 
     for name, start in starts.items():
         indices = range(start, min(start + rows_per_file, num_rows))
-        table = _table(indices, seed, two_object_share, size, spoilt_share)
+        table = _table(indices, seed, spoilt_share)
         temporary = folder / f".{name}.tmp"
         try:
             pq.write_table(table.replace_schema_metadata({_MARKER: marker}), temporary, row_group_size=500)
@@ -568,7 +539,7 @@ def _write_remote(uri: str, *arguments) -> str:
 
 
 def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str | None]:
-    """The picture's bytes and the caption of damaged row `number`: seven kinds of damage in turn."""
+    """The image's bytes and the caption of damaged row `number`: seven kinds of damage in turn."""
     tiny = io.BytesIO()
     Image.new("RGB", (1, 1)).save(tiny, "GIF")
     return [
@@ -583,9 +554,9 @@ def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str |
 
 
 def _widen(picture: Image.Image, index: int) -> Image.Image:
-    """Make one picture in six wider by half and one in six higher, so that there is something to crop.
+    """The image, made wider by half (one in six) or higher (one in six), so that there is something to crop.
 
-    The background grows on both sides: the centre square is the picture as it was drawn.
+    The background grows on both sides: the centre square is the image as it was drawn.
     """
     margin = picture.width // 4
     sides = {0: (margin, 0), 3: (0, margin)}.get(index % 6, (0, 0))
@@ -594,10 +565,10 @@ def _widen(picture: Image.Image, index: int) -> Image.Image:
     return larger
 
 
-def _table(indices: range, seed: int, two_object_share: float, size: int, spoilt_share: float) -> pa.Table:
+def _table(indices: range, seed: int, spoilt_share: float) -> pa.Table:
     rows = []
     for index in indices:
-        picture, caption = draw_sample(index, seed, two_object_share, "train", size)
+        picture, caption = draw_sample(index, seed)
         picture = _widen(picture, index)
         data = _encode(picture, "PNG" if index % 4 == 3 else "JPEG")
         number = int((index + 1) * spoilt_share)  # rises by one at each damaged row

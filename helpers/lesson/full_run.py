@@ -26,7 +26,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 # By resolution: phase 1 at 256 pixels, then phase 2. A parameter that is missing here keeps the notebook's value.
 PARAMETERS = {resolution: read_profile(f"full-sd2-{resolution}") for resolution in (256, 512)}
-# Why the full run differs, by group. At most 50 characters each: pandas cuts longer ones where a notebook shows them.
+# Why the full run differs, by group; at most 50 characters each, since pandas cuts longer ones in a notebook.
 _WHY = {
     "data": {
         "storage": "every node must reach it",
@@ -93,20 +93,18 @@ _WHY = {
 }
 
 
-def compare_parameters(parameters: dict, also: tuple = ()) -> pd.DataFrame:
+def compare_parameters(parameters: dict) -> pd.DataFrame:
     """What the full run changes in a notebook's `parameters` (name -> value), one row each, grouped by subject.
 
-    `also`: names of parameters that the notebook does not have, but on whose machines it depends. Columns: "this
-    notebook", "full run, 256 px", "full run, 512 px", "why".
+    Columns: "this notebook", "full run, 256 px", "full run, 512 px", "why".
     """
-    parameters = {**parameters, **dict.fromkeys(also, "-")}
-    rows = {
-        (group, name): [parameters[name], *(PARAMETERS[r].get(name, parameters[name]) for r in (256, 512)), why]
-        for group, whys in _WHY.items()
-        for name, why in whys.items()
-        if name in parameters
-        and any(full.get(name, parameters[name]) != parameters[name] for full in PARAMETERS.values())
-    }
+    rows = {}
+    for group, whys in _WHY.items():
+        for name, why in whys.items():
+            here = parameters.get(name)
+            full = [of_phase.get(name, here) for of_phase in PARAMETERS.values()]
+            if name in parameters and full != [here, here]:
+                rows[group, name] = [here, *full, why]
     columns = ["this notebook", "full run, 256 px", "full run, 512 px", "why"]
     index = pd.MultiIndex.from_tuples(rows, names=["group", "parameter"]) if rows else None
     return pd.DataFrame(list(rows.values()), columns=columns, index=index, dtype=object)
@@ -115,8 +113,7 @@ def compare_parameters(parameters: dict, also: tuple = ()) -> pd.DataFrame:
 def command(notebook: str, parameters: dict, resolution: int, output: str) -> str:
     """The shell command that runs `notebook` as the full run, on the cluster that this machine is part of.
 
-    It sets the locations among the notebook's `parameters`, for you to change. `resolution`: 256 or 512, else
-    ValueError.
+    It names the locations among the notebook's `parameters`: change these. `resolution`: 256 or 512, else ValueError.
     """
     if resolution not in PARAMETERS:
         raise ValueError(f"resolution={resolution!r} is not a phase of the full run: choose 256 or 512.")

@@ -1,18 +1,21 @@
-"""What the notebooks show of raw rows, of a finished job, of held-out prompts, and of a cell that is run too early."""
+"""What the notebooks show of the pipeline, raw rows, a finished job, held-out prompts, and a cell run too early."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import io
+import pathlib
+import re
 import warnings
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray.train
 from IPython import get_ipython
+from IPython.display import SVG
 from PIL import Image
 
 from .. import storage
@@ -22,6 +25,7 @@ from ..encode.captions import count_tokens, load_tokenizer
 from ..evaluation import at_checkpoints
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest, read_manifest
+from ..latents.parquet import read_parquet
 from ..latents.read import first_latents
 from ..raw import filters, images, inputs
 from ..train import checkpoint, resume
@@ -29,16 +33,22 @@ from . import captioned_shapes
 
 
 def explain_missing_names() -> None:
-    """From now on, a NameError in this notebook also says that the cells above must be run first."""
+    """Make a NameError in this notebook say, too, that the cells above must be run first."""
     if (shell := get_ipython()) is not None:
         shell.set_custom_exc((NameError,), _show_name_error)
 
 
 def _show_name_error(shell, kind, error, trace, tb_offset=None):
-    """Show it as IPython does, with a note; but not a Ray error, which is also a NameError if a task raised one."""
+    """Show the error as IPython does, with a note. An error of a Ray task, of a subclass of NameError, gets none."""
     if kind is NameError:
         error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+def pipeline_diagram() -> SVG:
+    """The diagram of the pipeline, with its title as alternative text."""
+    file = pathlib.Path(__file__).with_name("architecture.svg")
+    return SVG(filename=str(file), metadata={"alt": re.search("<title>(.*)</title>", file.read_text())[1]})
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
@@ -62,10 +72,10 @@ def encoder_timeline(segments: list[dict]) -> pd.DataFrame:
 def dataset_stats(
     config: PreprocessingConfig, num_rows: int = 2000, seed: int = 0
 ) -> tuple[pd.DataFrame, list[Image.Image], list[str]]:
-    """Dataset statistics from a random sample of rows: `(frame, pictures, captions)`.
+    """`(frame, pictures, captions)` of a random sample of rows.
 
     The frame has one row per sample: `tokens` (of the whole caption, with begin and end), `width` and `height` (from
-    the headers; NaN without a picture). Twelve pictures are decoded, with their captions.
+    the headers; NaN without an image). `pictures` and `captions` are those of twelve rows, decoded.
     """
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
@@ -78,10 +88,10 @@ def dataset_stats(
 
 
 def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
-    """How many pictures each shape gets and how much the crop cuts away, before anything is encoded.
+    """How many images each shape would get, and how much of them the crop would cut away.
 
-    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for pictures smaller than
-    theirs), pictures, share, cut (mean share of a picture's area; NaN without pictures).
+    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for images smaller than
+    theirs), pictures (their number), share, cut (mean share of an image's area that is lost; NaN without images).
     """
     sizes = stats[["width", "height"]].dropna().to_numpy()
     rows = []
@@ -115,7 +125,7 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
 
 
 def picture_size(data: bytes | None) -> tuple[int, int] | None:
-    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not a picture."""
+    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not an image."""
     if not data:
         return None
     try:
@@ -160,15 +170,13 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             "run_name, or change them."
         )
     values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig.from_dict({**values, "storage": storage_uri}), resume.as_checkpoint(saved)
+    return TrainingConfig(**{**values, "storage": storage_uri}), resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
     """Rejected rows as a frame with columns id, reason, source: all, or those of the first `max_files` files."""
-    tables = []
-    for uri in storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]:
-        filesystem, path = storage.open_filesystem(uri)
-        tables.append(pq.read_table(path, filesystem=filesystem))
+    files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]
+    tables = list(map(read_parquet, files))
     columns = [schema.ID, schema.REASON, schema.SOURCE]
     return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
 
@@ -181,11 +189,11 @@ def read_run_rejects(run_uri: str) -> pd.DataFrame:
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
     """`num_rows` rows as stored in up to 16 random files, with `path`, without those that `row_filter` drops.
 
-    If the filter drops all of them, prints this and returns them unfiltered.
+    If the filter drops all of them, a sentence is printed, and they are returned unfiltered.
     """
     random = np.random.default_rng(seed)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    chosen = [paths[place] for place in random.permutation(len(paths))[:16]]
+    chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
     num_each = -(-num_rows // len(chosen))
     tables = [inputs.with_path(table, path) for path in chosen for table in sample_file(path, config, num_each, random)]
     rows = pa.concat_tables(tables, promote_options="permissive")
@@ -198,25 +206,27 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     return kept
 
 
-def sample_file(path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator):
+def sample_file(
+    path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator
+) -> Iterator[pa.Table]:
     """Tables with the first rows of random row groups of a file, `num_rows` in all.
 
-    For a tar, its first rows: seeking in it would mean reading all of it.
+    A tar's first rows are taken: seeking in it would mean reading all of it.
     """
     read, left = inputs.reader(config), num_rows
     if config.input_format == "webdataset":
         selections = [None]  # from the beginning
     else:
         selections = [[int(group)] for group in random.permutation(len(read.row_groups(path)))]
+    share = max(1, num_rows // min(4, max(1, len(selections))))  # of a row group, which may be the whole file
     for selection in selections:
-        share = min(left, max(num_rows // 4, num_rows // len(selections), 1))  # a row group may be the whole file
-        left -= share
+        wanted = min(left, share)
         for table in read.stream(path, inputs.used_columns(config), selection):
-            yield table[:share]
-            share -= len(table[:share])
-            if share == 0:
+            yield table[:wanted]
+            left -= len(table[:wanted])
+            wanted -= len(table[:wanted])
+            if wanted == 0:
                 break
-        left += share  # what a row group with fewer rows did not use
         if left == 0:
             return
 
@@ -267,11 +277,11 @@ def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
     return pa.Table.from_pylist([counts])
 
 
-def prompts_and_detector(config: TrainingConfig, num_prompts: int):
-    """`(prompts, detector)`: captions that training does not see, and a function that scores pictures of them.
+def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list[str], Callable | None]:
+    """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
 
-    For the drawn sample data: captions that no drawn picture has, and `captioned_shapes.agreement`. For other data: the
-    captions of held-out rows (if nothing is held out, of training rows), and None. `config.prompts` replaces the
+    The drawn sample data has captions that no drawn image has, and `captioned_shapes.agreement`. Other data has the
+    captions of held-out rows (of training rows, if nothing is held out), and None. `config.prompts` replaces the
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
@@ -292,6 +302,6 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     if raw is None:
         return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
     # Earlier versions recorded a parameter more.
-    config = OnlineConfig.from_dict({name: value for name, value in raw.items() if name != "text_precision"})
+    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]

@@ -1,11 +1,11 @@
-"""Memorisation: which training rows are nearest to generated pictures, and is that nearer than chance?
+"""Memorisation: which training rows are nearest to generated images, and is that nearer than chance?
 
-    latents = memorisation.encode_pictures(model, pictures)
+    latents = memorisation.encode_pictures(model, images)
     nearest, held_out = memorisation.search(config, latents)
 
-The search is exact: one Ray Data pass over the stored latents of all training rows. A generated picture may be a copy
-if it is much nearer to a training picture than pictures that the model has never seen are to theirs (Carlini et al.,
-2023, section 4). So the same pass finds the nearest training rows of held-out rows.
+The search is exact: one Ray Data pass over the stored latents of all training rows. Images that the model has never
+seen show how near is normal: the same pass finds the nearest training rows of held-out rows. A generated image that is
+much nearer to a training image than these may be a copy (Carlini et al., 2023, section 4).
 
 A distance is the root mean square difference of two latents' scaled means: a data set's latents have a standard
 deviation of about 1, so two unrelated ones are about 1.4 apart.
@@ -33,7 +33,7 @@ from ..latents.read import read_row_ranges
 
 TASK_BYTES = 2**30  # read by one task of the pass
 STEP_BYTES = 64 * 2**20  # of latents, or of distances, held by a task at a time
-PLACE = ["data_set", "group", "row"]
+POSITION = ["data_set", "group", "row"]
 
 
 class DataSet(NamedTuple):
@@ -44,7 +44,7 @@ class DataSet(NamedTuple):
 
 
 def encode_pictures(model: str, pictures: Sequence[np.ndarray], batch_size: int = 32) -> np.ndarray:
-    """Pictures of one size, (H, W, 3) uint8 -> (N, C, H/8, W/8) unscaled latents, the means of the VAE's posterior."""
+    """(N, C, H/8, W/8) latents of N images of one size, (H, W, 3) uint8: the VAE's posterior means, unscaled."""
     import torch  # not at the top: the tasks that search need no PyTorch and no diffusers
 
     from ..encode import encoder
@@ -63,14 +63,13 @@ def search(
     """The nearest training row of each of N latents, and the distances of held-out rows to theirs.
 
     Args:
-        config: all data sets of its `latents_uri` are searched; its `validation_share` applies to latents of earlier
-            versions.
+        config: run whose data sets are searched.
         latents_NCHW: unscaled means, as `encode_pictures` returns them, of a shape of the config's largest resolution.
-        num_held_out: held-out rows to compare with, at most.
+        num_held_out: maximum number of held-out rows to compare with.
 
     Returns `(nearest, held_out)`. `nearest` has a row for each latent, with columns query, distance, nearer (the share
     of the held-out rows that are at least as near to their nearest row), id, caption, latents_uri and latents
-    ((C, H, W) means, unscaled). `held_out` (M,) are the held-out rows' distances.
+    ((C, H, W) means, unscaled). `held_out` (M,) holds the held-out rows' distances.
 
     Needs a connection to Ray. Raises ValueError if no row is trained on in this shape.
     """
@@ -92,14 +91,14 @@ def search(
     if len(held_out):
         nearest["nearer"] = np.searchsorted(np.sort(held_out), nearest["distance"], side="right") / len(held_out)
     tables = []
-    for number, group, row in nearest[PLACE].itertuples(index=False):
+    for number, group, row in nearest[POSITION].itertuples(index=False):
         files, columns = data_sets[number].files, [schema.ID, schema.CAPTION, spec.name]
         tables.append(read_row_ranges([files.row_range(group, row, 1)], columns, storage.join(files.uri, "data")))
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
     nearest["latents_uri"] = [data_sets[number].files.uri for number in nearest["data_set"]]
     nearest["latents"] = list(read_means(rows, spec).reshape(-1, *spec.shape[1:]))
-    return nearest.drop(columns=PLACE), held_out
+    return nearest.drop(columns=POSITION), held_out
 
 
 def find_column(manifest: Manifest, config: TrainingConfig, latents_NCHW: np.ndarray) -> schema.ColumnSpec:
@@ -135,7 +134,7 @@ def run_pass(data_sets: list[DataSet], spec: schema.ColumnSpec, queries_QD: np.n
     """
     num_groups = sum(len(data_set.groups) for data_set in data_sets)
     if not num_groups:
-        return pd.DataFrame(columns=["query", "distance", *PLACE])
+        return pd.DataFrame(columns=["query", "distance", *POSITION])
     num_bytes = num_groups * schema.ROWS_PER_ROW_GROUP * spec.row_bytes
     num_tasks = min(num_groups, max(2 * int(ray.cluster_resources().get("CPU", 1)), -(-num_bytes // TASK_BYTES)))
     nearest_of_task = functools.partial(
@@ -154,9 +153,9 @@ def search_groups(
     starts, nearest = np.cumsum([0, *(len(data_set.groups) for data_set in data_sets)]), []
     at_once = max(1, STEP_BYTES // (schema.ROWS_PER_ROW_GROUP * max(spec.row_bytes, 8 * len(queries_QD))))
     for number, data_set in enumerate(data_sets):
-        places = batch["id"][(batch["id"] >= starts[number]) & (batch["id"] < starts[number + 1])] - starts[number]
-        for start in range(0, len(places), at_once):
-            rows, rows_BD = read_groups(data_set, data_set.groups[places[start : start + at_once]], spec)
+        mine = batch["id"][(batch["id"] >= starts[number]) & (batch["id"] < starts[number + 1])] - starts[number]
+        for start in range(0, len(mine), at_once):
+            rows, rows_BD = read_groups(data_set, data_set.groups[mine[start : start + at_once]], spec)
             nearest.append(nearest_rows(queries_QD, rows_BD, rows.assign(data_set=number)))
     return keep_nearest(nearest)
 
@@ -170,16 +169,16 @@ def read_groups(data_set: DataSet, groups: np.ndarray, spec: schema.ColumnSpec) 
     return pd.DataFrame({"group": np.repeat(groups, counts), "row": row_numbers}), read_means(rows, spec)
 
 
-def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, places: pd.DataFrame) -> pd.DataFrame:
+def nearest_rows(queries_QD: np.ndarray, rows_BD: np.ndarray, positions: pd.DataFrame) -> pd.DataFrame:
     """The nearest row of each query, if there is any row. In fp64: in fp32, a copy's distance would not be 0."""
     squares_QB = (queries_QD**2).sum(axis=1)[:, None] + (rows_BD**2).sum(axis=1) - 2 * queries_QD @ rows_BD.T
     queries = np.arange(len(queries_QD) if len(rows_BD) else 0)
     nearest = squares_QB[queries].argmin(axis=1) if len(queries) else queries
     distances = np.sqrt(np.maximum(squares_QB[queries, nearest], 0))
-    return places.iloc[nearest].reset_index(drop=True).assign(query=queries, distance=distances)
+    return positions.iloc[nearest].reset_index(drop=True).assign(query=queries, distance=distances)
 
 
 def keep_nearest(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """The nearest row of each query of several frames; ties go to the first row."""
-    ordered = pd.concat(frames).sort_values(["query", "distance", *PLACE])
+    ordered = pd.concat(frames).sort_values(["query", "distance", *POSITION])
     return ordered.drop_duplicates("query").reset_index(drop=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import pathlib
 import shutil
@@ -19,21 +20,23 @@ import torch
 import torch.distributed as dist
 
 from .. import distributed, storage
-from ..train import profiling
 from . import estimates, published_results
 
 # Bytes that each link of a ring carries, in units of message size x (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.
 COLLECTIVES = {"all-reduce": 2, "all-gather": 1}
 GPU_SIZES = tuple(2**power for power in range(20, 31, 2))  # bytes: 1 MiB to 1 GiB
 CPU_SIZES = tuple(2**power for power in range(14, 25, 2))
-# Where AWS's installers put NCCL's plugin, and the system's folders; LD_LIBRARY_PATH is searched first.
-_LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
-_LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
-VARIABLES = ("FI_PROVIDER", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+ROUNDS = 5  # repetitions of a measurement, after one that does not count
+# Folders of AWS's installers for NCCL's plugin, and the system's; LD_LIBRARY_PATH is searched first.
+LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
+LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
+ALLOWED = {"FI_PROVIDER": ("efa",), "NCCL_NET": ("aws libfabric", "ofi")}  # other values of these variables forbid EFA
+# Stable Diffusion 2: size of the U-Net, and an A100's seconds of compute for 128 images at 256 pixels (published).
+PARAMETERS, STEP_SECONDS = 865_910_724, 0.69
 
 
-def time_collective(collective: str, num_bytes: int, device: torch.device | str, rounds: int = 5) -> tuple[int, float]:
-    """`(bytes, seconds)` of one call, the median of `rounds`; call it on every rank, of at least two.
+def time_collective(collective: str, num_bytes: int, device: torch.device | str) -> tuple[int, float]:
+    """`(bytes, seconds)` of one call, the median of `ROUNDS`; call it on every rank, of at least two.
 
     Bytes are as in nccl-tests: a rank's tensor of an all-reduce, the gathered tensor of an all-gather; they may differ
     slightly from `num_bytes`, so that the ranks' parts are equal.
@@ -44,7 +47,7 @@ def time_collective(collective: str, num_bytes: int, device: torch.device | str,
     part = tensor[: count // ranks].clone()
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     seconds = []
-    for _ in range(1 + rounds):
+    for _ in range(1 + ROUNDS):
         dist.barrier()
         started = time.perf_counter()
         if collective == "all-reduce":
@@ -61,34 +64,32 @@ def bus_bandwidth(collective: str, num_bytes: int, seconds: float, ranks: int) -
     return 1e-9 * COLLECTIVES[collective] * (ranks - 1) / ranks * num_bytes / seconds
 
 
-def measure_bandwidth(device: torch.device | str, sizes: Iterable[int] | None = None, rounds: int = 5) -> list[dict]:
+def measure_bandwidth(device: torch.device | str, sizes: Iterable[int] | None = None) -> list[dict]:
     """Time the `COLLECTIVES` over message `sizes` (bytes; None: `GPU_SIZES` or `CPU_SIZES`); call it on every rank.
 
-    Returns rows with collective, bytes, microseconds, "bus bandwidth, GB/s". Raises ValueError for a single worker.
+    Returns rows with collective, bytes, "bus bandwidth, GB/s". Raises ValueError for a single worker.
     """
     ranks = distributed.world_size()
     if ranks < 2:
         raise ValueError("num_training_workers=1 has no network to measure: give at least 2.")
     sizes = sizes or (GPU_SIZES if torch.device(device).type == "cuda" else CPU_SIZES)
     rows = []
-    for collective in COLLECTIVES:
-        for size in sizes:
-            num_bytes, seconds = time_collective(collective, size, device, rounds)
-            rate = bus_bandwidth(collective, num_bytes, seconds, ranks)
-            row = {"collective": collective, "bytes": num_bytes, "microseconds": 1e6 * seconds}
-            rows.append({**row, "bus bandwidth, GB/s": rate})
+    for collective, size in itertools.product(COLLECTIVES, sizes):
+        num_bytes, seconds = time_collective(collective, size, device)
+        rate = bus_bandwidth(collective, num_bytes, seconds, ranks)
+        rows.append({"collective": collective, "bytes": num_bytes, "bus bandwidth, GB/s": rate})
     return rows
 
 
-def measure_per_worker(values: dict) -> None:
-    """Training function of Ray Train: rank 0 writes `network.json` to `values["run_uri"]`.
+def measure_per_worker(run_uri: str) -> None:
+    """Training function of Ray Train: rank 0 writes `network.json` to `run_uri`.
 
-    `values` may also have `sizes` and `rounds`, as for `measure_bandwidth`. The file holds `ranks`, `ranks_per_node`,
-    `device`, `hardware`, `rows` (`measure_bandwidth`) and `nodes` (`describe_node` of each node).
+    The file holds `ranks`, `ranks_per_node`, `device`, `rows` (`measure_bandwidth`) and `nodes` (`describe_node` of
+    each node).
     """
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     distributed.use_cores(context.get_local_world_size())
-    rows = measure_bandwidth(device, values.get("sizes"), values.get("rounds", 5))
+    rows = measure_bandwidth(device)
     here = describe_node() if context.get_local_rank() == 0 else None  # after NCCL has loaded what it uses
     nodes = distributed.gather_objects(here)
     if context.get_world_rank() == 0:
@@ -96,11 +97,10 @@ def measure_per_worker(values: dict) -> None:
             "ranks": context.get_world_size(),
             "ranks_per_node": context.get_local_world_size(),
             "device": device.type,
-            "hardware": profiling.hardware(device),
             "rows": rows,
             "nodes": [node for node in nodes if node],
         }
-        storage.write_json(storage.join(values["run_uri"], "network.json"), found)
+        storage.write_json(storage.join(run_uri, "network.json"), found)
 
 
 # ---- which network is used
@@ -111,20 +111,19 @@ def describe_node() -> dict:
 
     `devices`: number of EFA interfaces with the kernel's driver. `provider`: whether libfabric offers "efa"
     (`fi_info`); None without that program. `plugins`: files of NCCL's network plugin. `loaded`: files of the plugin and
-    libfabric that this process has loaded. `variables`: environment variables that affect the choice.
+    libfabric that this process has loaded. `variables`: those of `ALLOWED` that are set.
     """
     drivers = glob.glob("/sys/class/infiniband/*/device/driver")
-    devices = [path for path in drivers if os.path.basename(os.path.realpath(path)) == "efa"]
     maps = pathlib.Path("/proc/self/maps")
     mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
-    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), *_LIBRARIES]
+    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), *LIBRARIES]
     return {
         "node": socket.gethostname(),
-        "devices": len(devices),
+        "devices": sum(os.path.basename(os.path.realpath(path)) == "efa" for path in drivers),
         "provider": offers_efa(),
         "plugins": sorted({path for folder in folders for path in glob.glob(f"{folder}/libnccl-net*.so*")}),
         "loaded": sorted(path for path in mapped if os.path.basename(path).startswith(("libnccl-net", "libfabric"))),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in ALLOWED if name in os.environ},
     }
 
 
@@ -139,7 +138,7 @@ def offers_efa() -> bool | None:
 
 def explain(node: dict, device: str = "cuda") -> str:
     """One sentence: whether NCCL on a node (`describe_node`) uses EFA, why, and what to change if it does not."""
-    variables, name = node["variables"], node["node"]
+    name, interfaces = node["node"], f"{node['devices']} EFA interface(s)"
     if device != "cuda":
         return f"{name}: workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs."
     if not node["devices"]:
@@ -148,23 +147,10 @@ def explain(node: dict, device: str = "cuda") -> str:
             "that has some (p4d, p4de, p5), with EFA network interfaces and a security group that lets all traffic to "
             "and from itself through."
         )
-    interfaces = f"{node['devices']} EFA interface(s)"
-    for variable, expected in (("FI_PROVIDER", "efa"), ("NCCL_NET", "AWS Libfabric")):
-        value = variables.get(variable, expected)
-        if value.lower() not in (expected.lower(), "ofi"):
-            return f"{name}: EFA is off although there are {interfaces}: {variable}={value} forbids it. Unset it."
-    if node["provider"] is False:
-        return (
-            f"{name}: EFA is off although there are {interfaces}: `fi_info -p efa` finds no libfabric provider. "
-            "Install AWS's EFA installer in the image."
-        )
-    if not node["plugins"] and not node["loaded"]:
-        return (
-            f"{name}: EFA is off although there are {interfaces}: NCCL's plugin aws-ofi-nccl is not found. Install it, "
-            "and put its folder on LD_LIBRARY_PATH where `ray start` runs."
-        )
+    if obstacle := find_obstacle(node):
+        return f"{name}: EFA is off although there are {interfaces}: {obstacle}"
     files = [os.path.basename(path) for path in node["loaded"]]
-    if any(file.startswith("libnccl-net") for file in files) and any(file.startswith("libfabric") for file in files):
+    if all(any(file.startswith(library) for file in files) for library in ("libnccl-net", "libfabric")):
         return f"{name}: EFA is on: {interfaces}, and this worker has loaded {' and '.join(files)}."
     return (
         f"{name}: EFA could be on, with {interfaces} and {os.path.basename((node['plugins'] or files)[0])}, but this "
@@ -173,33 +159,42 @@ def explain(node: dict, device: str = "cuda") -> str:
     )
 
 
+def find_obstacle(node: dict) -> str | None:
+    """A reason why NCCL does not use a node's EFA interfaces, and what to change; None if none is known."""
+    for variable, allowed in ALLOWED.items():
+        value = node["variables"].get(variable, allowed[0])
+        if value.lower() not in allowed:
+            return f"{variable}={value} forbids it. Unset it."
+    if node["provider"] is False:
+        return "`fi_info -p efa` finds no libfabric provider. Install AWS's EFA installer in the image."
+    if not node["plugins"] and not node["loaded"]:
+        return (
+            "NCCL's plugin aws-ofi-nccl is not found. Install it, and put its folder on LD_LIBRARY_PATH where "
+            "`ray start` runs."
+        )
+    return None
+
+
 def expected_bandwidth() -> dict[str, float]:
     """{label: GB/s} that a node's network should reach on p4d and p4de, with EFA and with TCP (`FACTS`)."""
-    facts = published_results.FACTS
-    return {
-        f"{kind}: {facts[f'network of a node, {kind}'].value:g} GB/s": facts[f"network of a node, {kind}"].value
-        for kind in ("EFA", "TCP")
-    }
+    rates = {kind: published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")}
+    return {f"{kind}: {rate:g} GB/s": rate for kind, rate in rates.items()}
 
 
-def step_shares(found: dict, parameters: float = 865_910_724, step_seconds: float = 0.69, **options) -> pd.DataFrame:
-    """The share of a step that each strategy spends on the network: a row each, from the measured bus bandwidth.
+def step_shares(found: dict) -> pd.DataFrame:
+    """The share of a Stable Diffusion 2 step that each strategy spends on the network: a row each, by arithmetic.
 
-    `found`: what `measure_per_worker` wrote; the bandwidth is that of the largest all-reduce. `parameters`: of the
-    U-Net (SD2's); `step_seconds`: of compute alone (128 images at 256 pixels on an A100, published). `options`: of
-    `estimates.predict_scaling`. Columns: seconds of communication, its share of a step if nothing overlaps, and if the
-    backward pass hides it. On one node, the measured bandwidth is that within it; on several, that across nodes, and
-    within a node an A100's NVLink is assumed. Raises ValueError for numbers not above 0.
+    `found`: what `measure_per_worker` wrote; the bandwidth is that of the largest all-reduce. Columns: seconds of
+    communication, its share of a step if nothing overlaps, and if the backward pass hides it. On one node, the measured
+    bandwidth is that within it; on several, that across nodes, and within a node an A100's NVLink is assumed.
     """
     reduced = [row for row in found["rows"] if row["collective"] == "all-reduce"]
     rate = max(reduced, key=lambda row: row["bytes"])["bus bandwidth, GB/s"]
-    per_node, rows = found["ranks_per_node"], {}
-    if found["ranks"] <= per_node:
-        options = {"within_node": rate, **options}
-    for strategy in ("ddp", "fsdp", "hsdp", "fsdp-full"):
-        table = estimates.predict_scaling(
-            parameters, step_seconds, rate, (found["ranks"],), strategy=strategy, ranks_per_node=per_node, **options
-        )
+    ranks, options, rows = found["ranks"], {"ranks_per_node": found["ranks_per_node"]}, {}
+    if ranks <= found["ranks_per_node"]:
+        options["within_node"] = rate
+    for strategy in estimates.RING_BYTES:
+        table = estimates.predict_scaling(PARAMETERS, STEP_SECONDS, rate, [ranks], strategy=strategy, **options)
         _, seconds, exposed, hidden = table.iloc[0]
         rows[strategy] = (seconds, 1 - exposed, 1 - hidden)
     names = ["communication, s", "share of a step, nothing hidden", "share, hidden behind backward"]

@@ -1,8 +1,8 @@
 """What others published about pre-training Stable Diffusion v2: throughput, cost, size of the runs. No torch, no Ray.
 
 The numbers are data, `published_results.yaml`, each with its `source` (its full title is in SOURCES). Tables are
-frames. `derived` says how a number that is not printed there was computed, and `note` where the documents contradict
-each other or their own arithmetic.
+frames. `derived` says how a number that is not printed there was computed. `note` says where documents contradict each
+other or their own arithmetic.
 """
 
 import math
@@ -67,8 +67,8 @@ def totals() -> pd.DataFrame:
 def phases_table(measured: dict[int, float]) -> pd.DataFrame:
     """The phases of the published runs, one row each, and how long yours would take for the same samples.
 
-    `measured`: {resolution: your images/s}, of all your workers together, compared with the published phase of that
-    resolution (of other resolutions: with phase 1). Column `derived` names the columns that are not published.
+    `measured`: {resolution: your images/s}, all your workers together. They are compared with the published phase of
+    that resolution, and other resolutions with phase 1. Column `derived` names the columns that are not published.
     """
     table = PHASES.drop(columns=["unique_samples", "source"])
     table["derived"] = table["derived"].map(", ".join)
@@ -89,8 +89,9 @@ def precomputation_table() -> pd.DataFrame:
 
 
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
-    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters. ValueError otherwise.
+    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters.
 
+    Raises ValueError for other resolutions.
     `measured`: your own results by setting (`ablations.ablation`), with columns "images/s" and "speedup".
     """
     rows = ABLATION[ABLATION["resolution"] == resolution]

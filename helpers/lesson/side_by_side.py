@@ -1,4 +1,4 @@
-"""A blind side-by-side of two models: which picture is better, and which fits its prompt better?
+"""A blind side-by-side of two models: which image is better, and which fits its prompt better?
 
     pairs = side_by_side.draw_pairs(["stabilityai/stable-diffusion-2-base", pipeline_uri], prompts, resolution=512)
     judging = side_by_side.SideBySide(pairs, "storage/choices.csv", names=("SD2", "ours"))
@@ -6,8 +6,8 @@
     side_by_side.report(judging.choices, judging.names)  # preferences with 95 % intervals
 
 Choices are stored as CSV, one row per pair: `pair` (its prompt's index), `prompt`, `pictures` (checksum of both),
-`quality` and `alignment`. The last two hold the preferred model's name, "no preference", or nothing if a reader left it
-open. A file that was filled in elsewhere needs only these two columns.
+`quality` and `alignment`. The last two hold the preferred model's name, "no preference", or nothing if a reader gave no
+answer. A file that was filled in elsewhere needs only these two columns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..sample.pipeline import generate, load_pipeline, to_png
 QUESTIONS = {"quality": "Which picture is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
 COLUMNS = ["pair", "prompt", "pictures", *QUESTIONS]
-SIDE = 320  # least pixels of a picture's longer side on the screen
+SIDE = 320  # least pixels of an image's longer side on the screen
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models' pictures of a prompt, (H, W, 3) uint8. `number`: the prompt's index. `left_model`: 0 or 1."""
+    """Two models' images of a prompt, (H, W, 3) uint8. `number`: the prompt's index. `left_model`: 0 or 1."""
 
     number: int
     prompt: str
@@ -50,10 +50,10 @@ class Pair:
 def draw_pairs(
     pipelines: Sequence[str], prompts: Sequence[str], *, resolution: int, seed: int = 0, **options
 ) -> list[Pair]:
-    """Pairs of pictures by two pipelines, which are folders or URIs in diffusers layout, or hub ids; see `pair_up`.
+    """Pairs of images by two pipelines, which are folders or URIs in diffusers layout, or hub ids; see `pair_up`.
 
-    On this process's GPU if it has one. Both draw squares of `resolution` from the same seeds, each with its own
-    scheduler. `options`: steps and guidance_scale, as for `pipeline.generate`.
+    Both generate squares of `resolution` pixels from the same seeds, each with its own scheduler, on this process's GPU
+    if there is one. `options`: steps and guidance_scale, as for `pipeline.generate`.
     """
     drawn, device = [], "cuda" if torch.cuda.is_available() else "cpu"
     for name in pipelines:
@@ -65,9 +65,9 @@ def draw_pairs(
 def pair_up(
     pictures_a: Sequence[np.ndarray], pictures_b: Sequence[np.ndarray], prompts: Sequence[str], seed: int = 0
 ) -> list[Pair]:
-    """Pairs in random order; each model's pictures are on the left in a random half of them.
+    """Pairs in random order; each model's images are on the left in a random half of them.
 
-    Pictures are (H, W, 3) uint8, one per prompt. Raises ValueError for lists of different lengths, or empty ones.
+    Images are (H, W, 3) uint8, one per prompt. Raises ValueError for lists of different lengths, or empty ones.
     """
     if not len(pictures_a) == len(pictures_b) == len(prompts) > 0:
         counts = f"{len(pictures_a)} and {len(pictures_b)} pictures for {len(prompts)} prompts"
@@ -86,10 +86,10 @@ class SideBySide(widgets.VBox):
 
     Args:
         pairs: what `draw_pairs` or `pair_up` returned.
-        uri: the file of the choices.
-        names: of the two models, in the order in which the pairs got their pictures. They are not shown.
+        uri: file of the choices.
+        names: names of the two models, in the order of a pair's images. They are not shown.
 
-    Raises ValueError if the file holds choices about other pictures or models, and as `read_choices` does.
+    Raises ValueError if the file holds choices about other images or models, and as `read_choices` does.
     """
 
     def __init__(self, pairs: Sequence[Pair], uri: str, names: Sequence[str]):
@@ -134,7 +134,7 @@ class SideBySide(widgets.VBox):
 
 
 def enlarged_png(picture: np.ndarray) -> bytes:
-    """Pictures smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
+    """Images smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
     factor = -(-SIDE // max(picture.shape))
     return to_png(picture.repeat(factor, axis=0).repeat(factor, axis=1))
 
@@ -166,9 +166,9 @@ def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
 
 
 def judge(pairs: Sequence[Pair], names: Sequence[str], **scores: Callable[[np.ndarray, str], float]) -> pd.DataFrame:
-    """A program's choices, for data that one can judge: the picture with the higher `score(picture, prompt)`.
+    """The choices of a program: the image with the higher `score(image, prompt)`.
 
-    `scores`: one for each question, "quality" and "alignment". Equal scores, and NaN, mean no preference.
+    `scores`: a score for each question, "quality" and "alignment". Equal scores, and NaN, mean no preference.
     """
 
     def prefer(pair, score):
@@ -178,11 +178,11 @@ def judge(pairs: Sequence[Pair], names: Sequence[str], **scores: Callable[[np.nd
     return pd.DataFrame({question: [prefer(pair, scores[question]) for pair in pairs] for question in QUESTIONS})
 
 
-def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95) -> pd.DataFrame:
+def report(choices: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """How often each model was preferred, by question.
 
     Columns: for each of `names` and "no preference" the number of choices; `preferred`, the share of the second model
-    among those that prefer one; `low` and `high`, its Wilson interval. An interval that excludes 0.5 shows a
+    among those that prefer one; `low` and `high`, its 95 % interval by Wilson. An interval that excludes 0.5 shows a
     preference; if several readers judge the same prompt, their choices are not independent and the interval is too
     narrow.
     """
@@ -190,15 +190,15 @@ def report(choices: pd.DataFrame, names: Sequence[str], confidence: float = 0.95
     for question in QUESTIONS:
         counts = {answer: int((choices[question] == answer).sum()) for answer in (first, NO_PREFERENCE, second)}
         decided = counts[first] + counts[second]
-        low, high = wilson_interval(counts[second], decided, confidence)
+        low, high = wilson_interval(counts[second], decided)
         preferred = counts[second] / decided if decided else math.nan
         rows[question] = {**counts, "preferred": preferred, "low": low, "high": high}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson, 1927); (0, 1) without trials."""
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share (Wilson, 1927); (0, 1) without trials."""
+    z = statistics.NormalDist().inv_cdf(0.975)
     middle = (successes + z**2 / 2) / (trials + z**2)
     variance = successes * (trials - successes) / max(1, trials) + z**2 / 4
     half = z * math.sqrt(variance) / (trials + z**2)

@@ -1,10 +1,10 @@
 """Paired trials: settings of a training run compared seed by seed, with an interval around the difference.
 
 The loss of a recipe varies between seeds, often by more than two recipes differ. So each setting is trained once per
-seed, and with the same seed all settings share the initial weights, the rows of each step, their noise and dropped
+seed. With the same seed, all settings share the initial weights, the rows of each step, their noise and dropped
 captions. The effect of a seed is then common to all settings and cancels in their difference.
 
-Timesteps are shared too with `timestep_sampling="uniform"`; with importance sampling they depend on the objective.
+With `timestep_sampling="uniform"` they share timesteps too; with importance sampling these depend on the objective.
 """
 
 from __future__ import annotations
@@ -31,19 +31,15 @@ from ..train.step import TrainStep, Unit
 NUM_ROWS = 256  # held-out rows that errors are measured on
 
 
-def run(
-    config: TrainingConfig,
-    settings: Mapping[str, Mapping[str, object]],
-    seeds: Sequence[int],
-) -> pd.DataFrame:
+def run(config: TrainingConfig, settings: Mapping[str, Mapping[str, object]], seeds: Sequence[int]) -> pd.DataFrame:
     """Train each setting with each seed; returns a frame with columns setting, seed, metric, value.
 
     The metrics are those of `held_out_errors`, on rows that no setting trains on.
 
     Args:
-        config: what the settings have in common.
-        settings: name -> the fields that differ, such as {"prediction_type": "epsilon"}.
-        seeds: replace the config's.
+        config: fields that the settings have in common.
+        settings: name -> fields that differ, such as {"prediction_type": "epsilon"}.
+        seeds: seeds of the trials, in place of the config's.
 
     Raises ValueError for fewer than two settings or seeds, or a name that is not a field of `TrainingConfig`.
     """
@@ -95,17 +91,17 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
 
 
 def held_out_errors(
-    denoiser: torch.nn.Module, config: TrainingConfig, manifest: Manifest, rows: pa.Table, gamma: float = 5.0
+    denoiser: torch.nn.Module, config: TrainingConfig, manifest: Manifest, rows: pa.Table
 ) -> dict[str, float]:
     """Errors on held-out latents that are comparable whatever the denoiser predicts: v or the noise.
 
-    For given noisy latents at one timestep, the errors of v, of the noise and of the clean latents x0 that follow from
-    a prediction are multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), where a is
-    alphas_cumprod at that timestep. So which of two denoisers is better at a timestep does not depend on the choice.
-    Over all timesteps it depends on their weights: min-SNR's weight the error of x0, so they are the same for both.
+    A prediction of v determines one of the noise and one of the clean latents x0. At one timestep their errors are
+    multiples of each other: mse(noise) = a mse(v) and mse(x0) = (1 - a) mse(v), with a = alphas_cumprod there. So the
+    ranking of two denoisers at a timestep does not depend on the choice. Over all timesteps it depends on the weights,
+    and min-SNR's apply to the error of x0, whatever the denoiser predicts.
 
-    Returns {"min-SNR error": mean over rows and timesteps of min(SNR, gamma) mse(x0), and for each timestep "t=50":
-    mse(v), ...}. Noise is the same in every call. Raises ValueError for a model that predicts flow.
+    Returns {"min-SNR error": mean over rows and timesteps of min(SNR, 5) mse(x0), and for each timestep "t=50": mse(v),
+    ...}. Noise is the same in every call. Raises ValueError for a model that predicts flow.
     """
     if config.prediction_type == "flow":
         raise ValueError("prediction_type='flow' adds other noise at a timestep than epsilon and v: compare pictures.")
@@ -115,7 +111,7 @@ def held_out_errors(
     alphas = schedule.alphas_cumprod[timesteps].double().numpy()
     of_v = errors if config.prediction_type == "v_prediction" else errors / alphas
     of_x0 = (1 - alphas) * of_v
-    weighted = float(np.mean(np.minimum(alphas / (1 - alphas), gamma) * of_x0))
+    weighted = float(np.mean(np.minimum(alphas / (1 - alphas), 5) * of_x0))
     return {"min-SNR error": weighted, **{f"t={t}": float(v) for t, v in zip(timesteps, of_v, strict=True)}}
 
 
@@ -143,11 +139,11 @@ def compare_settings(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["setting", "metric", "baseline", "value", "difference", "low", "high", "seeds"])
 
 
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Student's t interval around the mean of a sample. Raises ValueError for fewer than two values."""
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval around the mean of a sample. Raises ValueError for fewer than two values."""
     if len(values) < 2:
         raise ValueError(f"{len(values)} value(s): an interval needs at least two, of different seeds.")
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values) - half, statistics.mean(values) + half
 
 

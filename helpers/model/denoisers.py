@@ -24,7 +24,7 @@ class Adapter:
     Attributes:
         kind: the class.
         parts: names of the modules that own parameters, in the order of the forward pass; a list stands for its items.
-        blocks: the `parts` that are sharded, compiled and checkpointed one by one.
+        blocks: the `parts` that are sharded and compiled one by one.
         depth: the config's name for the number of blocks; None: all buffers of the class are in its state dict.
         text_width: the config's name for the width of caption embeddings.
         text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
@@ -34,7 +34,7 @@ class Adapter:
         pipeline, component: diffusers' pipeline, and its name for the denoiser.
         left_out: arguments that build the pipeline without its optional models.
         samplers: values of the parameter `sampler` that the pipeline can use.
-        fixed: values that the config must have, because the pipeline gives no value for the arguments they add.
+        fixed: values that the config must have; with others, the model takes arguments that the pipeline lacks.
         note: a sentence for users of the exported pipeline.
     """
 
@@ -216,7 +216,7 @@ def denoise(
 
 
 def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook for sampling: repeats the timestep for every row, if a pipeline gives fewer; see `PRX.note`."""
+    """Forward pre-hook for sampling: a timestep for every row, where a pipeline gives one; see `PRX.note`."""
     if "timestep" in named:
         latents = arguments[0] if arguments else named["hidden_states"]
         named = {**named, "timestep": named["timestep"].flatten()[:1].expand(len(latents))}

@@ -138,12 +138,14 @@ def random_draws(
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
     for row, row_seed in enumerate(hash_positions(seed, step, positions, NOISE)):
-        normals[row].normal_(generator=generator.manual_seed(int(row_seed >> np.uint64(1))))
+        generator.manual_seed(int(row_seed >> np.uint64(1)))  # it takes 63 bits
+        normals[row].normal_(generator=generator)
     timesteps = hash_positions(seed, step, positions, TIMESTEP)
     if density_T is None:
         timesteps %= np.uint64(NUM_TIMESTEPS)
-    else:
-        timesteps = np.searchsorted(np.cumsum(density_T)[:-1], timesteps / 2.0**64 * density_T.sum(), side="right")
+    else:  # by inverse transform sampling
+        uniform = timesteps / 2.0**64
+        timesteps = np.searchsorted(np.cumsum(density_T)[:-1], uniform * density_T.sum(), side="right")
     uniform = hash_positions(seed, step, positions, DROPOUT) / 2.0**64
     return Draws(
         normals[:, 0],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import rank, world_size
+from ..distributed import has_compiler, rank, world_size
 from . import denoisers
 
 
@@ -69,8 +68,8 @@ def build_model(
     return denoiser, DistributedDataParallel(denoiser, gradient_as_bucket_view=True)
 
 
-def compile_blocks(denoiser: ModelMixin) -> ModelMixin:
-    """Compile each of `denoisers.blocks` in place, once for each size of its input; returns the denoiser.
+def compile_blocks(denoiser: ModelMixin) -> None:
+    """Compile each of `denoisers.blocks` in place, once for each size of its input.
 
     Without a C++ compiler, it prints a sentence and compiles nothing. Parameter names do not change. A U-Net that is
     compiled as a whole got wrong gradients on a CPU with PyTorch 2.13; with compiled blocks, gradients agree with eager
@@ -78,9 +77,8 @@ def compile_blocks(denoiser: ModelMixin) -> ModelMixin:
     """
     if not has_compiler():
         print("compile_unet=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
-        return denoiser
-    # By default TorchDynamo cuts blocks at the ends of DDP's buckets, to overlap communication with computation. Blocks
-    # are small enough to overlap uncut.
+        return
+    # By default TorchDynamo cuts blocks at the ends of DDP's buckets. DDP reduces gradients beside whole ones as well.
     torch._dynamo.config.optimize_ddp = False
     blocks = denoisers.blocks(denoiser)
     # By default TorchDynamo counts the graphs of all blocks of a class together, stops at eight, and then compiles for
@@ -92,12 +90,6 @@ def compile_blocks(denoiser: ModelMixin) -> ModelMixin:
         torch._dynamo.config.recompile_limit = 64 * len(blocks)
         for block in blocks:
             block.compile(dynamic=False)
-    return denoiser
-
-
-def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which Inductor needs on a CPU and, for its wrappers, on a GPU."""
-    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
 def is_sharded(strategy: str, precision: str) -> bool:
@@ -172,7 +164,8 @@ def cast_inputs(denoiser: ModelMixin, arguments: tuple, named: dict) -> tuple[tu
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.bfloat16() if is_float and name not in (1, "timestep") else value
 
-    return tuple(cast(*item) for item in enumerate(arguments)), {name: cast(name, named[name]) for name in named}
+    arguments = tuple(cast(position, value) for position, value in enumerate(arguments))
+    return arguments, {name: cast(name, value) for name, value in named.items()}
 
 
 def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.device | str) -> None:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import read_parquet, write_table
 from . import filters, images, inputs, readers
 from .readers import GROUP, rows_of
 
@@ -45,7 +45,7 @@ def make(
     (by reason) "rejected", the rows of its "largest" Parquet row group and of each of its "row_groups" in the index,
     and for each of its "buckets", in order, the number of these row groups and of "rows".
     """
-    made_of = {**config.deciding("rows"), "validation_share": validation_share}
+    made_of = {**config.fixed("rows"), "validation_share": validation_share}
     made_of |= {"listing": sorted(listing.items()), "version": 1}
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)
@@ -107,10 +107,10 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
     if left_out and (rejects := pa.concat_tables(left_out)):
         found, counts = np.unique(rejects[schema.REASON].to_numpy(), return_counts=True)
         report["rejected"] = dict(zip(found.tolist(), counts.tolist(), strict=True))
-        write_index(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), rejects)
+        write_table(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), rejects)
     none = pa.table({"bucket": pa.array([], pa.string())})
     table, found = sort_by_bucket(pa.concat_tables(used or [none]))
-    write_index(target, table.replace_schema_metadata({"report": json.dumps({**report, **found})}))
+    write_table(target, table.replace_schema_metadata({"report": json.dumps({**report, **found})}))
     return {**report, **found}
 
 
@@ -166,16 +166,7 @@ def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
     }
 
 
-def write_index(uri: str, table: pa.Table) -> None:
-    file = pa.BufferOutputStream()
-    pq.write_table(table, file)
-    storage.write_bytes(uri, file.getvalue())
-
-
-@functools.lru_cache(maxsize=32)
-def _read(uri: str) -> pa.Table:
-    filesystem, path = storage.open_filesystem(uri)
-    return pq.read_table(path, filesystem=filesystem, partitioning=None)
+_read = functools.lru_cache(maxsize=32)(read_parquet)
 
 
 def read_indexed_rows(ranges: list[tuple], config, index_uri: str, read_group: ReadGroup | None = None) -> pa.Table:

@@ -20,6 +20,7 @@ import ray
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import check_types, uuids_to_text
 from . import filters, readers
 from .images import BadImage
 
@@ -209,6 +210,9 @@ def read_file_batch(batch: dict, *, columns: list[str], read):
 
 def convert_block(block: pa.Table, *, config) -> Iterator[pa.Table]:
     """`to_raw_rows` of a block, some rows at a time: pictures given as paths may be too many to hold at once."""
+    if len(block):  # Ray Data has opened the files itself
+        check_types(block.schema, block[PATH][0].as_py())
+    block = uuids_to_text(block)
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
     release_memory()

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from .. import storage
 from ..latents import schema
+from ..latents.parquet import PlainParquetFile, is_uuid, open_parquet
 from ..latents.schema import ROWS_PER_ROW_GROUP
 from .images import BadImage
 
@@ -69,34 +69,39 @@ class Parquet(Reader):
 
     what, suffixes = "Parquet file", (".parquet",)
 
-    def open(self, path: str) -> pq.ParquetFile:
-        """A `ParquetFile` on any storage. Raises ValueError naming a file that is not Parquet."""
-        filesystem, inner = storage.open_filesystem(path)
+    def open(self, path: str) -> PlainParquetFile:
+        """A file on any storage. Raises ValueError naming a file that is not Parquet."""
         try:
-            return pq.ParquetFile(inner, filesystem=filesystem, buffer_size=BUFFER_BYTES)
+            return open_parquet(path, buffer_size=BUFFER_BYTES)
         except (FileNotFoundError, PermissionError):
             raise
         except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid
             raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
 
     def schema(self, path: str) -> pa.Schema:
+        """Raises ValueError for a used column of an extension type; UUIDs are read as text."""
         with self.open(path) as file:
-            return file.schema_arrow
+            file.check_columns(list(self.types))
+            fields = [field.with_type(pa.string()) if is_uuid(field.type) else field for field in file.schema_arrow]
+            return pa.schema(fields)
 
     def row_groups(self, path: str) -> list[int]:
-        """Rows of each row group, from the footer."""
+        """Rows of each row group, from the footer. Raises ValueError for a used column of an extension type."""
         with self.open(path) as file:
+            file.check_columns(list(self.types))
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of each row group, with `ROW` (in the row group) and `GROUP`; of a large one in several tables."""
-        for group in range(len(self.row_groups(path))):
-            first = 0
-            for table in join_tables(self.stream(path, columns, [group])):
-                rows = np.arange(first, first + len(table), dtype=np.int32)
-                first += len(table)
-                table = table.append_column(ROW, pa.array(rows))
-                yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+        with self.open(path) as file:
+            for group in range(file.metadata.num_row_groups):
+                first = 0
+                batches = file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=columns)
+                for table in join_batches(batches):
+                    rows = np.arange(first, first + len(table), dtype=np.int32)
+                    first += len(table)
+                    table = table.append_column(ROW, pa.array(rows))
+                    yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
 
     def largest_group(self, path: str) -> int:
         return max(self.row_groups(path), default=0)
@@ -207,16 +212,17 @@ class ImageFolder(Reader):
 READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
 
 
-def join_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of more than `PIECE_BYTES`, but for the last, from smaller ones."""
-    held = []
-    for table in tables:
-        held.append(table)
-        if sum(one.nbytes for one in held) > PIECE_BYTES:
-            yield pa.concat_tables(held)
-            held = []
+def join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Tables of a little more than `PIECE_BYTES`, and one of the rest."""
+    held, size = [], 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.nbytes
+        if size > PIECE_BYTES:
+            yield pa.Table.from_batches(held)
+            held, size = [], 0
     if held:
-        yield pa.concat_tables(held)
+        yield pa.Table.from_batches(held)
 
 
 def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:

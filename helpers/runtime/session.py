@@ -10,7 +10,8 @@ import pathlib
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import ray
 import ray.data
@@ -18,7 +19,6 @@ from ray.util import accelerators
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
-from ..config.training import TrainingConfig
 
 FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "HF_")  # prefixes of the variables of stores and of the model hub
 START_ATTEMPTS = 4
@@ -132,23 +132,29 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         storage.delete(token)
 
 
-def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -> None:
-    """Check the cluster's GPUs for the trainers, which share them with encoders that need `encoder_gpus` in all.
+def check_gpus(
+    num_trainers: Sequence[int], accelerator_type: str | None = None, *, encoder_gpus: float = 0, validates: bool = True
+) -> None:
+    """Check the cluster's GPUs for the trainers. Prints a line if there are too few, or none is left for validation.
 
     Raises ValueError if the trainers may get GPUs of two kinds: all would run at the slower one's speed, and run out of
-    memory on the smaller one; and for a kind that no node has and none will, as no nodes join a Ray on this machine,
-    or as Ray does not know it. Prints a line if there are too few GPUs, or none is left for validation.
+    memory on the smaller one. Raises ValueError for a kind that no node has and none will: no node joins a Ray on this
+    machine, and Ray knows all kinds.
+
+    Args:
+        num_trainers: their possible numbers, `TrainingConfig.worker_counts`; each takes a GPU.
+        accelerator_type: the trainers' kind of GPU; None: any.
+        encoder_gpus: GPUs of all encoders together.
+        validates: whether one more GPU could validate beside the training.
     """
-    if not use_gpu:
-        return
-    kinds, kind = gpu_kinds(), config.training_accelerator_type
+    kinds, kind, fewest, most = gpu_kinds(), accelerator_type, min(num_trainers), max(num_trainers)
     counted = ", ".join(f"{count:g} of kind {name}" for name, count in sorted(kinds.items()))
-    if kind not in {None, *kinds} and (is_local() or kind not in vars(accelerators).values()):
+    if kind not in {None, *kinds} and (is_local_ray() or kind not in vars(accelerators).values()):
         raise ValueError(
             f"training_accelerator_type={kind!r}, and the cluster has no GPU of that kind but {counted or 'none'}: "
             "name a kind that it has, or None for any."
         )
-    if len(kinds) > 1 and config.most_workers > 1 and config.training_accelerator_type is None:
+    if len(kinds) > 1 and most > 1 and kind is None:
         raise ValueError(
             f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counted}): trainers on two "
             f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
@@ -156,17 +162,16 @@ def check_gpus(config: TrainingConfig, use_gpu: bool, encoder_gpus: float = 0) -
     if kind and set(kinds) != {kind}:  # the encoders have GPUs of another kind
         kinds, encoder_gpus = {kind: kinds.get(kind, 0)}, 0
     gpus = f"GPUs of kind {kind}" if kind else "GPUs"
-    has, fewest = sum(kinds.values()), config.fewest_workers + encoder_gpus
-    needed = config.most_workers + encoder_gpus + 1
-    if has < fewest:
+    has, least, wanted = sum(kinds.values()), fewest + encoder_gpus, most + encoder_gpus + 1
+    if has < least:
         lower = "num_training_workers or num_encoders" if encoder_gpus else "num_training_workers"
         print(
-            f"Training wants {fewest:g} {gpus}, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: "
+            f"Training wants {least:g} {gpus}, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: "
             f"the run starts when nodes with the others have joined. If none will, set {lower} lower."
         )
-    elif config.validate_every and has < needed:
+    elif validates and has < wanted:
         print(
-            f"Training and its validation want {needed:g} {gpus}, one of them for validation, and the cluster has "
+            f"Training and its validation want {wanted:g} {gpus}, one of them for validation, and the cluster has "
             f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
         )
 
@@ -181,22 +186,22 @@ def gpu_kinds() -> dict[str, float]:
     return kinds
 
 
-def is_local() -> bool:
+def is_local_ray() -> bool:
     """Whether this process started Ray on this machine (`start_local_ray`): no other nodes will join."""
     return "PRETRAIN_LOCAL_RAY" in ray.get_runtime_context().runtime_env.get("env_vars", {})
 
 
-def run_on_device(function: Callable, use_gpu: bool, *arguments, **options):
-    """Call a function in this process, or with `use_gpu` in a Ray task on a GPU, which frees its memory at the end.
+def run_on_device(
+    function: Callable, *arguments: Any, use_gpu: bool, accelerator_type: str | None = None, **options: Any
+) -> Any:
+    """What `function(*arguments, **options)` returns, in this process, or with `use_gpu` in a Ray task on a GPU.
 
-    In this process, the GPU's memory would stay in use, although the trainers need it. If the first argument is a run's
-    `TrainingConfig`, or its dict, it is a GPU of the trainers' kind (`training_accelerator_type`).
+    The task frees the GPU's memory when it ends; this process would keep it from the trainers. `accelerator_type`: the
+    kind of GPU; None: any.
     """
     if not use_gpu:
         return function(*arguments, **options)
-    first = arguments[0] if arguments else None
-    config = first if isinstance(first, dict) else vars(first) if isinstance(first, TrainingConfig) else {}
-    on_gpu = ray.remote(num_gpus=1, max_calls=1, accelerator_type=config.get("training_accelerator_type"))
+    on_gpu = ray.remote(num_gpus=1, max_calls=1, accelerator_type=accelerator_type)
     return ray.get(on_gpu(function).remote(*arguments, **options))
 
 

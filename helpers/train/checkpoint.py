@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
 import re
 import warnings
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,8 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from .. import distributed, storage
 from ..model import denoisers
+from ..model.diffusion import EMA
+from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, find_damage, sum_pieces
 
-PROGRESS = "progress.json"  # in every checkpoint: the step, and the files of a complete copy with their sizes
+# `no_dist` has said that there is one process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
+DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
 BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
 
 
@@ -40,7 +47,10 @@ def list_checkpoints(run_uri: str) -> list[str]:
 
 
 def find_corruption(checkpoint_uri: str) -> str | None:
-    """What is wrong with a checkpoint folder, in a few words; None if it is complete."""
+    """What is wrong with a checkpoint folder, in a few words; None if all files are there, in full size.
+
+    `last_sound` reads their bytes too, and leaves a note here.
+    """
     try:
         progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))
         expected = progress["files"]
@@ -49,6 +59,8 @@ def find_corruption(checkpoint_uri: str) -> str | None:
     except (ValueError, KeyError):
         return f"its {PROGRESS} is cut short"
     sizes = storage.sizes(checkpoint_uri)
+    if DAMAGED in sizes:
+        return storage.read_json(storage.join(checkpoint_uri, DAMAGED))["why"]
     for name, size in expected.items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -63,6 +75,29 @@ def last_complete(run_uri: str) -> str | None:
     Ray Train's own list of checkpoints says what was reported, not what the storage still holds.
     """
     return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
+
+
+def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
+    """`(URI of the newest checkpoint whose bytes are those that were saved, sentences about newer ones)`.
+
+    It reads whole checkpoints. A damaged one is marked: `find_corruption` finds it without reading it again.
+    """
+    sentences = []
+    while uri := last_complete(run_uri):
+        why = find_damage(uri, checksums(uri))
+        if why is None:
+            break
+        storage.write_json(storage.join(uri, DAMAGED), {"why": why})
+        sentences.append(f"{storage.name(uri)} cannot be used: {why}.")
+    if sentences:
+        sentences[-1] += f" The run resumes from {storage.name(uri)}." if uri else " The run starts over."
+    return uri, sentences
+
+
+def checksums(checkpoint_uri: str) -> Pieces:
+    """Of a checkpoint's pieces; {} for one without `progress.json`, or of a version that saved none."""
+    uri = storage.join(checkpoint_uri, PROGRESS)
+    return storage.read_json(uri).get("checksums", {}) if storage.exists(uri) else {}
 
 
 def step_of(checkpoint_uri: str) -> int:
@@ -80,9 +115,9 @@ def keep_as_best(run_uri: str, folder: str, name: str) -> None:
 
 
 def open_stager() -> DefaultStager:
-    """Copies state to CPU memory. Used for one `async_save` after another, it copies into the same memory again.
+    """What copies state to CPU memory. Use one for all `async_save`s: it copies into the same memory again.
 
-    With a GPU the memory is page-locked: the GPU copies to it at the speed of the bus, and it takes long to allocate.
+    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus; allocating it takes long.
     """
     pinned = torch.cuda.is_available()
     options = StagingOptions(
@@ -91,35 +126,48 @@ def open_stager() -> DefaultStager:
     return DefaultStager(options)
 
 
-def async_save(folder: str, *, model, optimizer, ema, step: int, stager: DefaultStager, group=None) -> Callable:
-    """Save model, EMA, optimizer and step to a local folder: copy them to CPU memory; a thread writes the files.
+class TrainingState(Protocol):
+    """What a checkpoint holds; `step.TrainStep` has it."""
 
-    Each rank writes its own part. Returns `finish()`, which waits until everything is written; rank 0 then adds
-    `progress.json` with the names and sizes of all ranks' files, by which `find_corruption` tells a complete copy from
-    an incomplete one. Call `finish` on every rank, from any thread, before the next `async_save`. `group`: from
-    `cpu_group`, because training uses the default group at the same time. `stager`: from `open_stager`, kept by the
-    caller. (Without one, PyTorch would stage in the writer, twice where state is sharded.)
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: EMA
+
+
+def async_save(
+    folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
+
+    The state is copied to CPU memory; a thread then writes the files, each rank its own part. Call `finish` on every
+    rank, from any thread, before the next `async_save`. In it, rank 0 adds `progress.json` with the sizes and
+    checksums of all ranks' files, by which `find_corruption` and `last_sound` judge a copy.
+
+    Args:
+        stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
+        group: from `cpu_group`, because training uses the default group at the same time.
     """
-    weights, moments = get_state_dict(model, optimizer)
-    with expected_single_process():
-        writing = dcp.async_save(
-            {"model": weights, "optimizer": moments, "ema": ema.state_dict()},
-            # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
-            storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
-            async_stager=stager,
-            process_group=group,
-            # Of one process: gloo's threads would oversubscribe OpenMP, and later steps would take twice as long.
-            no_dist=distributed.world_size() == 1,
-        )
+    weights, moments = get_state_dict(state.model, state.optimizer)
+    writing = dcp.async_save(
+        {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
+        # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+        storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+        async_stager=stager,
+        process_group=group,
+        # With one process, gloo's threads would oversubscribe OpenMP: later steps would take twice as long.
+        no_dist=distributed.world_size() == 1,
+    )
 
     def finish():
-        with expected_single_process():
-            writing.result()
+        metadata = writing.result()
         sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-        ranks = distributed.gather_objects(sizes, group)
+        ranks = distributed.gather_objects((sizes, sum_pieces(folder, metadata)), group)
         if ranks:
-            files = {name: size for files in ranks for name, size in files.items()}
-            pathlib.Path(folder, PROGRESS).write_text(json.dumps({"step": step, "files": files}))
+            files, sums = (
+                {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)
+            )
+            progress = {"step": step, "files": files, "checksums": sums}
+            pathlib.Path(folder, PROGRESS).write_text(json.dumps(progress))
 
     return finish
 
@@ -129,32 +177,33 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def load(folder: str, *, model, optimizer, ema) -> int:
+def load(folder: str, state: TrainingState) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "ema": ema.copy()}
-    with expected_single_process():
-        dcp.load(state, checkpoint_id=folder, no_dist=distributed.world_size() == 1)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    weights, moments = get_state_dict(state.model, state.optimizer)
+    loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
+    read(folder, loaded, no_dist=distributed.world_size() == 1)
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    set_state_dict(state.model, state.optimizer, **parts)
     step = step_of(folder)
-    ema.load_state_dict(state["ema"], step)
+    state.ema.load_state_dict(loaded["ema"], step)
     return step
 
 
-@contextlib.contextmanager
-def expected_single_process():
-    """Silence PyTorch's warning that there is no process group, which `no_dist` has said already."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def read(folder: str, state: dict, no_dist: bool) -> None:
+    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint; nothing in the files is run."""
+    reader = CheckedReader(folder, checksums(folder))
+    try:
+        dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=no_dist)
+    except CheckpointException as error:  # what the ranks raised, with their stacks
+        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)]
+        raise (causes or [error])[0] from None
 
 
 @torch.no_grad()
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
     """Load the weights of a checkpoint, "ema" or "model", into a denoiser of one process or sharded over the ranks."""
     state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
-    with expected_single_process():
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which])
     return denoiser
 
@@ -162,7 +211,7 @@ def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> 
 def load_initial_weights(folder: str, denoiser: torch.nn.Module) -> None:
     """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
 
-    The new run averages its own weights alone: an average that went on would hold those of the other run for long.
+    The EMA restarts; otherwise the other run's weights would linger in it.
     """
     if os.path.exists(os.path.join(folder, PROGRESS)):
         load_weights(folder, denoiser, "model")

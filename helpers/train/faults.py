@@ -17,7 +17,6 @@ import torch
 from pyarrow import fs
 
 from .. import distributed, storage
-from ..config.training import TrainingConfig
 from ..runtime import drain
 
 # In a run's folder: why its workers ended it, and the nodes that were excluded since its driver started.
@@ -103,7 +102,7 @@ def check_links(device: torch.device) -> str | None:
     return "got wrong sums from the other workers" if wrong else None
 
 
-def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
+def end_if_sick(run_uri: str, device: torch.device) -> bool:
     """Whether a worker's device or links compute wrongly: then return from the training function. Call on all ranks.
 
     The sick workers' machines are excluded, and these workers raise RuntimeError: Ray Train starts the group again, on
@@ -117,13 +116,13 @@ def end_if_sick(config: TrainingConfig, device: torch.device) -> bool:
         "node": ray.get_runtime_context().get_node_id(),
     }
     everyone = distributed.gather_objects(found)
-    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(config, everyone))
+    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(run_uri, everyone))
     if distributed.rank() in (sick or ()):
         raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
     return sick is not None
 
 
-def exclude(config: TrainingConfig, everyone: list[dict]) -> list[int] | None:
+def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     """Take the nodes of sick workers out of Ray. Returns the ranks of these workers; None if all are well.
 
     Instead the run ends, and [] is returned, if the head is sick, as the driver needs it; if all workers get wrong sums
@@ -137,14 +136,14 @@ def exclude(config: TrainingConfig, everyone: list[dict]) -> list[int] | None:
     sick = computing or summing
     if not sick:
         return None
-    uri, nodes = storage.join(config.run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
+    uri, nodes = storage.join(run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
     excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
     heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
     text = "; ".join(everyone[rank]["text"] for rank in sick)
     if nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
         error = f"{text}: start the same command again without this machine."
-        write_failure(config.run_uri, error)
-        end_run(config.run_uri, error)
+        write_failure(run_uri, error)
+        end_run(run_uri, error)
         return []
     storage.write_json(uri, sorted(excluded))
     for node in nodes:
@@ -181,9 +180,10 @@ class PreemptionNotice:
 
 
 class LostCheckpoint(ray.train.Checkpoint):
-    """What rank 0 reports to Ray Train for a checkpoint of which a worker could not upload its part; `why`: a sentence.
+    """What rank 0 reports to Ray Train in place of a checkpoint that a worker could not upload; `why`: a sentence.
 
-    It is false: Ray Train takes the report for one without a checkpoint, and deletes no older checkpoint for it.
+    Our own code asks `isinstance`. Ray Train registers a reported checkpoint if it is true; a false one replaces no
+    older checkpoint.
     """
 
     def __init__(self, path: str, filesystem: fs.FileSystem, why: str):

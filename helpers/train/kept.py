@@ -46,7 +46,7 @@ FOLDER = "latents"  # in a run's folder
 WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing stage
 
 
-def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[StepSource]:
+def run_sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[StepSource]:
     """Yield the source of each `trainer.fit()` that a run still needs; run one before taking the next.
 
     Without `keep_latents`, there is one source. `stream`: as `StepSource` takes it; it also encodes the first epoch's
@@ -64,13 +64,14 @@ def sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iter
     end = min(begin, config.max_steps)
     if resume.last_step(config) < end:
         if not job.finished:  # else only checkpoints are lost
-            stream_of_epoch = functools.partial(encode, stream=stream, keep=job.write_arguments())
+            keep = {"plan": plan_run(data, config), **job.write_arguments()}
+            stream_of_epoch = functools.partial(encode_epoch, stream=stream, keep=keep)
         else:
             stream_of_epoch = stream
         yield StepSource(config, stream_of_epoch, end_step=end)
     if resume.last_step(config) < begin:  # the run is shorter, or its workers ended it
         return
-    manifest = finish(job, plan, config, stream)
+    manifest = finish_epoch(job, plan, config, stream)
     if config.max_steps > begin:
         source = StepSource(dataclasses.replace(config, latents_uri=job.latents_uri), first_step=begin)
         steps = plan_run(source.data, source.config).steps_per_epoch
@@ -115,22 +116,20 @@ def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
 # ---- the first epoch
 
 
-def encode(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
+def encode_epoch(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
     """The rows of `stream`; each block is committed before it goes on. `keep`: arguments of `keep_block`."""
-    arguments = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **keep}
     rows = stream(plan, first_step, end_step)
-    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=arguments, **WRITER)
+    return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=keep, **WRITER)
 
 
-def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) -> pa.Table:
+def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     """Commit a block's unmasked rows, unless they are committed already; returns the block.
 
     All captions of a row are kept, and only the one that the epoch has drawn goes on.
 
     Args:
         rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
-        steps: steps per block.
-        units_per_step: as in the plan.
+        plan: tells the block's first unit; its sources need no files.
         arguments: what `job.Job.write_arguments` returns.
     """
     units = rows[UNIT].to_numpy()
@@ -140,16 +139,16 @@ def keep_block(rows: pa.Table, *, steps: int, units_per_step: int, **arguments) 
     if not len(units):
         return chosen
     first = int(units.min())
-    segment = Segment(first - first // units_per_step % steps * units_per_step, [], len(units))
+    segment = Segment(plan.first_unit_of_block(first), [], len(units))
     uri = storage.join(arguments["latents_uri"], SEGMENTS, f"{segment.index:06d}.json")
     # A run that resumes inside a block may lack its first units. They were trained on, so the block is committed.
     if first == segment.index and not storage.exists(uri):
-        report = write(rows, segment_index=segment.index, **arguments)
+        report = write_unmasked(rows, segment_index=segment.index, **arguments)
         storage.write_json(uri, segment_entry(segment, [report]))
     return chosen
 
 
-def write(rows: pa.Table, **arguments) -> pa.Table:
+def write_unmasked(rows: pa.Table, **arguments) -> pa.Table:
     """`stages.write_latents` of the unmasked rows."""
     keep = rows[KEEP].to_numpy() & (rows[UNIT].to_numpy() >= 0)
     return stages.write_latents(rows.filter(pa.array(keep)), **arguments)
@@ -158,16 +157,15 @@ def write(rows: pa.Table, **arguments) -> pa.Table:
 # ---- its end
 
 
-def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
+def finish_epoch(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
     """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
 
     Raises RuntimeError if blocks of the first epoch are not committed.
     """
     if job.finished:
         return read_manifest(job.latents_uri)
-    units = np.arange(plan.units_per_epoch)
-    firsts = units[units // plan.units_per_step % plan.block_steps == 0]  # first unit of each block
-    if missing := len(set(firsts.tolist()) - job.committed().keys()):
+    firsts = set(plan.first_unit_of_block(np.arange(plan.units_per_epoch)).tolist())
+    if missing := len(firsts - job.committed().keys()):
         raise RuntimeError(
             f"{job.latents_uri} has lost {missing} of the {len(firsts)} blocks that the first epoch of run_name="
             f"{config.run_name!r} kept: give another run_name."
@@ -177,7 +175,9 @@ def finish(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Ma
     def pipeline(segment: Segment) -> ray.data.Dataset:
         rest = plans[segment.index]
         rows = stream(rest, 0, rest.steps_per_epoch)
-        return rows.map_batches(write, batch_size=rest.block_rows, fn_kwargs=job.write_arguments(segment), **WRITER)
+        return rows.map_batches(
+            write_unmasked, batch_size=rest.block_rows, fn_kwargs=job.write_arguments(segment), **WRITER
+        )
 
     return job.run(pipeline)
 

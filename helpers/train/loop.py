@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import ray.train
 import ray.train.collective
 import ray.train.torch
+import torch
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
 from . import checkpoint, faults
 from .meter import Meter
 from .metrics import MetricsLog
-from .resume import CheckpointManager, restore
-from .sources import Rejects, StepSource
+from .resume import restore
+from .sources import StepSource
 from .step import TrainStep, Unit, choose_kernels
+from .upload import CheckpointManager
 
 
 def train_loop_per_worker(
@@ -31,9 +34,9 @@ def train_loop_per_worker(
     Args:
         config: of the run.
         source: of the steps; None: stored latents, `StepSource(config)`.
-        evaluate: `evaluate(denoiser, config, step)`, with the averaged weights, on all workers between two steps,
-            what Ray Train's validation needs where no GPU is left for it (`evaluation.at_checkpoints.OnWorkers`).
-            None: such checkpoints are not evaluated.
+        evaluate: `evaluate(denoiser, config, step)` evaluates the averaged weights, on all workers between two steps,
+            if no GPU is left for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints
+            are not evaluated.
     """
     source = source or StepSource(config)
     source.start()
@@ -42,23 +45,23 @@ def train_loop_per_worker(
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
     choose_kernels(config)  # before the first matrix product, which fixes cuBLAS's workspace
-    if faults.end_if_sick(config, device):
+    if faults.end_if_sick(config.run_uri, device):
         return
     train_step = TrainStep(config, manifest, device)
     step = restore(train_step, source.resume_point)
-    log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
-    meter = Meter(config, manifest, device)
-    writer = MetricsWriter(log)
-    checkpoints = CheckpointManager(train_step, log, evaluate)
-    rejects = Rejects(config)
-    preemption = faults.PreemptionNotice(device)
-    write_worker_info(config, log)
 
-    compiled_for = set()  # the columns of latents: the denoiser is compiled for each shape
+    log = MetricsLog(config.run_uri) if distributed.rank() == 0 else None
+    write_worker_info(config.run_uri, log)
+    writer = MetricsWriter(log)
+    meter = Meter(config, manifest, device)
+    checkpoints = CheckpointManager(train_step, config.run_uri, log)
+    preemption = faults.PreemptionNotice(device)
+
+    compiled_for = set()  # columns of latents: the denoiser is compiled for each shape
     record_hang = functools.partial(faults.record_hang, config.run_uri)
     with faults.Watchdog(config.hang_timeout, record_hang) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
-        for units, data_seconds in source.steps(step, rejects):
+        for units, data_seconds in source.steps(step):
             latents = units[0].latents_spec
             if latents not in compiled_for:
                 watchdog.beat(slow=True)
@@ -67,7 +70,7 @@ def train_loop_per_worker(
                 with meter.watch():
                     metrics = train_step.step(step, units)
             except FloatingPointError as error:
-                # Ray Train would start the workers again, to fail at the same step. They return; the driver raises.
+                # All workers return and the driver raises: Ray Train would restart them, to fail at the same step.
                 if log:
                     faults.end_run(config.run_uri, str(error))
                 break
@@ -76,27 +79,62 @@ def train_loop_per_worker(
             speed = meter.step_record(latents, seconds, data_seconds, checkpoint_seconds, num_kept)
             writer.write(step, metrics, units, num_kept, speed)
             watchdog.beat()
+
             checkpoint_seconds = 0.0
             if step % config.checkpoint_every == 0 or step == source.end_step or preemption.arrived(seconds):
-                watchdog.beat(slow=True)  # the upload before this one may not be finished
-                rejects.write(step)
+                watchdog.beat(slow=True)  # the previous upload may take long
+                source.write_rejects(step)
                 writer.wait()
-                checkpoint_seconds = checkpoints.save(step)
+                stopped = time.perf_counter()
+                checkpoints.wait()
+                checkpoints.save(step, validate=prepare_validation(train_step, step, evaluate))
+                checkpoint_seconds = time.perf_counter() - stopped
                 watchdog.beat()
             started = time.perf_counter()
         writer.wait()
         if log:
             storage.retry(log.flush)
-    checkpoints.uploaded.wait()
-    if checkpoints.lost and step == source.end_step:  # no other one holds what the run was to reach: start again
+    checkpoints.wait()
+    if checkpoints.lost and step == source.end_step:  # the result of the run: Ray Train starts the workers again
         raise RuntimeError(checkpoints.lost)
 
 
-class MetricsWriter:
-    """Gathers the ids of each global batch on rank 0 and writes the step's metrics, in a thread, during the next step.
+def prepare_validation(train_step: TrainStep, step: int, evaluate: Callable | None) -> bool:
+    """Whether Ray Train validates the checkpoint of a step. Call it on all ranks.
 
-    One line at a time, because a worker that dies would take the lines that are not yet written with it. `log`: rank
-    0's; None on the other ranks.
+    Ray Train's validation is a task beside the training. If no GPU is spare, the task would start when training ends,
+    and all checkpoints would be kept until then. So the workers do now what takes a GPU (`evaluate`), and the task does
+    the rest. The last checkpoint is left to the task, which gets a GPU of the trainers.
+    """
+    config = train_step.config
+    if not config.validates_at(step):
+        return False
+    if step == config.max_steps or has_spare_gpu(train_step.device, config.training_accelerator_type):
+        return True
+    if evaluate is None:
+        return False
+    with train_step.averaged() as denoiser:
+        evaluate(denoiser, config, step)
+    return True
+
+
+def has_spare_gpu(device: torch.device, accelerator_type: str | None = None) -> bool:
+    """Whether a GPU of the trainers' kind is idle; True if the trainers run on CPUs. Call it on all ranks."""
+    spare = device.type != "cuda"
+    if distributed.rank() == 0 and not spare:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        free = [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
+        of_kind = [node for node in free if accelerator_type is None or f"accelerator_type:{accelerator_type}" in node]
+        spare = any(node.get("GPU", 0) >= 1 for node in of_kind)
+    return ray.train.collective.broadcast_from_rank_zero(spare)
+
+
+class MetricsWriter:
+    """Writes a step's metrics with the ids of its global batch, in a thread while the next step runs.
+
+    Each step waits for the line of the step before: a worker that dies takes unwritten lines with it.
+
+    `log`: rank 0's; None on the other ranks.
     """
 
     def __init__(self, log: MetricsLog | None):
@@ -104,7 +142,7 @@ class MetricsWriter:
         self.written = None  # the last line's Future
 
     def write(self, step: int, metrics: dict, units: list[Unit], num_kept: int, speed: dict) -> None:
-        """Call it on all ranks, with this rank's units."""
+        """Start to write a step's line. Call it on all ranks, with this rank's units."""
         self.wait()
         ids = [i for unit in units for i in unit.ids]
         self.written = self.pool.submit(self.gather_and_write, step, metrics, ids, num_kept, speed)
@@ -115,14 +153,14 @@ class MetricsWriter:
             self.log.write(step, metrics, itertools.chain.from_iterable(ranks), num_kept, **speed)
 
     def wait(self) -> None:
-        """Until the last line is written; raises what writing it raised."""
+        """Wait until the last line is written; raises what writing it raised."""
         if self.written:
             self.written.result()
 
 
-def write_worker_info(config: TrainingConfig, log: MetricsLog | None) -> None:
+def write_worker_info(run_uri: str, log: MetricsLog | None) -> None:
     """Rank 0 writes `workers.json`: rank, node and process of each worker of this attempt. Call it on all ranks."""
     node_id = ray.get_runtime_context().get_node_id()
     workers = distributed.gather_objects({"rank": distributed.rank(), "node_id": node_id, "pid": os.getpid()})
     if log:
-        storage.write_json(storage.join(config.run_uri, "workers.json"), {"attempt": log.attempt, "workers": workers})
+        storage.write_json(storage.join(run_uri, "workers.json"), {"attempt": log.attempt, "workers": workers})

@@ -10,10 +10,11 @@ import ray.train
 
 from .. import storage
 from ..config.training import TrainingConfig
-from ..runtime import lease, ray_errors
+from ..runtime import lease, retries
 from ..runtime.progress import Progress, interruptible, poll_in_background
 from . import faults, results, tracking
-from .metrics import MetricsReader, throughput
+from .metrics import MetricsReader
+from .profiling import throughput
 
 MAX_LOST = 3  # checkpoints in a row, after which a run ends
 
@@ -50,8 +51,7 @@ class RecordFailures(ray.train.UserCallback):
 
     def after_exception(self, run_context, worker_exceptions):
         errors = [
-            f"worker {rank}: {ray_errors.summarize_error(str(error))}"
-            for rank, error in sorted(worker_exceptions.items())
+            f"worker {rank}: {retries.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
         ]
         faults.write_failure(self.run_uri, "; ".join(errors))
 
@@ -60,7 +60,7 @@ class RecordFailures(ray.train.UserCallback):
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's progress and what it lost, workers and checkpoints, while the block (`trainer.fit()`) runs.
 
-    Images/s are `metrics.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
+    Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
     lease is held until the block ends. While the storage gives no answer, which is said once, nothing new is shown.
     Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
@@ -85,7 +85,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
                 track(result["step"], values)
         new = metrics.read()
         for record in new:
-            values = results.numbers(record)
+            values = results.numeric_values(record)
             track(values.pop("step"), values)
         if new:  # a step that is repeated after a failure counts once, as the newest
             recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)

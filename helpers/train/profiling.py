@@ -1,4 +1,4 @@
-"""Where a step's time and FLOPs go: a profile by category, FLOPs by block of the denoiser. No Ray."""
+"""How fast runs are, and where a step's time and FLOPs go: by category of work, by block of the denoiser. No Ray."""
 
 from __future__ import annotations
 
@@ -22,6 +22,53 @@ OP_CATEGORIES = {
     "copy": ("memcpy", "memset", "copy", "catarray", "aten::cat", "aten::clone", "aten::to"),
 }
 REST = "elementwise and rest"
+
+
+WARM_UP = 20  # steps; at most half of a run
+
+
+def throughput(metrics: pd.DataFrame, skip: int = WARM_UP) -> tuple[float, float]:
+    """`(images/s, share of the time spent waiting for data)` of a run, the one definition used everywhere.
+
+    Images/s are unmasked rows over elapsed time, pauses for checkpoints included, without the first `skip` steps. They
+    are a ratio of sums, not a mean over steps: data for several steps arrives together, and one step waits for all of
+    them. Time between two attempts is not counted.
+
+    `metrics`: columns images_per_second, step_seconds, checkpoint_seconds, data_wait_share.
+    """
+    steps = after_warm_up(metrics, skip)
+    seconds = (steps["step_seconds"] + steps["checkpoint_seconds"]).sum()
+    rows = (steps["images_per_second"] * steps["step_seconds"]).sum()
+    return rows / seconds, (steps["data_wait_share"] * steps["step_seconds"]).sum() / seconds
+
+
+def after_warm_up(metrics: pd.DataFrame, skip: int) -> pd.DataFrame:
+    return metrics.iloc[min(skip, len(metrics) // 2) :]
+
+
+def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
+    """The speed of runs: {name: metrics} -> a frame with a row per run, without warm-up (`skip`) as in `throughput`.
+
+    Columns: images/s (`throughput`), the same "a worker", MFU (NaN if the peak is not known), peak memory, and shares
+    of the elapsed time: waiting for data, in collectives that do not overlap with compute (NaN unless a step was
+    profiled), and paused for checkpoints.
+    """
+    rows = {}
+    for name, frame in metrics.items():
+        steps = after_warm_up(frame, skip)
+        seconds, paused = steps["step_seconds"], steps["checkpoint_seconds"].sum()
+        elapsed = seconds.sum() + paused
+        rate, waiting = throughput(frame, skip)
+        rows[name] = {
+            "images/s": rate,
+            "a worker": (steps["images_per_second_per_worker"] * seconds).sum() / elapsed,
+            "MFU": (steps["mfu"].astype(float) * seconds).sum(min_count=1) / elapsed,
+            "peak memory, GiB": frame["peak_memory_gib"].max(),
+            "data": waiting,
+            "communication": frame["communication_share"].astype(float).median() * seconds.sum() / elapsed,
+            "checkpoints": paused / elapsed,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
 
 
 def op_category(name: str) -> str:

@@ -19,34 +19,34 @@ import pandas as pd
 from PIL import Image
 
 from .. import storage
-from ..config.training import TrainingConfig
 
 HIGHER_IS_BETTER = {"clip_score", "agreement"}  # values of `best_by`; for the others, the lowest is best
 
 
-def uri(run_uri: str, step: int) -> str:
+def result_uri(run_uri: str, step: int) -> str:
     return storage.join(run_uri, "validation", f"{step:09d}.json")
 
 
-def write(run_uri: str, result: dict[str, Any]) -> None:
-    storage.write_json(uri(run_uri, result["step"]), result)
+def write_result(run_uri: str, result: dict[str, Any]) -> None:
+    storage.write_json(result_uri(run_uri, result["step"]), result)
 
 
-def of_step(run_uri: str, step: int) -> dict[str, Any]:
+def read_result(run_uri: str, step: int) -> dict[str, Any]:
     """The result of a step; {"step": step} without one."""
-    return storage.read_json(uri(run_uri, step)) if storage.exists(uri(run_uri, step)) else {"step": step}
+    uri = result_uri(run_uri, step)
+    return storage.read_json(uri) if storage.exists(uri) else {"step": step}
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
     """Add to a step's result that its evaluation was skipped or failed, print it, and return the result."""
-    result = of_step(run_uri, step)
+    result = read_result(run_uri, step)
     for name in ("unfinished", "to_score"):
         result.pop(name, None)
     if skipped:
         result["skipped"] = skipped
     if failed:
         result["failed"] = {**result.get("failed", {}), **failed}
-    write(run_uri, result)
+    write_result(run_uri, result)
     for sentence in sentences(result):
         print(sentence)
     return result
@@ -59,18 +59,18 @@ def sentences(result: dict[str, Any]) -> list[str]:
     return failed + ([f"{where} skipped: {result['skipped']}"] if "skipped" in result else [])
 
 
-def read(run_uri: str) -> list[dict[str, Any]]:
+def read_results(run_uri: str) -> list[dict[str, Any]]:
     """All results, by step."""
-    return [storage.read_json(one) for one in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+    return [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
 
 
 def scores(run_uri: str) -> pd.DataFrame:
     """The numbers of the run's evaluated checkpoints: one row per step, one column per number."""
-    rows = [numbers(result) for result in read(run_uri) if "skipped" not in result]
+    rows = [numeric_values(result) for result in read_results(run_uri) if "skipped" not in result]
     return pd.DataFrame(rows, columns=list(dict.fromkeys(["step", *(name for row in rows for name in row)])))
 
 
-def numbers(result: dict[str, Any]) -> dict[str, float]:
+def numeric_values(result: dict[str, Any]) -> dict[str, float]:
     """The numbers of a result; losses by noise as "loss_by_noise/{timestep}"."""
     by_noise = {name: losses for name, losses in result.items() if name.endswith("loss_by_noise")}
     flat = {f"{name}/{int(timestep):04d}": loss for name in by_noise for timestep, loss in by_noise[name].items()}
@@ -78,22 +78,22 @@ def numbers(result: dict[str, Any]) -> dict[str, float]:
     return {**kept, **flat}
 
 
-def read_picture(uri: str) -> np.ndarray:
+def read_png(uri: str) -> np.ndarray:
     """(H, W, 3) uint8 of a file."""
-    filesystem, path = storage.open_filesystem(uri)
-    with filesystem.open_input_file(path) as file:
-        return np.asarray(Image.open(io.BytesIO(file.read())).convert("RGB"))
+    return np.asarray(Image.open(io.BytesIO(storage.read_bytes(uri))).convert("RGB"))
 
 
-def is_best(config: TrainingConfig, result: dict[str, Any]) -> bool:
-    """Whether no other step of the run is better by `config.best_by`. False if the result does not have it.
+def is_best(run_uri: str, result: dict[str, Any], best_by: str) -> bool:
+    """Whether no other step of the run has a better `best_by`. False if the result has none.
 
-    A step whose evaluation is unfinished does not count: it becomes the best when it is finished. Losses on another
-    validation set, which a run may be given when it is resumed, are not compared.
+    Unfinished evaluations do not count: such a step may become the best when its evaluation is finished. A resumed run
+    may have another validation set; losses on different sets are not compared.
     """
-    value, sign = result.get(config.best_by), -1 if config.best_by in HIGHER_IS_BETTER else 1
-    found = [other for other in read(config.run_uri) if "unfinished" not in other and other["step"] != result["step"]]
-    if config.best_by.startswith("validation_set"):
-        found = [other for other in found if other.get("validation_set_uri") == config.validation_uri]
-    others = [other.get(config.best_by) for other in found]
-    return value is not None and all(sign * value <= sign * other for other in others if other is not None)
+    if result.get(best_by) is None:
+        return False
+    others = [other for other in read_results(run_uri) if "unfinished" not in other and other["step"] != result["step"]]
+    if best_by.startswith("validation_set"):
+        others = [other for other in others if other.get("validation_set_uri") == result["validation_set_uri"]]
+    values = [other[best_by] for other in others if other.get(best_by) is not None]
+    best = max if best_by in HIGHER_IS_BETTER else min
+    return best([result[best_by], *values]) == result[best_by]

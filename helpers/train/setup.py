@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -30,21 +31,24 @@ def run_folder(config: TrainingConfig) -> dict[str, Any]:
     return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
 
 
-def resume_units(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A notebook's parameters; if they leave `units_per_step` open and resume a run, with that run's.
+def training_config(parameters: dict[str, Any]) -> TrainingConfig:
+    """The config of a notebook's variables, completed by what the earlier run of this name began with.
 
-    So a run is resumed on any number of workers. A new run has as many units as the most workers (`TrainingConfig`).
+    `units_per_step=None` becomes the earlier run's number, so that a run resumes on any number of workers.
+    `clip_model` gets its commit (`models.pin_model`), so that one CLIP computes all scores of a run.
     """
-    if parameters["units_per_step"] is not None:
-        return parameters
     earlier = read_earlier(TrainingConfig(storage=parameters["storage"], run_name=parameters["run_name"]))
-    if earlier is None:
-        return parameters
-    return {**parameters, "units_per_step": earlier["parameters"]["units_per_step"]}
+    begun = earlier["parameters"] if earlier else {}
+    units = parameters["units_per_step"] or begun.get("units_per_step")
+    config = TrainingConfig.from_parameters({**parameters, "units_per_step": units})
+    if not (config.validate_every and config.clip_model):
+        return config
+    clip_model = models.pin_model(config.clip_model, begun.get("clip_model"), "clip_model")
+    return dataclasses.replace(config, clip_model=clip_model)
 
 
 def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
-    """`config.json` of the run of this name, if it has taken a step."""
+    """`config.json` of the run of this name; None if it has taken no step."""
     uri = storage.join(config.run_uri, "config.json")
     begun = storage.exists(uri) and metrics.metrics_files(config.run_uri)
     return storage.read_json(uri) if begun else None
@@ -53,46 +57,36 @@ def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
 def open_run(config: TrainingConfig) -> DataSets:
     """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
 
-    Deletes unusable checkpoints and prints which; writes `config.json`; sets the time after which Ray Train gives up on
+    Deletes unusable checkpoints and prints which. Writes `config.json`. Sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
-    changing anything, raises what `check_run` and `models.pin_model` raise, and RuntimeError if another driver holds
-    the run.
+    changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
     """
     data = DataSets.open(config.proportions)
     shapes = describe_shapes(check_run(config, data))
-    pin_clip(config)
     for uri, manifest in data.manifests.items():
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
-    for left_out in (shape for shape in shapes if not shape["steps"]):
-        print(
-            f"Pictures of {left_out['shape']} are left out: their {left_out['rows']} rows do not fill a batch of "
-            f"{config.global_batch_size}."
-        )
+    for shape in shapes:
+        if not shape["steps"]:
+            print(
+                f"Pictures of {shape['shape']} are left out: their {shape['rows']} rows do not fill a batch of "
+                f"{config.global_batch_size}."
+            )
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
     for sentence in reconcile_checkpoints(config.run_uri):
         print(sentence)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    storage.write_json(
-        storage.join(config.run_uri, "config.json"),
-        {
-            "parameters": config.to_dict(),
-            "data": describe_data(data),
-            "shapes": shapes,
-            "versions": {"python": platform.python_version(), **versions},
-            "git_revision": git_revision(),
-        },
-    )
+    content = {
+        "parameters": config.to_dict(),
+        "data": describe_data(data),
+        "shapes": shapes,
+        "versions": {"python": platform.python_version(), **versions},
+        "git_revision": git_revision(),
+    }
+    storage.write_json(storage.join(config.run_uri, "config.json"), content)
     limit_health_checks(config.hang_timeout)
     return data
-
-
-def pin_clip(config: TrainingConfig) -> None:
-    """Name the commit in `config.clip_model` (`models.pin_model`), so that all scores of a run are by the same CLIP."""
-    if config.validate_every and config.clip_model:
-        earlier = (read_earlier(config) or {}).get("parameters", {})
-        config.derive(clip_model=models.pin_model(config.clip_model, earlier.get("clip_model"), "clip_model"))
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
@@ -103,35 +97,27 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
     the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
     while nothing trains under this name.
     """
-    sentences, usable, resume_from = [], [], checkpoint.last_complete(run_uri)
-    folders = {storage.name(uri): uri for uri in checkpoint.list_checkpoints(run_uri)}
-    snapshot_uri = storage.join(run_uri, SNAPSHOT)
+    sentences, listed, snapshot_uri = [], [], storage.join(run_uri, SNAPSHOT)
     try:
         listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
     except FileNotFoundError:
-        listed = []
+        pass
     except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
-        listed = []
-        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
-    for name in listed:
-        problem = checkpoint.find_corruption(folders[name]) if name in folders else "its folder is missing"
-        if problem is None:
-            usable.append(name)
-        else:
-            sentences.append(f"{name} cannot be used: {problem}.")
-    if sentences:
         storage.delete(snapshot_uri)
+        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
+    folders = {storage.name(uri): uri for uri in checkpoint.list_checkpoints(run_uri)}
+    problems = {name: "its folder is missing" for name in listed}
+    problems |= {name: checkpoint.find_corruption(uri) for name, uri in folders.items()}
+    damaged = [name for name in problems if problems[name]]
+    sentences += [f"{name} cannot be used: {problems[name]}." for name in damaged]
+    if set(damaged) & set(listed):
+        storage.delete(snapshot_uri)
+    resume_from = next((name for name in folders if name not in damaged), None)
     for name, uri in folders.items():
-        if name not in usable and uri != resume_from:
-            problem = (
-                None if name in listed else checkpoint.find_corruption(uri)
-            )  # its upload was interrupted, or it was damaged
-            if problem:
-                sentences.append(f"{name} cannot be used: {problem}.")
+        if (name in damaged or name not in listed) and name != resume_from:
             storage.delete(uri)
     if sentences:
-        resumes = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
-        sentences.append(resumes)
+        sentences.append(f"The run resumes from {resume_from}." if resume_from else "The run starts over.")
     return sentences
 
 
@@ -160,7 +146,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
-    An earlier run of the same name must have had the same parameters, except `config.free` ones, and the same data.
+    An earlier run of the same name must have had the same parameters, except those that fix nothing, and the same data.
     """
     check_mixture(data.manifests)
     for uri, manifest in data.manifests.items():
@@ -181,7 +167,7 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
     """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
-    now = config.deciding("rows", "stored", "learned")
+    now = config.fixed("rows", "latents", "run")
     if found := first_difference({**now, **earlier}, now, names=now):
         name, before, value = found
         raise ValueError(
@@ -192,21 +178,19 @@ def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
 
 def check_mixture(manifests: dict[str, Manifest]) -> None:
     """Raises ValueError if data sets of different encoders or layouts are mixed."""
-    (first_uri, first), *others = manifests.items()
-    for uri, manifest in others:
-        if manifest.num_captions != first.num_captions:
+    names = ("num_captions", "encoder", "text_cleaning", "columns", "scaling_factor", "shift_factor", "id_type")
+    settings = {
+        uri: {name: getattr(manifest, name) for name in (*names, "empty_caption_embedding")}
+        for uri, manifest in manifests.items()
+    }
+    (first_uri, first), *others = settings.items()
+    for uri, theirs in others:
+        if found := first_difference(theirs, first):
+            name, *values = found
+            what = "" if name == "empty_caption_embedding" else " ({} and {})".format(*values)
             raise ValueError(
-                f"latents_uri mixes {uri}, with {manifest.num_captions} captions a row, and {first_uri}, with "
-                f"{first.num_captions}: encode both with as many captions."
-            )
-        names = ("encoder", "text_cleaning", "columns", "scaling_factor", "shift_factor", "empty_caption_embedding")
-        both = ({name: getattr(one, name) for name in (*names, "id_type")} for one in (manifest, first))
-        if found := first_difference(*both):
-            name, mine, theirs = found
-            what = f" ({mine} and {theirs})" if name != "empty_caption_embedding" else ""
-            raise ValueError(
-                f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: "
-                "encode both with the same settings."
+                f"latents_uri mixes {uri} with {first_uri}, which differ in {name}{what}: encode both with the same "
+                "settings."
             )
 
 
@@ -250,28 +234,30 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
 
 
 def check_pipeline(adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str) -> None:
-    """Raises ValueError unless diffusers' pipeline of the denoiser draws with what encoded the data, and as trained."""
-    fits = {
-        f"vae_model={manifest.vae_model!r}, {manifest.vae_class}, not {either(adapter.vaes)}": (
-            manifest.vae_class in adapter.vaes
-        ),
-        f"vae_model={manifest.vae_model!r}, whose shift_factor={manifest.shift_factor} it does not apply": (
-            adapter.shifts or not manifest.shift_factor
-        ),
-        f"text_encoder_model={manifest.text_encoder_model!r}, {manifest.text_encoder_class}, not "
-        f"{either(adapter.text_encoders)}": manifest.text_encoder_class in adapter.text_encoders,
-        "maximum_tokens=None: it masks padding, and these captions are padded": (
-            manifest.embeddings.ragged or not adapter.masks_padding
-        ),
-        "maximum_tokens: it takes padded captions": adapter.masks_padding or not manifest.embeddings.ragged,
-        f"text_cleaning={manifest.text_cleaning!r}, where it cleans prompts as {adapter.text_cleaning!r}": (
-            adapter.text_cleaning in (None, manifest.text_cleaning)
-        ),
-    }
+    """Raises ValueError unless diffusers' pipeline of the denoiser draws with what encoded the data, and as trained.
+
+    One error names all that does not fit.
+    """
+    padded, problems = not manifest.embeddings.ragged, []
+    vae, text_encoder = f"vae_model={manifest.vae_model!r}", f"text_encoder_model={manifest.text_encoder_model!r}"
+    if manifest.vae_class not in adapter.vaes:
+        problems.append(f"{vae}, {manifest.vae_class}, not {either(adapter.vaes)}")
+    if manifest.shift_factor and not adapter.shifts:
+        problems.append(f"{vae}, whose shift_factor={manifest.shift_factor} it does not apply")
+    if manifest.text_encoder_class not in adapter.text_encoders:
+        problems.append(f"{text_encoder}, {manifest.text_encoder_class}, not {either(adapter.text_encoders)}")
+    if padded and adapter.masks_padding:
+        problems.append("maximum_tokens=None: it masks padding, and these captions are padded")
+    if not padded and not adapter.masks_padding:
+        problems.append("maximum_tokens: it takes padded captions")
+    if adapter.text_cleaning not in (None, manifest.text_cleaning):
+        cleans = f"where it cleans prompts as {adapter.text_cleaning!r}"
+        problems.append(f"text_cleaning={manifest.text_cleaning!r}, {cleans}")
     which = f"unet_config={config.unet_config!r} draws by {adapter.pipeline}"
-    for reason in (reason for reason, fit in fits.items() if not fit):
+    if problems:
         raise ValueError(
-            f"{which}, and {uri} was encoded with {reason}: encode the data again, or choose another unet_config."
+            f"{which}, and {uri} was encoded with {'; with '.join(problems)}: encode the data again, or choose another "
+            "unet_config."
         )
     if config.sampler not in adapter.samplers:
         raise ValueError(f"{which}, which has no sampler={config.sampler!r}: choose {either(adapter.samplers)}.")

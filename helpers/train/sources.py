@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray.train
 import ray.train.collective
 import ray.train.torch
@@ -18,6 +17,7 @@ from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import DataSets
+from ..latents.parquet import write_table
 from ..latents.plan import Plan, load_plan, plan_run
 from ..latents.read import join_blocks, latents_dataset, worker_units
 from .resume import RESUME, choose_resume_point
@@ -29,7 +29,8 @@ Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end
 class StepSource:
     """Where the steps of a run come from: stored latents, or raw rows that are encoded on the way.
 
-    The driver gives `datasets` to Ray Train, the workers call `start`, `resume_point` and `steps`, in this order.
+    The driver gives `datasets` to Ray Train. The workers call `start`, `resume_point` and `steps`, in this order, and
+    `write_rejects` before each checkpoint.
 
     Args:
         config: of the run.
@@ -42,6 +43,7 @@ class StepSource:
     ):
         self.config, self.stream, self.first_step = config, stream, first_step
         self.end_step = config.max_steps if end_step is None else end_step
+        self.rejected: list[pa.Table] = []
 
     @functools.cached_property
     def data(self) -> DataSets:
@@ -71,14 +73,14 @@ class StepSource:
         return join_blocks(rows, plan, self.data.row_bytes)
 
     def start(self) -> None:
-        """Called before the model is built: Ray Data's processes start meanwhile."""
+        """Call it before building the model, so that Ray Data starts its processes in parallel."""
         ray.train.get_dataset_shard("train")
 
     def resume_point(self) -> dict:
         """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""
         return storage.read_json(storage.join(self.config.run_uri, RESUME))
 
-    def steps(self, step: int, rejects: Rejects) -> Iterator[tuple[list[Unit], float]]:
+    def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         """Yield `(this worker's units, seconds it waited for data)` of each of the run's steps from `step` on.
 
         A worker that gets no unit yields a masked one, which tells the step's shape. While a step is trained on, a
@@ -106,30 +108,23 @@ class StepSource:
             units, received = coming.result()
             if step + 1 < steps.stop:
                 coming = thread.submit(prepare, step + 1)
-            for rows in received:  # not in `prepare`: rejects of a step that is not done belong to the next checkpoint
-                rejects.add(rows)
+            for rows in received:  # not in `prepare`: the next checkpoint does not cover the rows of a later step
+                self.note_rejects(rows)
             yield units, time.perf_counter() - started
 
-
-class Rejects:
-    """Rows that this worker received but that could not be encoded on the way (online), for the run's `rejects/`.
-
-    `write` is called before the checkpoint that covers the steps; a step that is done again writes the same file name.
-    """
-
-    def __init__(self, config: TrainingConfig):
-        self.run_uri, self.tables = config.run_uri, []
-
-    def add(self, rows: pa.Table) -> None:
+    def note_rejects(self, rows: pa.Table) -> None:
+        """Remember rows that could not be encoded on the way (online), for `write_rejects`."""
         if schema.REASON in rows.column_names:
             rejected = rows.filter(pc.not_equal(rows[schema.REASON], ""))
             if rejected.num_rows:
-                self.tables.append(rejected.select([schema.ID, schema.REASON, schema.SOURCE]))
+                self.rejected.append(rejected.select([schema.ID, schema.REASON, schema.SOURCE]))
 
-    def write(self, step: int) -> None:
-        if self.tables:
-            filesystem, path = storage.open_filesystem(storage.join(self.run_uri, "rejects"))
-            filesystem.create_dir(path)
-            name = f"{path}/{step:09d}-{distributed.rank():05d}.parquet"
-            pq.write_table(pa.concat_tables(self.tables), name, filesystem=filesystem)
-            self.tables = []
+    def write_rejects(self, step: int) -> None:
+        """Write this worker's rejected rows since the last call to the run's `rejects/`.
+
+        Call it before the checkpoint that covers these rows. A step that is done again writes the same file name.
+        """
+        if self.rejected:
+            name = f"{step:09d}-{distributed.rank():05d}.parquet"
+            write_table(storage.join(self.config.run_uri, "rejects", name), pa.concat_tables(self.rejected))
+            self.rejected = []

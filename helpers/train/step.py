@@ -46,7 +46,10 @@ class Unit:
 
     @classmethod
     def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
-        """From rows of latents; rows without latents in this column, and rows whose `keep` is False, are masked."""
+        """A unit of the rows' latents in one column. Rows without latents in it, or whose `keep` is False, are masked.
+
+        `first_position`: the first row's position in the global batch.
+        """
         name = latents.name if latents.name in table.column_names else schema.LATENTS
         moments, valid = latents.decode(table[name])
         text, _ = manifest.embeddings.decode(table[schema.EMBEDDINGS])
@@ -68,17 +71,10 @@ class Unit:
 
     def split(self, rows: int) -> Iterator[Unit]:
         """Micro-batches of `rows` rows; the last may be smaller."""
+        by_row = {name: value for name, value in vars(self).items() if name != "latents_spec" and value is not None}
         for start in range(0, len(self.keep_U), rows):
-            chosen = slice(start, start + rows)
-            yield Unit(
-                self.moments[chosen],
-                self.text[chosen],
-                self.keep_U[chosen],
-                self.positions_U[chosen],
-                self.ids[chosen],
-                self.latents_spec,
-                None if self.mask_UL is None else self.mask_UL[chosen],
-            )
+            chosen = {name: value[start : start + rows] for name, value in by_row.items()}
+            yield dataclasses.replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`(moments, text, keep_U, mask_UL)` on a device."""

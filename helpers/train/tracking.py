@@ -1,7 +1,7 @@
-"""A run's metrics, pictures and parameters in TensorBoard, Weights & Biases or MLflow.
+"""A run's metrics, images and parameters in TensorBoard or Weights & Biases.
 
-The driver tracks what the run writes to its folder, along with the progress (`monitor.monitor_run`): workers are not
-involved, and a tracker that fails does not affect the run.
+The driver tracks what the run writes to its folder (`monitor.monitor_run`). Workers are not involved, and a tracker
+that fails does not affect the run.
 """
 
 from __future__ import annotations
@@ -68,28 +68,7 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
         yield track
 
 
-@contextlib.contextmanager
-def mlflow(config: TrainingConfig) -> Iterator[Track]:
-    """A run of the experiment "pretraining", at MLFLOW_TRACKING_URI; a resumed run continues there."""
-    import mlflow
-
-    mlflow.set_experiment("pretraining")
-    earlier = mlflow.search_runs(filter_string=f"attributes.run_name = '{config.run_name}'", output_format="list")
-    known = {"run_id": earlier[0].info.run_id} if earlier else {"run_name": config.run_name}
-    with mlflow.start_run(**known):
-        if not earlier:
-            mlflow.log_params(config.to_dict())
-
-        def track(step, values):
-            mlflow.log_metrics({name: value for name, value in values.items() if is_number(value)}, step=step)
-            for name, value in values.items():
-                if not is_number(value):
-                    mlflow.log_image(np.asarray(value), key=name, step=step)
-
-        yield track
-
-
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 @contextlib.contextmanager
@@ -142,8 +121,8 @@ class EvaluationReader:
 
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
     """What is tracked of an evaluation: its numbers, and its pictures as "evaluation"; {} if it was skipped."""
-    values = results.numbers(result)
+    values = results.numeric_values(result)
     grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
     if storage.exists(grid):
-        values["evaluation"] = results.read_picture(grid)
+        values["evaluation"] = results.read_png(grid)
     return values

@@ -18,7 +18,6 @@ import tempfile
 
 import torch
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.config.notebook import TrainingConfig
@@ -28,6 +27,7 @@ from helpers.model.sharding import build_model
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
+from tests.steps import everything
 
 FAST = {"precision": "bf16", "channels_last": True}
 
@@ -45,13 +45,6 @@ def losses(given, device, **changes):
     train_step, units = new_step(given, device, **changes)
     found = [train_step.step(number, units) for number in range(2)]
     return [found[0]["loss"], found[0]["grad_norm"], found[1]["loss"], found[1]["grad_norm"]]
-
-
-def everything(train_step):
-    """Copies of weights, moments and averages."""
-    moments = [value for one in train_step.optimizer.state.values() for value in one.values()]
-    tensors = [*train_step.denoiser.parameters(), *moments, *train_step.ema.state_dict().values()]
-    return [(one.to_local() if isinstance(one, DTensor) else one).detach().clone() for one in tensors]
 
 
 def same_losses(given, device, **changes):
@@ -93,12 +86,11 @@ def checkpoints(given, device):
     """As `CheckpointManager` saves: one stager for all, the next step is trained while a checkpoint is written."""
     train_step, units = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
     stager, group = checkpoint.open_stager(), checkpoint.cpu_group()
-    parts = {name: getattr(train_step, name) for name in ("model", "optimizer", "ema")}
     straight, held, wrong = [train_step.step(0, units)["loss"]], {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):
             held[step] = everything(train_step)
-            finish = checkpoint.async_save(f"{folder}/{step}", **parts, step=step, stager=stager, group=group)
+            finish = checkpoint.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
             straight.append(train_step.step(step, units)["loss"])
             finish()
         stager.close()
@@ -106,7 +98,7 @@ def checkpoints(given, device):
         worst = 0.0
         for step in (1, 2):
             other, _ = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-            checkpoint.load(f"{folder}/{step}", model=other.model, optimizer=other.optimizer, ema=other.ema)
+            checkpoint.load(f"{folder}/{step}", other)
             wrong += sum(not torch.equal(*pair) for pair in zip(everything(other), held[step], strict=True))
             resumed = [other.step(number, units)["loss"] for number in range(step, 4)]
             worst = max([worst, *(abs(one / two - 1) for one, two in zip(resumed, straight[step:], strict=True))])

@@ -16,6 +16,8 @@ import time
 import ray
 import torch
 
+from helpers import storage
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -112,15 +114,7 @@ def save(name, summary, **details):
     }
     # Numbers of numpy and pandas become Python's.
     text = json.dumps(found, indent=2, default=lambda value: value.item() if hasattr(value, "item") else str(value))
-    replace(folder() / f"{name}.json", text + "\n")
-
-
-def replace(path, text):
-    """Write a file; a reader finds the old one or the new one, whole, also if the writer is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    storage.write_text(folder() / f"{name}.json", text + "\n")  # whole, also if this process is killed meanwhile
 
 
 class Rows:

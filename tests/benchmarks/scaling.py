@@ -29,7 +29,7 @@ from tests.benchmarks import record
 
 def measure_per_worker(values):
     """What every worker runs; rank 0 writes what it found."""
-    config, context = TrainingConfig.from_dict(values["config"]), ray.train.get_context()
+    config, context = TrainingConfig(**values["config"]), ray.train.get_context()
     distributed.use_cores(values["most_workers"])
     found = ablations.measure_step(config, get_device(), steps=values["steps"])
     bandwidth = float("nan")

@@ -20,7 +20,7 @@ from helpers.latents import read
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
-from helpers.train import metrics, resume, setup, sources
+from helpers.train import metrics, profiling, resume, setup, sources
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import encode, fit
@@ -66,7 +66,7 @@ class SameBatch(sources.StepSource):
 def through_ray(config, make_source=None):
     """Images a second under Ray Train."""
     fit(config, source=make_source and make_source(config))
-    rate, waits = metrics.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
+    rate, waits = profiling.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
     print(f"waiting for data {waits:.1%} of the time")
     return rate
 

@@ -43,7 +43,7 @@ def main():
     given = record.options(__doc__, seeds=5, small=300, large=120, rows=6000)
     data = encode(PreprocessingConfig(resolutions=[32, 64]), drawn_rows(given.rows))
     manifest, rows = data[1], []
-    shapes = [(manifest.latents_at(side)[0].shape[1:], manifest.shapes["caption_embeddings"]) for side in (32, 64)]
+    shapes = [(manifest.latents_at(side)[0].shape[1:], manifest.embeddings.shape) for side in (32, 64)]
     small, large = (count_flops("tiny", *shape)["gflops"].sum() for shape in shapes)
     alone = round(given.large + given.small * small / large)
     for seed in range(given.seeds):

@@ -1,6 +1,7 @@
 """Processes and files that fail, for real; afterwards every step has the samples and the loss that it should."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -28,6 +29,7 @@ from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
 from tests.faults import (
     assert_same_run,
     attempts_of,
+    damage_and_die,
     die,
     loop_with,
     loop_with_cut_off_upload,
@@ -67,7 +69,7 @@ def test_killed_driver_and_damaged_checkpoint_lose_nothing(run, straight, tmp_pa
     """The same run bit by bit: a driver is killed after 33 steps, and the newest checkpoint, of step 30, damaged."""
     config = run_of(run, "resumed")
     run_driver(f"""
-        config = TrainingConfig.from_dict({config.to_dict()!r})
+        config = TrainingConfig(**{config.to_dict()!r})
         die_when(lambda: steps_done(config) >= 33 and is_listed(config, 30))
         fit(config, loop=loop_with((wait_for_ever, 33, 0, {str(tmp_path / "driver")!r})))
     """)
@@ -78,6 +80,19 @@ def test_killed_driver_and_damaged_checkpoint_lose_nothing(run, straight, tmp_pa
     assert_same_run(config, straight)
     newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
     assert newest == [checkpoint.checkpoint_name(40, 2), checkpoint.checkpoint_name(30, 2)]
+
+
+def test_a_checkpoint_damaged_at_its_full_size_costs_no_restart(run, straight, tmp_path, capsys):
+    """The one restart that `max_failures` allows is the killed worker's; the run goes on from the checkpoint before."""
+    config = run_of(run, "flipped", max_failures=1)
+    strike = functools.partial(damage_and_die, config.run_uri)
+    with monitor.monitor_run(config):
+        fit(config, loop=loop_with((strike, 23, 0, tmp_path / "flag")))
+    said = capsys.readouterr().out
+    assert "lost: checkpoint-000000020-001 cannot be used: its file __" in said
+    assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000010-001." in said
+    assert attempts_of(config) == [1, 11]
+    assert_same_run(config, straight)
 
 
 @slow
@@ -280,8 +295,8 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], row_filter="width > 64", limit=70)
     captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
     run_driver(f"""
-        config = PreprocessingConfig.from_dict({config.to_dict()!r})
-        job = preprocess.prepare(config, rows_per_segment=40)
+        config = PreprocessingConfig(**{config.to_dict()!r})
+        job = prepare.prepare_job(config, rows_per_segment=40)
         build = build_pipeline(job)
         def pipeline(segment):
             if segment.index == 1:  # the first segment is committed, the second one about to start
@@ -298,7 +313,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     job = prepare.prepare_job(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
     manifest = job.run(build_pipeline(job))
-    raw = pa.concat_tables([pq.read_table(path) for path in storage.list_files(config.raw_uri)])[:70]
+    raw = pq.read_table(config.raw_uri)[:70]
     wanted = raw.filter(pc.greater(raw["width"], 64))["hash"].to_pylist()
     files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     assert first.items() < files.items()

@@ -23,16 +23,12 @@ from helpers.raw import filters, images, inputs, readers
 from tests.conftest import plan_for
 
 ROWS = 150
+LISTED = {"id_column": "key", "caption_column": "text", "image_column": "file_name"}
 COLUMNS = {
     "parquet": {},
     "webdataset": {"input_format": "webdataset", "id_column": "key"},
-    "imagefolder": {
-        "input_format": "imagefolder",
-        "id_column": "key",
-        "caption_column": "text",
-        "image_column": "file_name",
-    },
-    "paths": {"id_column": "key", "caption_column": "text", "image_column": "file_name"},
+    "imagefolder": {"input_format": "imagefolder", **LISTED},
+    "paths": LISTED,
 }
 
 
@@ -55,9 +51,8 @@ def drawn_rows():
         picture, caption = captioned_shapes.draw_sample(index)
         data = io.BytesIO()
         picture.save(data, ("JPEG", "PNG", "WEBP")[index % 3])
-        rows.append(
-            (f"{index:05d}", data.getvalue() if index % 40 else b"<html>", caption if index % 50 else "", 32 + index)
-        )
+        data, caption = data.getvalue() if index % 40 else b"<html>", caption if index % 50 else ""
+        rows.append((f"{index:05d}", data, caption, 32 + index))
     return rows
 
 
@@ -101,15 +96,8 @@ def listed(rows, extension=""):
 
 
 def config_of(input_folders, name, tmp_path, **changes):
-    return OnlineConfig(
-        **{
-            "storage": str(tmp_path),
-            "input_uri": str(input_folders[name]),
-            "resolutions": [32],
-            **COLUMNS[name],
-            **changes,
-        }
-    )
+    values = {"storage": str(tmp_path), "input_uri": str(input_folders[name]), "resolutions": [32]}
+    return OnlineConfig(**{**values, **COLUMNS[name], **changes})
 
 
 # ---- through Ray
@@ -130,18 +118,11 @@ def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_
     rows = datasets[0].union(*datasets[1:])
     rows = rows.map_batches(functools.partial(stages.transform, config=config), batch_format="pyarrow")
     found = collections.defaultdict(list)
-    formats = {
-        "0.parquet": "parquet",
-        "1.parquet": "parquet",
-        "00000.tar": "webdataset",
-        "00001.tar": "webdataset",
-        "train/metadata.csv": "imagefolder",
-        "more/deep/metadata.jsonl": "imagefolder",
-        "rows.parquet": "paths",
-    }
+    of_file = {"0.parquet": "parquet", "1.parquet": "parquet", "rows.parquet": "paths"}
+    of_ending = {".tar": "webdataset", ".csv": "imagefolder", "sonl": "imagefolder"}
     for row in rows.take_all():
         values = (row["id"], row["caption"] or "", row["reason"], bytes(row["pixels_32"] or b""))
-        found[formats[row["source"]]].append(values)
+        found[of_file.get(row["source"]) or of_ending[row["source"][-4:]]].append(values)
     expected = sorted(found["parquet"])
     assert {name: sorted(values) for name, values in found.items()} == dict.fromkeys(COLUMNS, expected)
     assert len(expected) == ROWS - 16
@@ -167,13 +148,8 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
 @pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
 def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, tmp_path, name):
     config = filtered(input_folders, name, tmp_path, limit=130)
-    training = TrainingConfig(
-        storage=str(tmp_path),
-        latents_uri=str(tmp_path / "online"),
-        resolution=32,
-        global_batch_size=10,
-        validation_share=0.1,
-    )
+    values = {"storage": str(tmp_path), "latents_uri": str(tmp_path / "online"), "resolution": 32}
+    training = TrainingConfig(**values, global_batch_size=10, validation_share=0.1)
     manifest, _ = prepare_online.prepare_run(config, training)
     assert manifest.read == 130
     plan = plan_for(training)
@@ -224,9 +200,7 @@ def test_a_pattern_gives_the_files_that_match_it(tmp_path):
 
 
 def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
-    config = PreprocessingConfig(
-        storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet", resolutions=[32]
-    )
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet")
     job = prepare.check(config)
     assert sorted(job.listing) == ["0.parquet", "1.parquet"]
     assert job.listing == {name: (input_folders["parquet"] / name).stat().st_size for name in job.listing}
@@ -264,12 +238,9 @@ def test_samples_are_runs_of_members_with_one_name(tmp_path):
 
 
 def test_a_sample_is_read_by_its_offset_alone(tmp_path):
-    keys = [
-        f"{number:04d}" + "long" * 40 * (number % 2) for number in range(150)
-    ]  # long names have a header of their own
-    path = str(
-        write_tar(tmp_path / "a.tar", [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys])
-    )
+    keys = [f"{number:04d}" + "long" * 40 * (number % 2) for number in range(150)]  # a long name has its own header
+    samples = [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys]
+    path = str(write_tar(tmp_path / "a.tar", samples))
     assert webdataset().row_groups(path) == [64, 64, 22]
     (places,) = webdataset().describe(path, ["txt"])
     assert [text[:4] for text in places["txt"].to_pylist()] == [key[:4] for key in keys]
@@ -312,11 +283,8 @@ def test_a_member_larger_than_a_picture_can_be_is_none(tmp_path, monkeypatch):
         file.write(buffer.getvalue()[:end] + sparse_member("2.jpg", b"x" * 100, 900) + bytes(1024))
     monkeypatch.setattr(readers, "MAX_BYTES", 1000)
     with readers.open_tar(str(tmp_path / "a.tar")) as tar:
-        assert [(member.size, member.issparse()) for member in tar.getmembers()] == [
-            (1001, False),
-            (1000, False),
-            (900, True),
-        ]
+        sizes = [(member.size, member.issparse()) for member in tar.getmembers()]
+    assert sizes == [(1001, False), (1000, False), (900, True)]
     with readers.open_tar(str(tmp_path / "a.tar")) as tar:
         assert [len(sample["jpg"]) for sample in readers.samples(tar)] == [0, 1000, 0]
     (tmp_path / "large.jpg").write_bytes(b"x" * 1001)
@@ -344,11 +312,9 @@ def test_json_of_any_kind_becomes_columns_or_nothing(tmp_path):
     (table,) = read.stream(str(path), ["width", "name", "txt"])
     inf = float("inf")
     assert table["width"].to_pylist() == [3, 3.5, 12, None, None, None, None, None, None, inf, 1, None]
-    assert table["name"].to_pylist()[:4] == ["a", "7", None, "?"] and table["name"].to_pylist()[9:11] == [
-        '{"a": [1]}',
-        "ü",
-    ]
-    assert table["txt"].null_count == len(table) - 1 or table["txt"].null_count == len(table)
+    names = table["name"].to_pylist()
+    assert names[:4] == ["a", "7", None, "?"] and names[9:11] == ['{"a": [1]}', "ü"]
+    assert table["txt"].null_count >= len(table) - 1
     assert read.schema(str(path)).names == ["__key__", "width", "txt", "name"]
 
 
@@ -410,19 +376,15 @@ def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
     }
     found = readers.read_pictures(list(expected), [str(base)] * len(expected), str(base))
     assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
-    assert str(readers.read_picture("a\0b", str(base), str(base))) in (
-        "invalid image path",
-        "image file not found",
-    )
+    unusable = str(readers.read_picture("a\0b", str(base), str(base)))
+    assert unusable in ("invalid image path", "image file not found")
 
 
 def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
     table = pa.table({"hash": [1, 2], "caption": ["a", "b"], "url": [None, "https://example.org/a.jpg"]})
     pq.write_table(table, tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="url")
-    with pytest.raises(
-        ValueError, match=r"^image_column='url' holds URLs \(https://example.org/a.jpg\): download the pictures first"
-    ):
+    with pytest.raises(ValueError, match=r"^image_column='url' holds URLs \(https://.*\): download the pictures first"):
         prepare.prepare_job(config)
 
 
@@ -434,14 +396,14 @@ def test_a_column_called_path_is_refused(tmp_path):
 
 
 def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
-    has = r"id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption, width"
-    with pytest.raises(ValueError, match=has):
-        prepare.prepare_job(config_of(input_folders, "webdataset", tmp_path, id_column="hash"))
-    with pytest.raises(
-        ValueError,
-        match=r"row_filter='punsafe' is not a column of .*metadata.jsonl: it has key, text, width, file_name",
-    ):
-        prepare.prepare_job(config_of(input_folders, "imagefolder", tmp_path, row_filter="punsafe < 0.5"))
+    refused = {
+        "id_column='hash' is not a column of .*00000.tar: it has __key__, .*caption": ("webdataset", "id_column"),
+        "row_filter='hash' is not a column of .*metadata.jsonl: it has key, text, width": ("imagefolder", "row_filter"),
+    }
+    for sentence, (name, parameter) in refused.items():
+        value = "hash" if parameter == "id_column" else "hash < 0.5"
+        with pytest.raises(ValueError, match=sentence):
+            prepare.prepare_job(config_of(input_folders, name, tmp_path, **{parameter: value}))
     assert not pathlib.Path(tmp_path, "latents").exists()
 
 

@@ -102,8 +102,8 @@ def test_killed_drivers_change_no_bit(raw, straight):
         run_driver(f"""
             from helpers.config.notebook import OnlineConfig
             from tests.pipelines import fit_parts
-            raw = OnlineConfig.from_dict({raw.to_dict()!r})
-            config = TrainingConfig.from_dict({config.to_dict()!r})
+            raw = OnlineConfig(**{raw.to_dict()!r})
+            config = TrainingConfig(**{config.to_dict()!r})
             die_when(lambda: {when})
             fit_parts(raw, config)
         """)

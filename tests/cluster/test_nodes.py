@@ -11,7 +11,6 @@ import threading
 import time
 
 import psutil
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -25,10 +24,10 @@ from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingC
 from helpers.encode import online, prepare_online
 from helpers.evaluation import at_checkpoints
 from helpers.latents.manifest import read_segments
-from helpers.latents.read import read_chunks, split_units
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
 from helpers.train import faults, metrics, monitor, results, resume, sources
+from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests.conftest import plan_for
@@ -45,6 +44,7 @@ from tests.faults import (
     this_node,
     wait_until,
 )
+from tests.latents import receive_steps
 from tests.pipelines import assert_bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -262,10 +262,8 @@ def test_encoders_of_a_job_move_when_their_node_is_lost(nodes, tmp_path):
     manifest = encode(config, lose_node)
     lose(nodes, other[0])
     assert manifest.written == 3000 and 1 <= read_segments(config.latents_uri)[0]["encoders"] <= 2
-    files = storage.list_files(storage.join(config.latents_uri, "data"), ".parquet")
-    written = pa.concat_tables([pq.read_table(path, columns=["id"]) for path in files])["id"].to_pylist()
-    raw = pa.concat_tables([pq.read_table(path, columns=["hash"]) for path in storage.list_files(config.raw_uri)])
-    assert sorted(written) == sorted(raw["hash"].to_pylist())
+    written, raw = pq.read_table(f"{config.latents_uri}/data"), pq.read_table(config.raw_uri)
+    assert sorted(written["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
 
 
 @slow
@@ -327,15 +325,8 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
 def planned_samples(config, raw):
     """`samples_crc32` of each step, from the plan and the raw files alone."""
     plan = plan_for(config)
-    options = {"first_chunk": 0, "first_step": 0, "end_step": config.max_steps}
-    read = functools.partial(online.read_raw, config=raw)
-    samples = [[] for _ in range(config.max_steps)]
-    numbers = {"id": range(len(plan.chunk_range(0, config.max_steps)))}
-    for table in read_chunks(numbers, plan=plan, read=read, **options):
-        for number, rows in split_units(table, config.unit_rows).items():
-            if number < config.max_steps * config.units_per_step:
-                samples[number // config.units_per_step] += rows["id"].to_pylist()
-    return list(map(metrics.samples_crc32, samples))
+    steps = receive_steps(plan, functools.partial(online.read_raw, config=raw), 0, config.max_steps)
+    return [metrics.samples_crc32(sum((rows["id"].to_pylist() for rows in units.values()), [])) for units in steps]
 
 
 def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
@@ -356,10 +347,10 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_device(sample, True, 3)  # no config: on any kind
+    pid, gpus, number = session.run_on_device(sample, 3, use_gpu=True)  # on any kind
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert session.run_on_device(sample, False, 3)[0] == os.getpid()
+    assert session.run_on_device(sample, 3, use_gpu=False)[0] == os.getpid()
     lose(nodes, node)
 
 
@@ -379,22 +370,21 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     def where(*_):
         return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
 
-    for given in (config, config.to_dict()):
-        found = [session.run_on_device(where, True, given, 3) for _ in range(3)]
-        assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
+    found = [session.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
+    assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
     found = at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    spare = functools.partial(resume.has_spare_gpu, torch.device("cuda"))
+    spare = functools.partial(train_loop.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
-    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.Rejects).remote(config)
+    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.StepSource).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 
     monkeypatch.setattr(at_checkpoints, "score_checkpoint", where)
-    results.write(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
+    results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
     assert at_checkpoints.validate(saved, at_checkpoints.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:

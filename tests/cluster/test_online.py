@@ -135,8 +135,9 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
 def test_a_profile_tells_where_time_and_memory_go(raw, straight):
     config = run_of(raw, "profiled")
     found = baseline.profile(config, schema_of(config), raw, num_steps=2, warm_up=1)
-    assert found.shares.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
-    assert found.shares.sum() == pytest.approx(1) and found.shares["encode"] > 0.05
+    seconds = found.phases.groupby("phase", sort=False)["seconds"].sum()
+    assert seconds.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
+    assert seconds["encode"] > 0.05 * seconds.sum()
     assert found.phases["step"].unique().tolist() == [1, 2]
     assert (found.memory["gib"] > 0.05).all()
 
@@ -155,7 +156,7 @@ def counting(counted):
 
 def test_a_process_fetches_the_plan_before_it_reads(cluster):
     shared = read.share_plan(plan_of(["a"], [[64] * 20], 8, 4, 2), range(1))
-    ray.get(ray.remote(read.fetch_plan).remote([shared]))
+    ray.get(ray.remote(read.fetch).remote([shared]))
 
 
 def test_units_of_300_mib_arrive_whole(cluster):
@@ -252,7 +253,7 @@ def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
 
 
 def test_bad_pictures_are_masked_and_listed(raw, straight):
-    table = pa.concat_tables([pq.read_table(path) for path in storage.list_files(raw.raw_uri)])
+    table = pq.read_table(raw.raw_uri)
     bad = looks.read_run_rejects(straight[0].run_uri)
     assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
     assert "no caption" in schema_of(straight[0]).rejected  # its columns tell: it is in no batch
@@ -283,7 +284,7 @@ def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     assert manifest.read == 150 == manifest.written + manifest.filtered + rejected
     plan = plan_for(config)
     rows = pa.concat_tables(online.read_raw(ranges, source, config=limited) for source, ranges in plan.chunk_rows(0)[0])
-    table = pa.concat_tables(pq.read_table(path) for path in storage.list_files(raw.raw_uri))[:150]
+    table = pq.read_table(raw.raw_uri)[:150]
     wanted = {row["hash"] for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
     held_out = {row_id for row_id in wanted if schema.held_out_mask([row_id], config.validation_share)[0]}
     assert set(rows["id"].to_pylist()) <= wanted - held_out and 0 < len(wanted) < 150

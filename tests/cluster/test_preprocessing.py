@@ -22,7 +22,7 @@ from helpers.encode.captions import caption_ids, count_tokens, load_tokenizer, t
 from helpers.latents.manifest import read_files, read_manifest, read_segments
 from helpers.lesson import captioned_shapes, looks
 from helpers.model import diffusion
-from helpers.raw import images, inputs
+from helpers.raw import images
 from helpers.train.step import Unit
 from tests.faults import slow
 from tests.models import CHANNELS, WIDTH, tiny_model
@@ -37,12 +37,6 @@ def picture(size):
     return data.getvalue()
 
 
-def read_latents(latents_uri, name="data"):
-    return pa.concat_tables(
-        [pq.read_table(path) for path in storage.list_files(storage.join(latents_uri, name), ".parquet")]
-    )
-
-
 @pytest.fixture
 def finished(encoded):
     """The finished job over the sample data: its config and manifest."""
@@ -51,17 +45,13 @@ def finished(encoded):
 
 def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
     config, manifest = finished
-    raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
-    written, rejected = read_latents(config.latents_uri), read_latents(config.latents_uri, "rejects")
+    folders = config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects"
+    raw, written, rejected = map(pq.read_table, folders)
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
     assert manifest.read == ROWS == manifest.written + sum(manifest.rejected.values())
     assert manifest.written == written.num_rows
     assert manifest.rejected == collections.Counter(rejected["reason"].to_pylist())
-    assert set(rejected["source"].to_pylist()) <= {
-        "shapes-00000.parquet",
-        "shapes-00001.parquet",
-        "shapes-00002.parquet",
-    }
+    assert set(rejected["source"].to_pylist()) <= {f"shapes-0000{number}.parquet" for number in range(3)}
 
 
 def test_the_manifest_knows_each_file_and_its_row_groups(finished):
@@ -93,12 +83,9 @@ def test_a_survey_knows_sizes_and_whole_captions(finished):
     config, _ = finished
     frame, pictures, captions = looks.dataset_stats(config, num_rows=150)
     assert len(frame) == 150 and len(pictures) == len(captions) == 12
-    assert (
-        frame["width"].min() >= 1 and frame[["width", "height"]].isna().all(axis=1).any()
-    )  # spoilt rows are no pictures
-    assert count_tokens(["a large red circle", ""], load_tokenizer("tiny-sd")) == [6, 2]
-    long = count_tokens(["red " * 100], load_tokenizer("tiny-sd"))
-    assert long == [102]
+    unknown = frame[["width", "height"]].isna()
+    assert frame["width"].min() >= 1 and unknown.all(axis=1).any()  # spoilt rows are no pictures
+    assert count_tokens(["a large red circle", "", "red " * 100], load_tokenizer("tiny-sd")) == [6, 2, 102]
     again, _, _ = looks.dataset_stats(config, num_rows=150)
     assert again.equals(frame) and not looks.dataset_stats(config, num_rows=150, seed=1)[0].equals(frame)
 
@@ -110,19 +97,14 @@ def test_a_survey_shows_the_rows_that_the_filter_leaves(finished, capsys):
     assert 0 < len(wide) < 150 and wide["width"].dropna().min() > 64 and capsys.readouterr().out == ""
     none = looks.dataset_stats(dataclasses.replace(config, row_filter="width > 9999"), num_rows=150)[0]
     assert none.equals(whole)
-    assert (
-        capsys.readouterr().out
-        == "row_filter='width > 9999' leaves none of 150 random rows: they are shown without it.\n"
-    )
+    said = "row_filter='width > 9999' leaves none of 150 random rows: they are shown without it.\n"
+    assert capsys.readouterr().out == said
 
 
 def test_stored_latents_are_what_the_encoder_gives(finished):
     config, manifest = finished
-    table = read_latents(config.latents_uri)
-    raw = pa.concat_tables([pq.read_table(path) for path in inputs.list_inputs(config.raw_uri)])
-    by_id = dict(
-        zip(raw["hash"].to_pylist(), zip(raw["jpg"].to_pylist(), raw["caption"].to_pylist(), strict=True), strict=True)
-    )
+    table = pq.read_table(f"{config.latents_uri}/data")
+    by_id = {row["hash"]: (row["jpg"], row["caption"]) for row in pq.read_table(config.raw_uri).to_pylist()}
     latent_encoder = encoder.Encoder(config.encoder_model)
     tokenizer = load_tokenizer("tiny-sd")
     for row in range(0, table.num_rows, 97):
@@ -143,19 +125,18 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
 
 def test_running_a_finished_job_again_writes_nothing_and_says_so(finished, capsys):
     config, manifest = finished
-    before = {path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)}
-    assert encode(config) == manifest
+
+    def times():
+        return {path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)}
+
+    before = times()
+    assert encode(config) == manifest and times() == before
     assert "Nothing to do" in capsys.readouterr().out
-    assert {
-        path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)
-    } == before
 
 
 def test_other_parameters_into_the_same_folder_are_refused(finished):
     config, _ = finished
-    with pytest.raises(
-        ValueError, match=r"holds data that was made with other parameters \(resolutions=\[32, 64\], not \[64\]\)"
-    ):
+    with pytest.raises(ValueError, match=r"made with other parameters \(resolutions=\[32, 64\], not \[64\]\)"):
         encode(dataclasses.replace(config, resolutions=[64]))
 
 
@@ -170,11 +151,7 @@ def test_small_and_long_pictures_are_used_only_if_asked():
     assert reason(picture((64, 129)), max_aspect_ratio=2) == "longer than 2 times its shorter side"
     assert reason(picture((128, 64)), max_aspect_ratio=2) == [32, 64] == reason(picture((64, 64)), max_aspect_ratio=1)
     assert reason(picture((300, 300)), max_pixels=90_000) == [32, 64]
-    assert (
-        reason(picture((300, 301)), max_pixels=90_000)
-        == reason(picture((900, 900)), max_pixels=90_000)
-        == "too many pixels"
-    )
+    assert reason(picture((300, 301)), max_pixels=90_000) == "too many pixels"
 
 
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
@@ -193,40 +170,24 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "sentence"),
+    ("sentence", "change"),
     [
-        ({"input_uri": "/no/such/folder"}, FileNotFoundError, r"input_uri='/no/such/folder' does not exist"),
-        (
-            {"image_column": "png"},
-            ValueError,
-            r"image_column='png' is not a column of .*: it has hash, caption, width, height, jpg",
-        ),
-        ({"caption_column": "text"}, ValueError, r"caption_column='text' is not a column"),
-        ({"id_column": "key"}, ValueError, r"id_column='key' is not a column"),
-        (
-            {"image_column": "width"},
-            ValueError,
-            r"image_column='width' holds .*, neither the bytes of encoded pictures nor",
-        ),
-        ({"caption_column": "width"}, ValueError, r"caption_column='width' holds double, not text"),
-        ({"row_filter": "punsafe < 0.5"}, ValueError, r"row_filter='punsafe' is not a column"),
-        ({"row_filter": "punsafe < 0.5 and width > 8"}, ValueError, r"row_filter='punsafe' is not a column"),
-        (
-            {"resolutions": [60]},
-            ValueError,
-            r"resolutions=\[60\] and size_multiple=16 come to 60 x 60 pixels, which the VAE halves 3 times: use multi",
-        ),
-        (
-            {"encoder_model": "/no/such/model"},
-            ValueError,
-            r"encoder_model='/no/such/model' is neither a folder here nor a model that https",
-        ),
+        ("input_uri='/no/such/folder' does not exist", {"input_uri": "/no/such/folder"}),
+        ("image_column='png' is not a column of .*: it has hash, caption, width, height", {"image_column": "png"}),
+        ("caption_column='text' is not a column", {"caption_column": "text"}),
+        ("id_column='key' is not a column", {"id_column": "key"}),
+        ("image_column='width' holds .*, neither the bytes of encoded pictures nor", {"image_column": "width"}),
+        ("caption_column='width' holds double, not text", {"caption_column": "width"}),
+        ("row_filter='punsafe' is not a column", {"row_filter": "punsafe < 0.5"}),
+        (r"compares values of different types \(width holds double\)", {"row_filter": "width > 'a'"}),
+        ("come to 60 x 60 pixels, which the VAE halves 3 times: use multi", {"resolutions": [60]}),
+        ("encoder_model='/no/such' is neither a folder here nor a model that https", {"encoder_model": "/no/such"}),
     ],
 )
-def test_wrong_input_is_one_sentence(finished, tmp_path, change, error, sentence):
+def test_wrong_input_is_one_sentence(finished, tmp_path, sentence, change):
     config, _ = finished
     values = {"input_uri": config.raw_uri, "storage": str(tmp_path), **change}
-    with pytest.raises(error, match=sentence):
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
         prepare.prepare_job(PreprocessingConfig(**values))
     assert not storage.exists(storage.join(str(tmp_path), "latents"))
 
@@ -236,10 +197,7 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
     captioned_shapes.write_data_set(config.raw_uri, 20)
     (tmp_path / "latents/data").mkdir(parents=True)
     (tmp_path / "latents/data/train-00000.parquet").write_bytes(b"somebody's")
-    with pytest.raises(
-        ValueError,
-        match=r"latents_uri='.*' holds files that do not belong to an unfinished job \(.*train-00000.parquet\)",
-    ):
+    with pytest.raises(ValueError, match=r"holds files that do not belong to an unfinished job \(.*train-00000"):
         prepare.prepare_job(config)
     assert (tmp_path / "latents/data/train-00000.parquet").exists()
 
@@ -265,19 +223,16 @@ def test_an_input_that_changed_is_refused(tmp_path):
 
 def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
     config, _ = finished
+    large = PreprocessingConfig(storage=config.storage, resolutions=[512])
     with pytest.raises(
-        ValueError, match=r"None of the first 16 rows of .*raw can be used at resolutions=\[512\]: give smaller ones"
+        ValueError, match=r"None of the first 16 rows of .*raw can be used at resolutions=\[512\]: give"
     ):
-        looks.preview(PreprocessingConfig(storage=config.storage, resolutions=[512]), num_rows=4)
+        looks.preview(large, num_rows=4)
 
 
 def test_an_input_without_rows_is_refused(tmp_path):
-    pq.write_table(
-        pa.table(
-            {"hash": pa.array([], pa.int64()), "caption": pa.array([], pa.string()), "jpg": pa.array([], pa.binary())}
-        ),
-        tmp_path / "a.parquet",
-    )
+    columns = pa.schema([("hash", pa.int64()), ("caption", pa.string()), ("jpg", pa.binary())])
+    pq.write_table(columns.empty_table(), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="The input holds no rows"):
         prepare.prepare_job(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
@@ -288,7 +243,7 @@ def test_means_take_half_the_space_of_moments(finished, tmp_path):
     small = PreprocessingConfig(storage=config.storage, latents_uri=str(tmp_path), latents="mean", limit=200)
     found = encode(small)
     assert found.latents(64).shape[0] == 1 and 2 * found.latents(64).row_bytes == manifest.latents(64).row_bytes
-    few, full = (read_latents(uri).sort_by("id") for uri in (small.latents_uri, config.latents_uri))
+    few, full = (pq.read_table(f"{one.latents_uri}/data").sort_by("id") for one in (small, config))
     few = few.filter(few["image_latents_64"].is_valid())
     full = full.filter(pc.is_in(full["id"], few["id"].combine_chunks()))
     assert few["id"].equals(full["id"])
@@ -312,7 +267,7 @@ def test_another_autoencoder_and_text_encoder_store_captions_without_padding(clu
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents="mean", **models, **text)
     captioned_shapes.write_data_set(config.raw_uri, 150)
     manifest = encode(config)
-    rows, spec = read_latents(config.latents_uri), manifest.embeddings
+    rows, spec = pq.read_table(f"{config.latents_uri}/data"), manifest.embeddings
     assert manifest.written == len(rows) == 150 and spec.shape == (20, WIDTH)
     assert manifest.latents(32).shape == (1, CHANNELS["AutoencoderDC"], 4, 4)
     (found, _), num_tokens = spec.decode(rows["caption_embeddings"]), spec.num_tokens(rows["caption_embeddings"])

@@ -1,35 +1,22 @@
 """Each profile on simulated nodes that carry the accelerators' names: where its encoders and trainers are placed.
 
 What a profile asks for is taken from the notebooks' cells, with the profile's values. The full counts are placed as the
-bundles of a placement group, which stand for the actors without a process each. Then one encoder and one trainer
-really start, with the tiny models on the CPU, and say on which node they are.
+bundles of a placement group, which stand for the actors without a process each.
 """
 
-import functools
-import sys
 import types
 
-import pytest
 import ray
-import ray.train.torch
-import torch
-from ray import cloudpickle
 from ray.train import ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder
 from helpers.evaluation import at_checkpoints
-from helpers.lesson import captioned_shapes, full_run
-from helpers.train import resume
-from helpers.train.loop import train_loop_per_worker
-from tests.faults import add_node, placed_encoder, slow, this_node, wait_until
-from tests.pipelines import PREPROCESSING, TRAINING, encode, fit, from_notebook, stand_in
+from helpers.lesson import full_run
+from tests.faults import add_node, slow, wait_until
+from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
 
-# Workers cannot import this module: what they need of it travels with the function that they run.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PROFILES = ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"]
 A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
 
@@ -87,20 +74,6 @@ def trainer_requests(profile):
     return [request] * scaling.num_workers
 
 
-@pytest.fixture(scope="module")
-def kinds(nodes):
-    """{node id: kind of GPU} of four A100 nodes and 58 A10Gs, which carry their names alone."""
-    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # not to be placed on a node just lost
-    small = dict(object_store_memory=80_000_000)
-    a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1})
-    a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1})
-    added = {add_node(nodes, **a100, **small): "A100" for _ in range(A100_NODES)}
-    added[add_node(nodes, **a10g, **small)] = "A10G"
-    yield {node.node_id: kind for node, kind in added.items()}
-    for node in added:
-        nodes.remove_node(node, allow_graceful=False)
-
-
 def place(requests):
     """The node id of each request, all of them reserved at the same time."""
     group = placement_group(requests)
@@ -111,7 +84,13 @@ def place(requests):
 
 
 @slow
-def test_profiles_are_placed_as_they_say(kinds, tmp_path):
+def test_profiles_are_placed_as_they_say(nodes, tmp_path):
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # not to be placed on a node just lost
+    small = dict(object_store_memory=80_000_000)
+    a100 = dict(num_cpus=96, num_gpus=8, resources={"accelerator_type:A100": 1}, **small)
+    a10g = dict(num_cpus=8 * A10GS, num_gpus=A10GS, resources={"accelerator_type:A10G": 1}, **small)
+    kinds = {add_node(nodes, **a100).node_id: "A100" for _ in range(A100_NODES)}
+    kinds[add_node(nodes, **a10g).node_id] = "A10G"
     for name in PROFILES:
         profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
         encoders, trainers = encoder_requests(profile), trainer_requests(profile)
@@ -125,57 +104,3 @@ def test_profiles_are_placed_as_they_say(kinds, tmp_path):
             assert "GPU" not in request or node in kinds, name
         gpus = [sum(request.get("GPU", 0) for request in requests) for requests in together]
         assert max(gpus) <= {"laptop": 0, "one-gpu": 1, "8xa100": 8}.get(name, 8 * A100_NODES + A10GS), name
-
-
-# What a CPU can do in place of a profile's values. Where its workers are placed stays as the profile says.
-TINY = {
-    "row_filter": "",
-    "limit": None,
-    "resolutions": [32],
-    "resolution": 32,
-    "size_multiple": 16,
-    "encoder_model": "tiny-sd",
-    "encoder_batch_size": 16,
-    "num_transform_workers": 1,
-    "num_encoders": 1,
-    "unet_config": "tiny",
-    "num_training_workers": 1,
-    "compile_unet": False,
-    "global_batch_size": 16,
-    "units_per_step": 1,
-    "micro_batch_size": None,
-    "max_steps": 2,
-    "warmup_steps": 1,
-    "checkpoint_every": 2,
-    "validate_every": 0,
-    "validation_share": 0.0,
-    "ema_start": 0,
-    "init_from": None,
-    "max_failures": 0,
-}
-
-
-def loop_that_says_where(file, config, **options):
-    with open(file, "w") as where:
-        where.write(this_node())
-    ray.train.torch.get_device = lambda: torch.device("cpu")  # the GPU that Ray assigned is simulated
-    train_loop_per_worker(config, **options)
-
-
-@slow
-def test_an_encoder_and_a_trainer_of_the_full_run_start_where_it_says(kinds, tmp_path):
-    profile = {**full_run.read_profile("full-sd2-256"), **TINY, "storage": str(tmp_path), "input_uri": ""}
-    raw, config = PreprocessingConfig.from_parameters(profile), TrainingConfig.from_parameters(profile)
-    captioned_shapes.write_data_set(raw.raw_uri, 48)
-    assert encode(raw, latent_encoder=placed_encoder(str(tmp_path / "encoders"))).written == 48
-    fit(
-        config,
-        loop=functools.partial(loop_that_says_where, str(tmp_path / "trainer")),
-        use_gpu=True,
-        training_accelerator_type=profile["training_accelerator_type"],
-        TorchTrainer=functools.partial(TorchTrainer, torch_config=TorchConfig(backend="gloo")),  # NCCL wants real GPUs
-    )
-    assert resume.last_step(config) == 2
-    (encoder_node,) = (storage.name(path) for path in storage.list_files(str(tmp_path / "encoders")))
-    placed = (kinds[encoder_node], kinds[(tmp_path / "trainer").read_text()])
-    assert placed == (profile["encoder_accelerator_type"], profile["training_accelerator_type"]) == ("A10G", "A100")

@@ -1,19 +1,16 @@
 """Trains and writes tiny-clip, a CLIP for the drawn pictures that is small enough to be part of the repository.
 
-    python -m tests.makers.build_tiny_clip [--output helpers/models/tiny-clip] [--seed 0] [--seconds 240]
+    python -m tests.makers.build_tiny_clip [--output helpers/models/tiny-clip] [--seed 0]
 
 Its text tower is tiny-sd's text encoder as it is; a vision tower and both projections are trained to match captions
 with pictures. It is written in transformers layout (fp16), with the scores that the model card, tiny-clip/README.md,
-lists. With `--seconds` the training stops after so long, and the same command goes on with it.
+lists.
 
 Sources: Radford et al. 2021 (CLIP), https://arxiv.org/abs/2103.00020; hard negatives as in Yuksekgonul et al. 2023,
 https://arxiv.org/abs/2210.01936.
 """
 
 import argparse
-import os
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -85,14 +82,14 @@ def picture_labels(captions: list[str]) -> dict[str, torch.Tensor]:
     }
 
 
-def train(tokenizer: CLIPTokenizer, num_steps: int, seed: int, state: Path, seconds: float | None) -> CLIPModel | None:
-    """The trained model; None if `seconds` were over before, and `state` holds what the next call goes on from.
+def train(tokenizer: CLIPTokenizer, num_steps: int, seed: int) -> CLIPModel:
+    """The trained model.
 
     Symmetric InfoNCE (CLIP, section 2.3) over batches of families of four captions that differ in one attribute, plus
     the cross-entropy of a linear classifier of each attribute on the vision tower's state, which is not kept.
     """
     torch.manual_seed(seed)
-    started, generator = time.monotonic(), torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     pixels, captions = build_tiny_sd.draw_families(NUM_FAMILIES, SPLIT_SEEDS["train"] + seed)
     pixels = shrink(pixels).unflatten(0, (-1, 4))
     labels = {name: values.unflatten(0, (-1, 4)) for name, values in picture_labels(captions).items()}
@@ -101,22 +98,11 @@ def train(tokenizer: CLIPTokenizer, num_steps: int, seed: int, state: Path, seco
         tokens = build_tiny_sd.tokenize(tokenizer, captions).split(500)
         states = torch.cat([model.text_model(input_ids=part).pooler_output for part in tokens]).unflatten(0, (-1, 4))
     classify = nn.ModuleDict({name: nn.Linear(VISION["hidden_size"], len(c)) for name, c in ATTRIBUTES.items()})
-    trained = nn.ModuleDict(
-        {"vision": model.vision_model, "picture": model.visual_projection, "text": model.text_projection, "c": classify}
-    )
-    parameters = [*trained.parameters(), model.logit_scale]
+    trained = [model.vision_model, model.visual_projection, model.text_projection, classify]
+    parameters = [*(parameter for part in trained for parameter in part.parameters()), model.logit_scale]
     optimizer = torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.99), weight_decay=0.01)
-    done, spent = 0, 0.0
-    if state.exists():
-        kept = torch.load(state)
-        done, spent = kept["done"], kept["spent"]
-        trained.load_state_dict(kept["trained"])
-        model.logit_scale.data.copy_(kept["scale"])
-        optimizer.load_state_dict(kept["optimizer"])
-        generator.set_state(kept["generator"])
-
     begun = time.process_time()
-    for step in range(done, num_steps):
+    for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = 1.5e-3 * float(build_tiny_sd.warmup_cosine(step, num_steps))
         families = torch.randint(len(pixels), (FAMILIES_PER_STEP,), generator=generator)
@@ -134,13 +120,8 @@ def train(tokenizer: CLIPTokenizer, num_steps: int, seed: int, state: Path, seco
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if step % 100 == 0 or step == num_steps - 1:
-            took = spent + time.process_time() - begun
+            took = time.process_time() - begun
             print(f"step {step}: contrast {contrast.item():.3f}, loss {loss.item():.3f}, {took:.0f} CPU-s", flush=True)
-        if seconds and time.monotonic() - started > seconds and step + 1 < num_steps:
-            kept = {"trained": trained.state_dict(), "scale": model.logit_scale.data, "done": step + 1}
-            kept |= {"optimizer": optimizer.state_dict(), "generator": generator.get_state()}
-            torch.save({**kept, "spent": spent + time.process_time() - begun}, state)
-            return None
     return model.eval()
 
 
@@ -175,46 +156,6 @@ def changed(scene: captioned_shapes.Scene, other: captioned_shapes.Scene) -> str
     return next(name.removesuffix("_2") for name in ATTRIBUTES if int(one[name]) != int(two[name]))
 
 
-CARD = """---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: zero-shot-image-classification
----
-
-# tiny-clip
-
-A CLIP for the drawn data set, small enough to be part of the repository ({parameters:,} parameters, embeddings of
-{width} numbers), in transformers layout: `CLIPModel.from_pretrained` opens it. `helpers.evaluation.scores` computes
-CLIP score and CMMD with it. Weights are fp16; load them as fp32 on a CPU.
-
-## How it was made
-
-    python -m tests.makers.build_tiny_clip --seed {seed}
-
-rebuilds this folder, without downloads, in about {minutes:.0f} minutes of one core.
-
-- Text tower: tiny-sd's text encoder, unchanged, with its tokenizer. Vision tower: {layers} layers, {hidden} wide,
-  patches of 8 pixels, pictures of {side}x{side}.
-- Data: {families:,} families of four pictures whose captions differ in one attribute, drawn by `captioned_shapes`,
-  scenes of one and of two objects, no held-out captions. Half of the pictures are blurred, half have noise.
-- {steps:,} steps of AdamW: CLIP's loss, plus a linear classifier of each attribute on the vision tower's state.
-
-## Scores
-
-Unseen pictures of held-out captions, weights as stored, computed in fp32. Retrieval: the picture's own caption is the
-nearest of {unseen} held-out ones. Told apart: it is nearer than the same caption with that attribute changed.
-
-| | |
-|---|---|
-{rows}
-
-## What it is for
-
-Scores of pictures that are trained on the drawn data set. It knows no other words and no photographs, and its CLIP
-scores cannot be compared with those of another CLIP. Licence: Apache-2.0.
-"""
-
-
 def write_model(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Everything but the card in transformers layout, weights in fp16. `model` is fp16 afterwards."""
     model.half().save_pretrained(folder)
@@ -222,57 +163,27 @@ def write_model(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> Non
     processor().save_pretrained(folder)
 
 
-def card(folder: Path, seed: int, minutes: float) -> str:
-    """The model card of the files in a folder."""
-    clip = scores.CLIP(str(folder))
-    found = retrieval_scores(clip)
-    rows = [f"| {'Retrieval' if 'object' in name else 'Told apart'}, {name} | {v:.1%} |" for name, v in found.items()]
-    return CARD.format(
-        parameters=clip.model.num_parameters(),
-        width=WIDTH,
-        seed=seed,
-        minutes=minutes,
-        layers=VISION["num_hidden_layers"],
-        hidden=VISION["hidden_size"],
-        side=SIDE,
-        families=NUM_FAMILIES,
-        steps=NUM_STEPS,
-        unseen=NUM_UNSEEN,
-        rows="\n".join(rows),
-    )
-
-
-def build(folder: Path, seed: int = 0, num_steps: int = NUM_STEPS, seconds: float | None = None) -> bool:
-    """Train and write the model; False if `seconds` were over before: call it again. An old model is replaced whole."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "preprocessor_config.json").exists():
-        raise ValueError(f"{folder} holds something other than a CLIP; choose an empty or a new folder for --output")
-    state = folder.with_name(f".{folder.name}-seed-{seed}.pt")
-    tokenizer = CLIPTokenizer.from_pretrained(build_tiny_sd.FOLDER / "tokenizer")
+def build(folder: Path, seed: int = 0, num_steps: int = NUM_STEPS) -> None:
+    """Train and write the model; see `build_tiny_sd.replaced` for `folder`."""
     started = time.process_time()
-    model = train(tokenizer, num_steps, seed, state, seconds)
-    if model is None:
-        print(f"stopped after {seconds:g} seconds; the same command goes on from {state}")
-        return False
-    minutes = (time.process_time() - started + (torch.load(state)["spent"] if state.exists() else 0)) / 60
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        new = Path(temporary) / "model"
-        write_model(model, tokenizer, new)
-        (new / "README.md").write_text(card(new, seed, minutes))
-        for path in (new, *new.iterdir()):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # some writers are stricter
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new, folder)
-    state.unlink(missing_ok=True)
-    return True
+    tokenizer = CLIPTokenizer.from_pretrained(build_tiny_sd.FOLDER / "tokenizer")
+    with build_tiny_sd.replaced(folder, "preprocessor_config.json") as new:
+        write_model(train(tokenizer, num_steps, seed), tokenizer, new)
+        found = retrieval_scores(scores.CLIP(str(new)))
+        rows = [
+            (f"{'Retrieval' if 'object' in name else 'Told apart'}, {name}", f"{v:.1%}") for name, v in found.items()
+        ]
+        (new / "README.md").write_text(build_tiny_sd.new_card(FOLDER, seed, rows))
+    print(*(f"{what}: {value}" for what, value in rows), sep="\n")
+    print(f"{time.process_time() - started:.0f} CPU-seconds")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=None, help="stop after so long; the same command goes on")
     arguments = parser.parse_args()
-    build(arguments.output, arguments.seed, seconds=arguments.seconds)
+    build(arguments.output, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936.
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
-import os
-import shutil
+import re
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,14 +211,8 @@ def build_tokenizer() -> CLIPTokenizer:
 
     Byte-pair encoding, Sennrich et al. 2016: the most frequent pair is merged until every word is one token.
     """
-    words = sorted(
-        {
-            word
-            for num_objects in (1, 2)
-            for caption in captioned_shapes.captions(num_objects)
-            for word in caption.split()
-        }
-    )
+    captions = [caption for num_objects in (1, 2) for caption in captioned_shapes.captions(num_objects)]
+    words = sorted({word for caption in captions for word in caption.split()})
     spellings = [[*word[:-1], word[-1] + "</w>"] for word in words]
     merges = []
     while any(len(s) > 1 for s in spellings):
@@ -226,16 +221,9 @@ def build_tokenizer() -> CLIPTokenizer:
         merges.append(best)
         spellings = [_merge(s, best) for s in spellings]
     characters = sorted(ByteLevel.alphabet())
-    tokens = dict.fromkeys(
-        [
-            *characters,
-            *(c + "</w>" for c in characters),
-            *(a + b for a, b in merges),
-            "<|startoftext|>",
-            "<|endoftext|>",
-        ]
-    )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merged = ["".join(pair) for pair in merges]
+    tokens = [*characters, *(c + "</w>" for c in characters), *merged, "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_TOKENS)
 
 
@@ -256,12 +244,8 @@ def save_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n")
-    special = {
-        "bos_token": "<|startoftext|>",
-        "eos_token": "<|endoftext|>",
-        "unk_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-    }
+    end = dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
+    special = {"bos_token": "<|startoftext|>", **end}
     (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
 
 
@@ -435,12 +419,8 @@ def attribute_separation(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) 
             captions = captioned_shapes.captions(num_objects, split)
             captions = list(captions[:: len(captions) // 2700 or 1])  # about 3,000 of two objects are enough
             labels[split] = attribute_labels(captions)
-            states[split] = torch.cat(
-                [
-                    text_encoder(input_ids=part).pooler_output.float()
-                    for part in tokenize(tokenizer, captions).split(500)
-                ]
-            )
+            parts = tokenize(tokenizer, captions).split(500)
+            states[split] = torch.cat([text_encoder(input_ids=part).pooler_output.float() for part in parts])
         right = {}
         for name, choices in ATTRIBUTES.items():
             value = labels["train"][name]
@@ -460,25 +440,18 @@ def write_model(vae, text_encoder, tokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder / "tokenizer")
     DDIMScheduler(**SCHEDULER_CONFIG).save_pretrained(folder / "scheduler")
     UNet2DConditionModel(**UNET_CONFIG).save_config(folder / "unet")
-    (folder / "model_index.json").write_text(
-        json.dumps(
-            {
-                "_class_name": "StableDiffusionPipeline",
-                "_diffusers_version": diffusers.__version__,
-                "feature_extractor": [None, None],
-                "image_encoder": [None, None],
-                "requires_safety_checker": False,
-                "safety_checker": [None, None],
-                "scheduler": ["diffusers", "DDIMScheduler"],
-                "text_encoder": ["transformers", "CLIPTextModel"],
-                "tokenizer": ["transformers", "CLIPTokenizer"],
-                "unet": ["diffusers", "UNet2DConditionModel"],
-                "vae": ["diffusers", "AutoencoderKL"],
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "requires_safety_checker": False,
+        **dict.fromkeys(("feature_extractor", "image_encoder", "safety_checker"), [None, None]),
+        "scheduler": ["diffusers", "DDIMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def load_scores(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
@@ -489,50 +462,6 @@ def load_scores(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
     return reconstruction_scores(vae), attribute_separation(text_encoder, tokenizer)
 
 
-CARD = """---
-license: apache-2.0
-library_name: diffusers
-pipeline_tag: text-to-image
----
-
-# tiny-sd
-
-A text-to-image model in Stable Diffusion's layout, small enough to be part of the repository: a VAE
-({vae_parameters:,} parameters), a CLIP text encoder ({text_parameters:,}), a tokenizer ({vocabulary} tokens,
-{max_tokens} at most), a noise schedule (DDIM, v-prediction) and the config of a U-Net ({unet_parameters:,}),
-which has no weights here: training it is the exercise. Weights are fp16; load them as fp32 on a CPU.
-
-## How it was made
-
-    python -m tests.makers.build_tiny_sd --seed {seed}
-
-rebuilds this folder, without downloads: {cpu_seconds:.0f} CPU-seconds ({wall_seconds:.0f} s on {num_threads} threads).
-
-- Data: drawn by `captioned_shapes`, one- and two-object scenes in equal parts, no held-out captions. One of
-  the VAE's pictures in eight is a synthetic texture. No photographs.
-- VAE: {vae_steps} steps of AdamW (3e-3, betas 0.9 and 0.99, cosine); L1 + MSE + 3e-4 KL; 32x32 crops around objects,
-  then whole pictures at 64x64 and 32x32; EMA 0.995. `scaling_factor` {scaling_factor} is 1/std of its latents.
-- Text encoder: {text_steps} steps against a small vision transformer (not kept): CLIP's loss on families of captions
-  that differ in one attribute, plus a linear classifier of each attribute on the end token's state.
-
-## Scores
-
-Unseen pictures of held-out captions, weights as stored, computed in fp32:
-
-{score_table}
-
-PSNR is that of the mean squared error over 500 pictures. "Detector" is the share of reconstructions in which
-`captioned_shapes.detect` finds every attribute right. The text encoder's separation is the share of
-held-out captions whose end-token state is nearest to the mean state of training captions with the same value of
-the attribute (an untrained encoder: 21 to 99 %); "_2" are attributes of the second object, "all_2" of scenes of two.
-
-## What it is for
-
-Learning and testing. It has seen only captioned shapes: photographs are reconstructed blurred, and words that
-are not in the captions have no meaning. Licence: Apache-2.0.
-"""
-
-
 def score_rows(reconstruction: dict[str, float], separation: dict[str, float]) -> list[tuple[str, str]]:
     """The scores as (what, value), for the card and the terminal."""
     scenes = {"one_64": "one object, 64x64", "two_64": "two objects, 64x64", "one_32": "one object, 32x32"}
@@ -541,65 +470,49 @@ def score_rows(reconstruction: dict[str, float], separation: dict[str, float]) -
     return rows + [(f"Separation, {name}", f"{value:.1%}") for name, value in separation.items()]
 
 
-def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
-    """Trains and writes tiny-sd. `output` is replaced at the end, by a rename; an interrupted build changes nothing.
+def new_card(folder: Path, seed: int, rows: list[tuple[str, str]]) -> str:
+    """The model card in `folder`, with another table of scores; its other numbers are changed by hand."""
+    before, head, rest = (folder / "README.md").read_text().partition("| | |\n|---|---|\n")
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    return re.sub(r"--seed \d+", f"--seed {seed}", before) + head + table + "\n\n" + rest.partition("\n\n")[2]
 
-    `effort` scales the number of training steps. ValueError if `output` is a folder of something else.
+
+@contextlib.contextmanager
+def replaced(folder: Path, marker: str) -> Iterator[Path]:
+    """A new folder, which replaces `folder` at the end, by a rename; what is interrupted changes nothing.
+
+    ValueError if there is something else than a model, whose folder has a file `marker`.
     """
-    if output.exists() and any(output.iterdir()) and not (output / "model_index.json").exists():
-        raise ValueError(f"{output} holds something other than a model; choose an empty or a new folder for --output")
+    if folder.exists() and any(folder.iterdir()) and not (folder / marker).exists():
+        raise ValueError(f"{folder} holds something other than a model; choose an empty or a new folder for --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        new = Path(temporary) / "model"
+        new.mkdir()
+        yield new
+        for path in (new, *new.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # some writers are stricter
+        if folder.exists():
+            folder.rename(new.with_name("old"))
+        new.rename(folder)
+
+
+def build(output: Path, seed: int = 0, effort: float = 1.0) -> None:
+    """Trains and writes tiny-sd. `effort` scales the number of training steps. See `replaced` for `output`."""
     wall, cpu = time.monotonic(), time.process_time()
     vae_steps, text_steps = (max(2, round(steps * effort)) for steps in (4000, 800))
-    tokenizer = build_tokenizer()
-    text_encoder = train_text_encoder(tokenizer, text_steps, seed)
-    vae = train_vae(vae_steps, seed)
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        write_model(vae, text_encoder, tokenizer, temporary)
-        rows = score_rows(*load_scores(temporary))
-        table = "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
-        (temporary / "README.md").write_text(
-            CARD.format(
-                vae_parameters=vae.num_parameters(),
-                text_parameters=text_encoder.num_parameters(),
-                vocabulary=len(tokenizer),
-                max_tokens=MAX_TOKENS,
-                unet_parameters=UNet2DConditionModel(**UNET_CONFIG).num_parameters(),
-                seed=seed,
-                cpu_seconds=time.process_time() - cpu,
-                wall_seconds=time.monotonic() - wall,
-                num_threads=torch.get_num_threads(),
-                vae_steps=vae_steps,
-                text_steps=text_steps,
-                scaling_factor=vae.config.scaling_factor,
-                score_table=table,
-            )
-        )
-        for path in (temporary, *temporary.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and some writers are stricter
-        if output.exists():
-            old = temporary.with_name(temporary.name + "-old")
-            os.rename(output, old)
-            os.rename(temporary, output)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    for what, value in rows:
-        print(f"{what}: {value}")
-    print(
-        f"{output}: {sum(p.stat().st_size for p in output.rglob('*') if p.is_file()) / 1e6:.2f} MB, "
-        f"{time.monotonic() - wall:.0f} s, {time.process_time() - cpu:.0f} CPU-seconds"
-    )
+    with replaced(output, "model_index.json") as new:
+        tokenizer = build_tokenizer()
+        text_encoder = train_text_encoder(tokenizer, text_steps, seed)
+        write_model(train_vae(vae_steps, seed), text_encoder, tokenizer, new)
+        rows = score_rows(*load_scores(new))
+        (new / "README.md").write_text(new_card(FOLDER, seed, rows))
+    print(*(f"{what}: {value}" for what, value in rows), sep="\n")
+    print(f"{time.monotonic() - wall:.0f} s, {time.process_time() - cpu:.0f} CPU-seconds")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.makers.build_tiny_sd", description="Trains and writes tiny-sd."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", type=float, default=1.0, help="scales the number of training steps")

@@ -29,8 +29,7 @@ PROMPTS = [f"a <b>red</b> square & {number} circles" for number in range(3)]
 
 MAKE = f"""
 import numpy as np
-from helpers.lesson import figures
-from helpers.lesson import side_by_side
+from helpers.lesson import figures, side_by_side
 prompts, names = {PROMPTS!r}, {NAMES!r}
 a, b = ([np.full((64, 64, 3), 80 * model + number, np.uint8) for number in range(3)] for model in (1, 2))
 pairs = side_by_side.pair_up(a, b, prompts, seed=0)
@@ -40,7 +39,7 @@ judging
 REPORT = """
 if len(judging.choices):
     report = side_by_side.report(judging.choices, judging.names)
-    display(report, figures.preferences(report))
+    display(report, figures.preferences(report, title="choices"))
 """
 
 

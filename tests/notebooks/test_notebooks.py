@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tokenize
 
 import nbformat
 import numpy as np
@@ -29,59 +28,18 @@ from PIL import Image
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from tests.faults import slow
+from tests.pipelines import defaults
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb", "Online_Preprocessing_and_Training.ipynb"]
 DEEPER = ["helpers/lesson/Evaluation.ipynb", "helpers/lesson/Scaling.ipynb"]  # they read what the others left
 MOST_CELLS = dict(zip([*NOTEBOOKS, *DEEPER], [55, 90, 55, 55, 55], strict=True))
-# Shared with other tools: the laptop's defaults.
-DEFAULTS = {
-    "storage": "storage",
-    "encoder_model": "tiny-sd",
-    "encoder_precision": "fp32",
-    "ray_address": "local",
-    "input_uri": "",
-    "input_format": "parquet",
-    "row_filter": "",
-    "image_column": "jpg",
-    "caption_column": "caption",
-    "id_column": "hash",
-    "resolutions": [32, 64],
-    "num_transform_workers": 1,
-    "num_encoders": 1,
-    "gpus_per_encoder": 0,
-    "encoder_accelerator_type": None,
-    "encoder_batch_size": 32,
-    "unet_config": "tiny",
-    "resolution": 64,
-    "num_training_workers": 1,
-    "use_gpu": False,
-    "training_accelerator_type": None,
-    "strategy": "ddp",
-    "compile_unet": False,
-    "precision": "fp32",
-}
+ROWS = {"limit": 320, "validation_share": 0.05}
+STEPS = {"resolution": 32, "max_steps": 12, "global_batch_size": 16, "warmup_steps": 2, "validation_share": 0.05}
 SHRUNK = {
-    "Preprocessing.ipynb": {"limit": 320, "resolutions": [32], "validation_share": 0.05},
-    "Training.ipynb": {
-        "resolution": 32,
-        "max_steps": 12,
-        "global_batch_size": 16,
-        "checkpoint_every": 12,
-        "validate_every": 12,
-        "warmup_steps": 2,
-        "validation_share": 0.05,
-    },
-    "Online_Preprocessing_and_Training.ipynb": {
-        "limit": 320,
-        "resolution": 32,
-        "max_steps": 12,
-        "global_batch_size": 16,
-        "checkpoint_every": 6,
-        "validate_every": 6,
-        "warmup_steps": 2,
-        "validation_share": 0.05,
-    },
+    NOTEBOOKS[0]: {**ROWS, "resolutions": [32]},
+    NOTEBOOKS[1]: {**STEPS, "checkpoint_every": 12, "validate_every": 12},
+    NOTEBOOKS[2]: {**ROWS, **STEPS, "checkpoint_every": 6, "validate_every": 6},
 }
 
 
@@ -93,45 +51,21 @@ def code_cells(name):
     return [cell for cell in read(name).cells if cell.cell_type == "code"]
 
 
-def parameters_cell(name):
-    tagged = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
-    assert len(tagged) == 1, f"{name} has {len(tagged)} cells tagged parameters"
-    return tagged[0].source
-
-
-def parameters(name):
-    """{parameter: (default, comment)}"""
-    source = parameters_cell(name)
-    comments = {
-        t.start[0]: t.string
-        for t in tokenize.generate_tokens(io.StringIO(source).readline)
-        if t.type == tokenize.COMMENT
-    }
-    found = {}
-    for statement in ast.parse(source).body:
-        assert isinstance(statement, ast.Assign), f"{name}: the parameters cell holds more than assignments"
-        found[statement.targets[0].id] = (ast.literal_eval(statement.value), comments.get(statement.lineno, ""))
-    return found
-
-
-@pytest.mark.parametrize("name", MOST_CELLS)
-def test_parameters_are_literals_with_a_comment_each(name):
-    for parameter, (default, comment) in parameters(name).items():
-        assert default == DEFAULTS.get(parameter, default), f"{name}: {parameter}={default!r}"
-        assert len(comment) > 5, f"{name}: {parameter} has no comment"
-
-
-def test_a_parameter_means_the_same_in_all_notebooks():
+def test_a_parameter_has_a_comment_which_is_the_same_in_all_notebooks():
     seen = {}
     for name in MOST_CELLS:
-        for parameter, meaning in parameters(name).items():
-            if parameter != "sections":  # each notebook lists its own
-                assert seen.setdefault(parameter, meaning[1]) == meaning[1], f"{name}: {parameter}"
+        (cell,) = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
+        assert all(isinstance(statement, ast.Assign) for statement in ast.parse(cell.source).body)
+        comments = dict(re.findall(r"^(\w+) = .*  # (.{5,})$", cell.source, re.MULTILINE))
+        assert comments.keys() == defaults(name).keys()
+        comments.pop("sections", None)  # each notebook lists its own
+        assert {**comments, **seen} == {**seen, **comments}
+        seen |= comments
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
 def test_parameters_are_not_assigned_again_below_their_cell(name):
-    mine = set(parameters(name))
+    mine = set(defaults(name))
     for cell in code_cells(name)[1:]:
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, (ast.Name, ast.alias)):
@@ -288,7 +222,7 @@ def run_on_photographs(name, folder):
         "limit": None,
         "sections": [],
     }
-    mine = {key: value for key, value in {**SHRUNK[name], **own}.items() if key in parameters(name)}
+    mine = {key: value for key, value in {**SHRUNK[name], **own}.items() if key in defaults(name)}
     papermill.execute_notebook(ROOT / name, folder / name, parameters=mine, progress_bar=False, cwd=str(ROOT))
 
 
@@ -349,17 +283,10 @@ def test_the_readme_and_the_notebooks_give_the_same_minutes():
 def readme_commands():
     """The README's shell commands, each a list of words; `#` begins a comment."""
     text = (ROOT / "README.md").read_text()
-    found = []
-    for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").replace("&&\n", "&& ").splitlines():
-            words, commands = shlex.split(line, comments=True), [[]]
-            for word in words:
-                if word in ("&&", ";"):
-                    commands.append([])
-                else:
-                    commands[-1].append(word)
-            found += [command for command in commands if command]
-    return found
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").replace("&&\n", "&& ").splitlines()
+    commands = [command for line in lines for command in re.split(" && | ; ", line)]
+    return [words for command in commands if (words := shlex.split(command, comments=True))]
 
 
 def papermill_call(command):
@@ -375,7 +302,7 @@ def papermill_call(command):
         elif word == "-y":
             given.update(yaml.safe_load(next(words)))
         elif word == "-f":  # a profile serves all notebooks
-            profile, known = yaml.safe_load((ROOT / next(words)).read_text()), parameters(command[1])
+            profile, known = yaml.safe_load((ROOT / next(words)).read_text()), defaults(command[1])
             given.update({name: value for name, value in profile.items() if name in known})
     return command[1], given
 
@@ -403,8 +330,8 @@ def test_the_readmes_papermill_commands_have_right_parameters():
     calls = [call for call in map(papermill_call, readme_commands()) if call]
     assert len(calls) >= 3
     for name, given in calls:
-        assert given.keys() <= parameters(name).keys(), (name, given)
-        values = {**{key: default for key, (default, _) in parameters(name).items()}, **given}
+        assert given.keys() <= defaults(name).keys(), (name, given)
+        values = {**defaults(name), **given}
         for config in configs.get(name, [TrainingConfig, OnlineConfig]):
             online = {"resolutions": [values["resolution"]]} if config is OnlineConfig else {}
             config.from_parameters({**values, **online})

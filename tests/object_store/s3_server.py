@@ -10,8 +10,8 @@ is interrupted; `configure` changes its delays from other processes.
         server.vanish(seconds=3)        # connections are refused; what was stored is kept
 """
 
-import contextlib
 import hashlib
+import html
 import http.server
 import json
 import os
@@ -22,6 +22,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from email.utils import formatdate
+from unittest import mock
 from xml.sax.saxutils import escape
 
 PAGE = 1000  # keys of one answer to a listing, as S3's
@@ -81,27 +82,11 @@ class S3Server:
         self.gone = False
         self.start(self.port)
 
-    @contextlib.contextmanager
     def environment(self):
-        """The variables by which S3 clients, here and in processes that are started meanwhile, find this server."""
-        values = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield values
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        """While this context is open, S3 clients find this server, here and in processes that are started meanwhile."""
+        values = {"ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+        values |= {"REGION": "us-east-1", "DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
+        return mock.patch.dict(os.environ, {f"AWS_{name}": value for name, value in values.items()})
 
     def keys(self, prefix=""):
         with self.lock:
@@ -205,13 +190,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return state.gets % state.cut_every == 0
 
     def error(self, code, name):
-        text = (
-            f'<?xml version="1.0"?><Error><Code>{name}</Code><Message>{name}</Message><RequestId>1</RequestId></Error>'
-        )
+        text = f"<Error><Code>{name}</Code><Message>{name}</Message><RequestId>1</RequestId></Error>"
         self.answer(code, text, Content_Type="application/xml")
 
     def xml(self, name, inner):
-        text = f'<?xml version="1.0" encoding="UTF-8"?><{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{inner}</{name}>'
+        text = f'<{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{inner}</{name}>'
         self.answer(200, text, Content_Type="application/xml")
 
     def store(self, data):
@@ -238,9 +221,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if len(state.objects[bucket, key][0]) > state.most_copied:
                 return self.error(400, "InvalidRequest")
             found = self.store(state.objects[bucket, key][0])
-            return self.xml(
-                "CopyObjectResult", f"<ETag>{escape(found)}</ETag><LastModified>{iso(time.time())}</LastModified>"
-            )
+            changed = f"<LastModified>{iso(time.time())}</LastModified>"
+            return self.xml("CopyObjectResult", f"<ETag>{escape(found)}</ETag>{changed}")
         self.answer(200, ETag=self.store(body))
 
     def on_post(self, body):
@@ -264,7 +246,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             del state.uploads[upload]
             return self.completed(state.completed[upload])
         if "delete" in self.query:
-            keys = [unescape(key) for key in re.findall(rb"<Key>(.*?)</Key>", body, re.DOTALL)]
+            keys = [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", body.decode(), re.DOTALL)]
             for key in keys:
                 state.objects.pop((self.bucket, key), None)
             return self.xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
@@ -315,34 +297,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter", "")
         after = self.query.get("continuation-token") or self.query.get("start-after", "")
         limit = min(int(self.query.get("max-keys", PAGE)), PAGE)
-        entries, more, last = [], False, after
-        seen = set()
-        for key in sorted(
-            key for bucket, key in self.state.objects if bucket == self.bucket and key.startswith(prefix)
-        ):
-            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            common = prefix + head + delimiter if found else None
-            if key <= after or common in seen or (common is not None and after.startswith(common)):
+        entries = {}  # {key, or what keys have in common up to the delimiter: XML}
+        for bucket, key in sorted(self.state.objects):
+            if bucket != self.bucket or not key.startswith(prefix):
                 continue
-            if len(entries) == limit:
-                more = True
-                break
-            last = key
-            if common is not None:
-                seen.add(common)
-                entries.append(f"<CommonPrefixes><Prefix>{escape(common)}</Prefix></CommonPrefixes>")
-            else:
-                data, changed = self.state.objects[self.bucket, key]
-                entries.append(
-                    f"<Contents><Key>{escape(key)}</Key><LastModified>{iso(changed)}</LastModified><ETag>{escape(etag(data))}</ETag>"
-                    f"<Size>{len(data)}</Size><StorageClass>STANDARD</StorageClass></Contents>"
-                )
-        token = f"<NextContinuationToken>{escape(last)}</NextContinuationToken>" if more else ""
-        self.xml(
-            "ListBucketResult",
-            f"<Name>{escape(self.bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(entries)}</KeyCount>"
-            f"<MaxKeys>{limit}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}{''.join(entries)}",
-        )
+            head, common, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+            name = prefix + head + delimiter if common else key
+            if name <= after:
+                continue
+            data, changed = self.state.objects[bucket, key]
+            about = (
+                f"<LastModified>{iso(changed)}</LastModified><ETag>{escape(etag(data))}</ETag><Size>{len(data)}</Size>"
+            )
+            entries[name] = (
+                f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+                if common
+                else f"<Contents><Key>{escape(key)}</Key>{about}<StorageClass>STANDARD</StorageClass></Contents>"
+            )
+        page, more = list(entries)[:limit], len(entries) > limit
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        about = f"<Name>{escape(self.bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
+        about += f"<MaxKeys>{limit}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>"
+        self.xml("ListBucketResult", about + token + "".join(entries[name] for name in page))
 
 
 def etag(data):
@@ -352,13 +328,6 @@ def etag(data):
 
 def iso(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
-
-
-def unescape(text):
-    for code, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
-        text = text.decode() if isinstance(text, bytes) else text
-        text = text.replace(code, character)
-    return text
 
 
 def configure(url, **values):

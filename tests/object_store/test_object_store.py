@@ -12,12 +12,14 @@ import ray.train
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
-from helpers.latents.read import read_chunks, read_latents
+from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, faults, metrics, resume
+from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
 from tests.conftest import plan_for
 from tests.faults import attempts_of, wait_until
+from tests.latents import read_steps
 from tests.pipelines import assert_bare, encode, fit, short_run
 
 ROWS, STEPS = 300, 12
@@ -81,11 +83,8 @@ def test_a_file_that_is_too_large_for_a_stores_own_copy_is_copied_too(server, mo
 def test_more_objects_than_one_answer_lists_are_all_listed(server):
     for number in range(2_345):
         server.objects["bucket", f"many/{number:05d}/a"] = (b"1", 0)
-    assert (
-        len(storage.list_files("s3://bucket/many", recursive=True))
-        == 2_345
-        == len(storage.list_folders("s3://bucket/many"))
-    )
+    assert len(storage.list_files("s3://bucket/many", recursive=True)) == 2_345
+    assert len(storage.list_folders("s3://bucket/many")) == 2_345
     storage.delete("s3://bucket/many")
     assert server.keys("many") == []
 
@@ -118,8 +117,7 @@ def test_rows_are_read_from_a_store_in_trouble(server, trouble):
     plan = plan_for(config)
 
     def rows():
-        options = {"first_chunk": 0, "first_step": 0, "end_step": 16, "read": read_latents}
-        return pa.concat_tables(read_chunks({"id": range(2)}, plan=plan, **options))
+        return pa.concat_tables(read_steps(plan, read_latents, 0, 16))
 
     expected = rows()
     vars(server).update(trouble)
@@ -147,8 +145,7 @@ def upload(run_uri, tmp_path, monkeypatch):
     run = types.SimpleNamespace(storage_filesystem=storage.open_filesystem(run_uri)[0])
     context = types.SimpleNamespace(get_storage=lambda: run)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    config = TrainingConfig(storage="s3://impatient", run_name=tmp_path.name)
-    manager = resume.CheckpointManager(types.SimpleNamespace(config=config), log=None)
+    manager = CheckpointManager(train_step=None, run_uri=run_uri, log=None)
 
     def upload(name):
         folder = tmp_path / name
@@ -249,20 +246,14 @@ def finished(store, cluster):
 
 
 def read(uri):
-    return pa.concat_tables(
-        [
-            pq.read_table(storage.open_filesystem(path)[1], filesystem=storage.open_filesystem(path)[0])
-            for path in storage.list_files(uri, ".parquet")
-        ]
-    )
+    filesystem, path = storage.open_filesystem(uri)
+    return pq.read_table(path, filesystem=filesystem)
 
 
 def test_a_server_that_fails_now_and_then_loses_no_row(finished):
     config, manifest = finished
-    raw, written, rejected = (
-        read(storage.join(uri))
-        for uri in (config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects")
-    )
+    folders = config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects"
+    raw, written, rejected = map(read, folders)
     assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
     assert manifest == read_manifest(config.latents_uri) and manifest.read == ROWS
     assert sorted(read_files(config.latents_uri).names.to_pylist()) == sorted(

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import sys
 
@@ -124,14 +123,6 @@ def test_the_least_time_is_bound_by_flops_or_by_bytes():
 
 
 # ---- results
-
-
-def test_a_result_is_replaced_whole_or_not_at_all(monkeypatch, tmp_path):
-    record.replace(tmp_path / "a.json", "old")
-    monkeypatch.delattr(os, "replace")  # as if the process had ended just before
-    with pytest.raises(AttributeError):
-        record.replace(tmp_path / "a.json", "new")
-    assert (tmp_path / "a.json").read_text() == "old"
 
 
 def test_the_table_is_made_from_the_results(monkeypatch, tmp_path):

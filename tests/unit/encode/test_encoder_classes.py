@@ -20,6 +20,7 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.latents import held_out, manifest, read, schema
+from helpers.lesson import looks
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.sample import decoder
@@ -28,6 +29,7 @@ from helpers.train.kept import open_job
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
 from tests.conftest import plan_for
+from tests.latents import read_steps
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
 
@@ -207,9 +209,7 @@ def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, 
         for text_column, column in (("caption", "caption_embeddings"), ("caption_2", "caption_embeddings_2")):
             written[row["id"], row[text_column]] = row[column]
     plan, spec, seen = plan_for(training(config.storage, validation_share=0)), made.latents(32), {}
-    chunks = plan.chunk_range(0, 12 * plan.steps_per_epoch)
-    steps = {"first_step": 0, "end_step": 12 * plan.steps_per_epoch, "read": read.latents_reader(plan)}
-    for block in read.read_chunks({"id": range(len(chunks))}, plan=plan, first_chunk=0, **steps):
+    for block in read_steps(plan, read.latents_reader(plan), 0, 12 * plan.steps_per_epoch):
         for rows in read.split_units(block, plan.unit_rows).values():
             unit, captions = Unit.from_arrow(rows, made, spec, 0), rows["caption"].to_pylist()
             _, text_ULD, keep, mask_UL = unit.to("cpu")
@@ -326,6 +326,19 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))
     with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'lower'"):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
+
+
+def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its parameters say too that captions are in fp16."""
+    raw = config_of("tiny-sd", OnlineConfig, **write_raw(tmp_path), caption_column="short")
+    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"))
+    made, _ = prepare_online.prepare_run(raw, run)
+    earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
+    manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
+    begun = setup.describe_data(manifest.DataSets.open(run.proportions))
+    prepare_online.prepare_run(raw, run)
+    setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
+    assert len(looks.first_captions(run, 2)) == 2
 
 
 def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):

@@ -147,15 +147,13 @@ def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
 
 def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
     first = hub.move("main", ROOT / "helpers" / "models" / "tiny-clip")
-    config = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
-    setup.pin_clip(config)
+    given = {"storage": str(tmp_path), "run_name": "run", "units_per_step": None, "clip_model": MODEL}
+    config = setup.training_config(given)
     hub.move("main", TINY_SD)
     assert config.clip_model == f"{MODEL}@{first}"
     assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
     monkeypatch.setattr(setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
-    resumed = TrainingConfig(storage=str(tmp_path), clip_model=MODEL)
-    setup.pin_clip(resumed)
-    assert resumed == config
+    assert setup.training_config(given) == config
 
 
 def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):

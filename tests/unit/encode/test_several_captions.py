@@ -10,15 +10,15 @@ import pytest
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, online, prepare, prepare_online, stages
-from helpers.encode.job import Segment, segment_entry
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Manifest, read_manifest, write_manifest
+from helpers.latents.manifest import DataSets, Manifest, read_manifest
 from helpers.latents.plan import draw_caption
-from helpers.latents.read import latents_reader, read_chunks, worker_units
+from helpers.latents.read import latents_reader
 from helpers.raw import checks, inputs
 from helpers.train import setup
 from helpers.train.kept import keep_block
 from tests.conftest import plan_for
+from tests.latents import read_steps, receive_steps, write_job
 from tests.unit.raw.test_index import picture
 
 NUM_ROWS = 96
@@ -45,14 +45,9 @@ def encode(config):
     """A job without Ray: all rows in one file."""
     checked = prepare.check(config)
     rows = inputs.to_raw_rows(inputs.first_rows(config, NUM_ROWS), config)
-    segment = Segment(0, [], len(rows))
     encoded = encoder.LatentEncoder(**prepare.encoder_arguments(config))(stages.transform(rows, config=config))
-    columns = checked.description["columns"]
-    where = {"latents_uri": config.latents_uri, "segment_index": 0, "columns": columns, "id_type": pa.string()}
-    entry = segment_entry(segment, [stages.write_latents(encoded, **where)])
-    job = {**checked.parameters, "validation_share": 0.0}
-    manifest = Manifest.of([entry], **checked.description, resolutions=[32], id_type="string", job=job)
-    write_manifest(config.latents_uri, manifest, [entry])
+    fields = {"id_type": "string", "job": checked.parameters, **checked.description}
+    manifest = write_job(config.latents_uri, len(rows), [encoded], **fields)
     return manifest, pq.read_table(f"{config.latents_uri}/data")
 
 
@@ -70,16 +65,10 @@ def training(folder, **changes):
 
 def steps_of(plan, first_step, end_step, num_workers=1):
     """{step: [(id, caption, embedding)] of its rows in their order}, as so many workers receive them."""
-    chunks = plan.chunk_range(first_step, end_step)
-    arguments = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step}
-    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, read=latents_reader(plan), **arguments))
-    steps = range(first_step, end_step)
-    workers = [worker_units(blocks[rank::num_workers], plan, steps, rank, num_workers) for rank in range(num_workers)]
-    found = {}
-    for step, received in zip(steps, zip(*workers, strict=True), strict=True):
-        units = {number: rows for of_worker in received for number, rows in of_worker.items()}
-        rows = pa.concat_tables(units[number] for number in sorted(units))
-        found[step] = list(zip(*(rows[name].to_pylist() for name in ("id", "caption", schema.EMBEDDINGS)), strict=True))
+    found, names = {}, ("id", "caption", schema.EMBEDDINGS)
+    for step, units in enumerate(receive_steps(plan, latents_reader(plan), first_step, end_step, num_workers)):
+        rows = pa.concat_tables(units.values())
+        found[first_step + step] = list(zip(*(rows[name].to_pylist() for name in names), strict=True))
     return found
 
 
@@ -158,10 +147,7 @@ def online_rows(folder, **changes):
     raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
     prepare_online.prepare_run(raw, run)
     plan = plan_for(run)
-    chunks = plan.chunk_range(0, plan.steps_per_epoch)
-    read = functools.partial(online.read_raw, config=raw)
-    options = {"first_chunk": 0, "first_step": 0, "end_step": plan.steps_per_epoch, "read": read}
-    blocks = pa.concat_tables(read_chunks({"id": range(len(chunks))}, plan=plan, **options)).combine_chunks()
+    blocks = pa.concat_tables(read_steps(plan, functools.partial(online.read_raw, config=raw))).combine_chunks()
     draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
     rows = online.transform_for_epoch(blocks, config=raw, **draws)
     return plan, rows, encoder.LatentEncoder(**prepare.encoder_arguments(raw))(rows)
@@ -180,8 +166,7 @@ def test_kept_latents_hold_all_captions_and_the_drawn_one_goes_on(tmp_path):
     manifest = read_manifest(str(tmp_path / "online"))
     where = {"latents_uri": str(tmp_path / "kept"), "columns": manifest.columns, "id_type": pa.string()}
     block = encoded.slice(0, plan.block_rows).combine_chunks()
-    steps = {"steps": plan.block_steps, "units_per_step": plan.units_per_step}
-    passed = keep_block(block, **steps, **where)
+    passed = keep_block(block, plan=plan, **where)
     kept = {row["id"]: row for row in pq.read_table(str(tmp_path / "kept" / "data")).to_pylist()}
     numbers = dict(zip(block["id"].to_pylist(), block["caption_number"].to_pylist(), strict=True))
     assert set(numbers.values()) == {1, 2}
@@ -215,5 +200,5 @@ def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_pa
     other = Manifest.from_dict(
         json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
     )
-    with pytest.raises(ValueError, match="with 1 captions a row, and .*, with 2"):
+    with pytest.raises(ValueError, match=r"mixes b with a, which differ in num_captions \(1 and 2\)"):
         setup.check_mixture({"a": manifest, "b": other})

@@ -1,6 +1,4 @@
 import json
-import runpy
-import sys
 
 import pytest
 import torch
@@ -29,11 +27,6 @@ def text_encoder():
     return CLIPTextModel.from_pretrained(FOLDER / "text_encoder", dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def reconstruction(vae):
-    return build_tiny_sd.reconstruction_scores(vae, num=200)
-
-
 def test_the_folder_holds_at_most_4_mb_in_fp16():
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) <= 4_000_000
     for weights in FOLDER.rglob("*.safetensors"):
@@ -42,29 +35,19 @@ def test_the_folder_holds_at_most_4_mb_in_fp16():
 
 def test_it_becomes_a_pipeline_once_a_unet_is_given():
     unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER, subfolder="unet"))
+    assert unet.num_parameters() == 852_580
     pipeline = StableDiffusionPipeline.from_pretrained(FOLDER, unet=unet, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert pipeline.vae_scale_factor == 8
-    picture = pipeline(
-        "a large red circle at the top on a blue background", num_inference_steps=2, height=64, width=64
-    ).images[0]
-    assert picture.size == (64, 64)
+    pictures = pipeline("a large red circle at the top", num_inference_steps=2, height=64, width=64).images
+    assert pictures[0].size == (64, 64)
 
 
-def test_the_unet_is_the_tiny_one_and_fits_the_encoders(vae, text_encoder):
-    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER / "unet"))
-    assert unet.num_parameters() == 852_580
-    assert unet.config.cross_attention_dim == text_encoder.config.hidden_size == 128
-    assert unet.config.in_channels == unet.config.out_channels == vae.config.latent_channels == 4
-    assert (
-        unet.down_blocks[1].attentions[0].transformer_blocks[0].attn1.inner_dim
-        == 16 * unet.config.attention_head_dim[1]
-    )
-
-
-def test_reconstructions_have_33_db_and_readable_shapes(reconstruction):
+def test_reconstructions_have_33_db_and_readable_shapes_as_the_card_says(vae):
+    found = build_tiny_sd.reconstruction_scores(vae, num=100)
     least = {"psnr_one_64": 33, "psnr_two_64": 31, "psnr_one_32": 27, "detector_one_64": 0.95, "detector_two_64": 0.95}
-    assert all(reconstruction[name] >= value for name, value in least.items()), reconstruction
+    assert all(found[name] >= value for name, value in least.items()), found
+    stated = next(line for line in (FOLDER / "README.md").read_text().splitlines() if "PSNR, one object, 64x64" in line)
+    assert float(stated.split()[-3]) == pytest.approx(found["psnr_one_64"], abs=0.5)
 
 
 def test_other_pictures_keep_their_colours(vae):
@@ -78,7 +61,6 @@ def test_scaled_latents_have_unit_variance(vae):
     pixels, _ = build_tiny_sd.draw_shapes(300, 77, 0.5, "all")
     with torch.no_grad():
         latents = vae.encode(pixels.float() / 127.5 - 1).latent_dist.sample(torch.Generator().manual_seed(0))
-    assert latents.shape == (300, 4, 8, 8)
     assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1, abs=0.03)
 
 
@@ -91,12 +73,6 @@ def test_the_text_encoder_separates_every_attribute(text_encoder, tokenizer):
 
 def test_the_end_token_is_found_where_the_tokenizer_puts_it(text_encoder, tokenizer):
     config = text_encoder.config
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
-    assert config.eos_token_id != 2  # transformers looks for the end elsewhere then
     assert config.vocab_size == len(tokenizer) and config.max_position_embeddings == tokenizer.model_max_length == 24
     ids = build_tiny_sd.tokenize(tokenizer, ["a red circle", ""])
     with torch.no_grad():
@@ -105,11 +81,13 @@ def test_the_end_token_is_found_where_the_tokenizer_puts_it(text_encoder, tokeni
 
 
 def test_every_word_of_the_captions_is_one_token(tokenizer):
-    for num_objects in (1, 2):
-        for caption in captioned_shapes.captions(num_objects)[::101]:
-            ids = tokenizer(caption).input_ids
-            assert len(ids) == len(caption.split()) + 2 <= 24
-            assert tokenizer.decode(ids, skip_special_tokens=True).strip() == caption
+    for caption in [*captioned_shapes.captions(1)[::101], *captioned_shapes.captions(2)[::101]]:
+        ids = tokenizer(caption).input_ids
+        assert len(ids) == len(caption.split()) + 2 <= 24
+        assert tokenizer.decode(ids, skip_special_tokens=True).strip() == caption
+
+
+# ---- how it was made
 
 
 def test_a_tokenizer_built_again_is_the_committed_one(tmp_path):
@@ -118,33 +96,23 @@ def test_a_tokenizer_built_again_is_the_committed_one(tmp_path):
         assert (tmp_path / name).read_bytes() == (FOLDER / "tokenizer" / name).read_bytes()
 
 
-def test_the_card_states_the_scores_of_these_files(reconstruction):
-    card = (FOLDER / "README.md").read_text()
-    assert "Apache-2.0" in card and "python -m tests.makers.build_tiny_sd" in card
-    stated = dict(
-        line.strip("| ").split(" | ")
-        for line in card.splitlines()
-        if line.startswith(("| PSNR", "| Detector", "| Separation"))
-    )
-    assert float(stated["PSNR, one object, 64x64"].split()[0]) == pytest.approx(reconstruction["psnr_one_64"], abs=0.5)
-    assert float(stated["PSNR, one object, 64x64"].split()[0]) >= 33
-    assert float(stated["Detector, one object, 64x64"].rstrip("%")) >= 95
-
-
 @pytest.mark.slow
 def test_a_short_build_replaces_the_old_model(tmp_path, monkeypatch):
+    def few(draw):
+        return lambda num, *arguments: draw(min(num, 40), *arguments)
+
     for name in ("draw_shapes", "draw_textures", "draw_families"):
         monkeypatch.setattr(build_tiny_sd, name, few(getattr(build_tiny_sd, name)))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model_index.json").write_text("{}")
-    (tmp_path / "model" / "left over").write_text("old")
-    build_tiny_sd.build(tmp_path / "model", seed=1, effort=0)
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    assert sorted(p.relative_to(tmp_path / "model") for p in (tmp_path / "model").rglob("*")) == sorted(
-        p.relative_to(FOLDER) for p in FOLDER.rglob("*")
-    )
-    assert "--seed 1" in (tmp_path / "model" / "README.md").read_text()
-    assert json.loads((tmp_path / "model" / "vae" / "config.json").read_text())["scaling_factor"] != 0.18215
+    monkeypatch.setattr(build_tiny_sd, "attribute_separation", lambda *_: {"color": 0.5})
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model_index.json", "left over"):
+        (model / name).write_text("{}")
+    build_tiny_sd.build(model, seed=1, effort=0)
+    assert list(tmp_path.iterdir()) == [model]
+    assert {p.relative_to(model) for p in model.rglob("*")} == {p.relative_to(FOLDER) for p in FOLDER.rglob("*")}
+    assert "--seed 1" in (model / "README.md").read_text()
+    assert json.loads((model / "vae" / "config.json").read_text())["scaling_factor"] != 0.18215
 
 
 def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
@@ -152,16 +120,3 @@ def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
     with pytest.raises(ValueError, match="holds something other than a model"):
         build_tiny_sd.build(tmp_path)
     assert (tmp_path / "photo.jpg").read_text() == "mine"
-
-
-def few(draw):
-    return lambda num, *arguments: draw(min(num, 40), *arguments)
-
-
-@pytest.mark.parametrize("name", ["build_tiny_sd", "build_tiny_clip"])
-def test_the_command_says_what_it_takes(monkeypatch, capsys, name):
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.delitem(sys.modules, f"tests.makers.{name}", raising=False)
-    with pytest.raises(SystemExit):
-        runpy.run_module(f"tests.makers.{name}", run_name="__main__")
-    assert {"--output", "--seed"} <= set(capsys.readouterr().out.replace("[", " ").split())

@@ -108,10 +108,10 @@ def test_a_validation_set_has_losses_of_its_own_names_beside_those_of_held_out_r
     by_noise = [scores[f"validation_set_loss_by_noise/{timestep:04d}"] for timestep in range(62, 1000, 125)]
     assert np.mean(by_noise) == pytest.approx(scores["validation_set_unweighted"])
     better = {"step": 20, "validation_set_loss": found["validation_set_loss"] / 2}
-    results.write(config.run_uri, {**better, "validation_set_uri": "another"})
-    assert results.is_best(config, found)
-    results.write(config.run_uri, {**better, "validation_set_uri": config.validation_uri})
-    assert not results.is_best(config, found)
+    results.write_result(config.run_uri, {**better, "validation_set_uri": "another"})
+    assert results.is_best(config.run_uri, found, config.best_by)
+    results.write_result(config.run_uri, {**better, "validation_set_uri": config.validation_uri})
+    assert not results.is_best(config.run_uri, found, config.best_by)
 
 
 def test_the_same_weights_give_the_same_evaluation(build_run):
@@ -197,14 +197,16 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     for step in steps:
         on_workers(build_denoiser("tiny").eval(), config, step)
     assert counted == {"load_vae": 1, "load_text_encoder": 1, "load_tokenizer": 1, "manifest.json": 1}
-    assert all({"unfinished", "to_score", "validation_loss"} <= one.keys() for one in results.read(config.run_uri))
+    assert all(
+        {"unfinished", "to_score", "validation_loss"} <= one.keys() for one in results.read_results(config.run_uri)
+    )
     monkeypatch.setattr(ray, "remote", lambda **options: lambda call: types.SimpleNamespace(remote=call))
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     saved = [checkpoint_at(config, step) for step in steps]
     for one, axis in zip(saved, (0, 1, 0), strict=True):
         monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
         at_checkpoints.validate(one, at_checkpoints.Evaluation(config))
-    found = results.read(config.run_uri)
+    found = results.read_results(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
     # CLIP computes on another number of threads there.
     scored = {name: pytest.approx(straight[name], rel=1e-6) for name in ("clip_score", "cmmd") if name in straight}
@@ -242,8 +244,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
         config = build_run(precision="bf16", strategy=strategy, clip_model=None)
         state = TrainStep(config, DataSets.open(config.proportions).first)
         folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
-        parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-        checkpoint.async_save(folder, **parts, step=10, stager=stager)()
+        checkpoint.async_save(folder, state, step=10, stager=stager)()
         with state.averaged() as denoiser:
             by_trainers = at_checkpoints.Evaluator(denoiser, at_checkpoints.Evaluation(config, [])).losses(10)
     finally:
@@ -271,7 +272,10 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     storage.write_text(incomplete, "half")
     found = at_checkpoints.validate(old, at_checkpoints.Evaluation(config))
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
-    assert results.read(config.run_uri) == [found] and "evaluation of step 10 skipped: the" in capsys.readouterr().out
+    assert (
+        results.read_results(config.run_uri) == [found]
+        and "evaluation of step 10 skipped: the" in capsys.readouterr().out
+    )
     assert len(results.scores(config.run_uri)) == 0
 
 
@@ -289,8 +293,8 @@ def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
     for number, value in enumerate(values):
         result = {"step": 10 * number, "validation_loss": -number if best_by != "validation_loss" else value}
         result |= {} if value is None else {best_by: value}
-        results.write(config.run_uri, result)
-        if results.is_best(config, result):
+        results.write_result(config.run_uri, result)
+        if results.is_best(config.run_uri, result, config.best_by):
             kept = number
     assert kept == best
 

@@ -33,7 +33,7 @@ def build_run(tmp_path):
         for step in evaluated:
             by_noise = {str(timestep): level * timestep / step for timestep in (62, 500, 937)}
             found = {"step": step, "validation_loss": level / step, "unweighted": 1.0, "rows": 4, "prompts": 2}
-            results.write(
+            results.write_result(
                 uri, {**found, "loss_by_noise": by_noise, "clip_score": 20 + step / 10, "agreement": step / 60}
             )
             folder = storage.join(uri, "evaluation", f"{step:09d}")

@@ -17,17 +17,8 @@ def clip():
     return scores.CLIP()
 
 
-def size(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def test_both_tiny_models_take_at_most_4_2_mb():
-    assert size(FOLDER) <= 1_600_000 and size(FOLDER) + size(build_tiny_sd.FOLDER) <= 4_200_000
-    kinds = {t.dtype for t in load_file(FOLDER / "model.safetensors").values() if t.is_floating_point()}
-    assert kinds == {torch.float16}
-
-
-def test_transformers_opens_it_with_tiny_sds_text_encoder():
+def test_transformers_opens_its_1_6_mb_with_tiny_sds_text_encoder():
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 1_600_000
     model, report = CLIPModel.from_pretrained(FOLDER, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values()), report
     text = CLIPTextModel.from_pretrained(build_tiny_sd.FOLDER / "text_encoder", dtype=torch.float32)
@@ -64,23 +55,19 @@ def test_the_clip_score_falls_with_the_share_of_wrong_pictures(clip):
 
 @pytest.mark.slow
 def test_the_card_states_the_retrieval_accuracy_of_these_files(clip):
-    card = (FOLDER / "README.md").read_text()
-    found = build_tiny_clip.retrieval_scores(clip)
-    assert {"one object", "two objects", "color", "shape", "size", "position", "relation", "background"} == set(found)
-    for name, value in found.items():
-        stated = next(line for line in card.splitlines() if f", {name} |" in line).split("|")[2]
-        assert float(stated.strip(" %")) == pytest.approx(100 * value, abs=1), name
+    found = {name: round(100 * value, 1) for name, value in build_tiny_clip.retrieval_scores(clip).items()}
+    card = [line.strip("| %").split(" | ") for line in (FOLDER / "README.md").read_text().splitlines() if "%" in line]
+    stated = {what.partition(", ")[2]: float(value) for what, value in card}
+    assert found == pytest.approx(stated, abs=1)
 
 
 @pytest.mark.slow
-def test_a_build_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch):
+def test_a_short_build_gives_the_same_weights_again(tmp_path, monkeypatch):
     monkeypatch.setattr(build_tiny_clip, "NUM_FAMILIES", 40)
     monkeypatch.setattr(build_tiny_clip, "NUM_UNSEEN", 4)
-    calls = 1
-    while not build_tiny_clip.build(tmp_path / "stopped", seed=1, num_steps=3, seconds=1e-9):
-        calls += 1
-    assert calls == 3 and build_tiny_clip.build(tmp_path / "straight", seed=1, num_steps=3)
-    stopped, straight = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "straight"))
-    assert stopped.keys() == straight.keys() and all(torch.equal(stopped[name], straight[name]) for name in stopped)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "straight"]
-    assert {p.name for p in (tmp_path / "straight").iterdir()} == {p.name for p in FOLDER.iterdir()}
+    for name in ("one", "other"):
+        build_tiny_clip.build(tmp_path / name, seed=1, num_steps=3)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert {weight.dtype for weight in one.values() if weight.is_floating_point()} == {torch.float16}
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in FOLDER.iterdir()}

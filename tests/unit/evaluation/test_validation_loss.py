@@ -60,7 +60,7 @@ def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypat
         return read_row_ranges(ranges, **options)
 
     monkeypatch.setattr(held_out, "read_row_ranges", read_noted)
-    rows, used = held_out.ValidationSet(TrainingConfig(validation_uri=f"{tmp_path}/set", resolution=32)), []
+    rows, used = held_out.ValidationSet(f"{tmp_path}/set", 32), []
     for number, (table, positions, counts) in enumerate(rows(manifest.latents(32)), start=1):
         used += positions[counts].tolist()
         assert table["id"].to_pylist() == positions.tolist() and len(table) <= 64

@@ -15,18 +15,19 @@ from PIL import Image
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
-from helpers.encode.job import Job, Segment, segment_entry
+from helpers.encode.job import Job
 from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import DataSets, Manifest, encode_embedding, read_files, read_manifest, write_manifest
+from helpers.latents.manifest import DataSets, read_files, read_manifest
 from helpers.latents.plan import plan_run
-from helpers.latents.read import latents_reader, read_chunks, read_row_ranges, split_units
+from helpers.latents.read import latents_reader, read_row_ranges, split_units
 from helpers.lesson import looks
 from helpers.model.denoisers import build_denoiser
 from helpers.raw import images, inputs
 from helpers.train import setup
 from helpers.train.meter import Meter
 from helpers.train.step import TrainStep, Unit
+from tests.latents import read_steps, write_job
 from tests.processes import start_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,36 +64,13 @@ def encoded():
     return latent_encoder(stages.transform(raw_rows(SIZES * 10), config=CONFIG))
 
 
-def write(folder, rows, columns, validation_share):
-    """A finished job's folder of these rows: its manifest, as read from there."""
-    segment = Segment(0, ["a"], len(rows))
-    report = stages.write_latents(
-        rows,
-        latents_uri=str(folder),
-        segment_index=segment.index,
-        columns=columns,
-        id_type=pa.int64(),
-        validation_share=validation_share,
-    )
-    entry = segment_entry(segment, [report])
-    manifest = Manifest.of(
-        [entry],
-        encoder={"model": "tiny-sd", "revision": "0", "precision": "fp32"},
-        resolutions=[32, 64],
-        columns=columns,
-        scaling_factor=0.6,
-        id_type="int64",
-        empty_caption_embedding=encode_embedding(np.zeros(columns[-1].shape)),
-        job={"validation_share": validation_share},
-    )
-    write_manifest(str(folder), manifest, [entry])
-    return read_manifest(str(folder))
-
-
 @pytest.fixture
 def folder(tmp_path, encoded):
     """The rows in a latents folder: (URI, manifest)."""
-    return str(tmp_path), write(tmp_path, encoded, prepare.stored_columns(CONFIG, 1), CONFIG.validation_share)
+    columns, model = prepare.stored_columns(CONFIG, 1), {"model": "tiny-sd", "revision": "0", "precision": "fp32"}
+    fields = {"validation_share": CONFIG.validation_share, "encoder": model, "scaling_factor": 0.6}
+    write_job(str(tmp_path), len(encoded), [encoded], columns, **fields)
+    return str(tmp_path), read_manifest(str(tmp_path))
 
 
 def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
@@ -165,9 +143,7 @@ def config_of(uri, **values):
 
 def batches(plan, config, manifest, last):
     """{step: its units}, as the reading tasks and a worker make them."""
-    chunks = plan.chunk_range(0, last)
-    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": last, "read": latents_reader(plan)}
-    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+    blocks = list(read_steps(plan, latents_reader(plan), 0, last))
     assert len({block.schema for block in blocks}) == 1  # whatever their shapes, blocks have the same columns
     units = {}
     for block in blocks:
@@ -249,8 +225,8 @@ def validate(rank, folder, config, world):
     """One of `world` processes, which validate on a validation set together."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
-    config = TrainingConfig.from_dict(config)
-    rows = held_out.ValidationSet(config, rank, world)
+    config = TrainingConfig(**config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution, rank, world)
     losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
@@ -260,7 +236,7 @@ def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tm
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
     config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
-    rows = held_out.ValidationSet(config)
+    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution)
     assert rows.num_rows == 40
     alone = losses_by_noise(denoiser, rows.manifest, rows, config)
     in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)

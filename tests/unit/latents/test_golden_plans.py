@@ -17,7 +17,7 @@ from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files, Manifest
 from helpers.latents.plan import plan_run
-from helpers.latents.read import read_chunks, worker_units
+from tests.latents import receive_steps
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_plans.json")
 SHAPES = {
@@ -98,17 +98,8 @@ def read_ids(row_ranges, source):
 
 def ids_of_steps(plan, first_step, end_step, num_workers):
     """The ids of each global batch in their order, received by workers as Ray Data deals out the plan's blocks."""
-    chunks = plan.chunk_range(first_step, end_step)
-    arguments = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_ids}
-    blocks = list(read_chunks({"id": range(len(chunks))}, plan=plan, **arguments))
-    blocks = blocks[: len(blocks) // num_workers * num_workers]
-    steps = range(first_step, end_step)
-    workers = [worker_units(blocks[rank::num_workers], plan, steps, rank, num_workers) for rank in range(num_workers)]
-    batches = []
-    for received in zip(*workers, strict=True):
-        units = {number: rows for of_worker in received for number, rows in of_worker.items()}
-        batches.append([row for number in sorted(units) for row in units[number]["id"].to_pylist()])
-    return batches
+    steps = receive_steps(plan, read_ids, first_step, end_step, num_workers)
+    return [[row for rows in units.values() for row in rows["id"].to_pylist()] for units in steps]
 
 
 def fingerprints(batches):

@@ -12,7 +12,7 @@ from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files
 from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape
-from helpers.latents.read import padding_blocks, units_of_worker, worker_units
+from helpers.latents.read import worker_units
 from helpers.train.setup import describe_shapes
 from tests.unit.latents.test_golden_plans import SHAPES, make_manifest
 
@@ -132,7 +132,7 @@ def dealt(plan, first_step, end_step):
             start = max(0, unit - first_unit) * plan.unit_rows
             travelling.append((unit, [rows[i] for i in permutation[start : start + plan.unit_rows]]))
     if first_step < end_step:
-        travelling += [(-1, travelling[0][1])] * (padding_blocks(plan, first_step, end_step) * plan.block_steps)
+        travelling += [(-1, travelling[0][1])] * (plan.padding_blocks(first_step, end_step) * plan.block_steps)
     return travelling
 
 
@@ -324,7 +324,7 @@ def test_a_worker_plans_without_the_files():
     assert head.steps_per_epoch == whole.steps_per_epoch > 5
     assert [head.latents_at(step) for step in range(99)] == [whole.latents_at(step) for step in range(99)]
     for rank in range(3):
-        units = [[list(units_of_worker(plan, step, 3, rank, 3)) for step in range(3, 20)] for plan in (whole, head)]
+        units = [[list(plan.units_of_worker(step, 3, rank, 3)) for step in range(3, 20)] for plan in (whole, head)]
         assert units[0] == units[1]
 
 
@@ -347,6 +347,20 @@ def test_a_block_holds_one_place_of_consecutive_steps():
     plan = plan_of(["a"], [[64] * 3], 4, 2, 12, block_steps=3)
     numbers = [number for number, _ in dealt(plan, 0, 6)]
     assert numbers == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+def test_a_unit_tells_its_block_in_any_epoch():
+    """With five steps an epoch, two of them to a block: the drawing in `Plan`."""
+    plan = plan_of(["a"], [[60]], 4, 3, 12, block_steps=2)
+    assert plan.steps_per_epoch == 5 and plan.units_per_epoch == 15
+    blocks = [block for chunk in range(4) for block in plan.blocks(chunk, 0, 10).tolist()]
+    assert blocks[:11] == [
+        [0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11], [12, -1], [13, -1], [14, -1], [15, 18], [16, 19]
+    ]  # fmt: skip
+    for number, block in enumerate(blocks):
+        for unit in filter(lambda unit: unit >= 0, block):
+            assert (plan.block_of(unit), plan.first_unit_of_block(unit)) == (number, block[0])
+    assert [list(plan.units_of_worker(step, 0, 0, 2)) for step in range(3)] == [[0, 2], [3, 5], [7]]
 
 
 def test_padding_of_a_block_is_marked():

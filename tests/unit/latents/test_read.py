@@ -17,13 +17,13 @@ from helpers.latents.read import (
     CHUNKS_AHEAD,
     join_blocks,
     latents_reader,
-    read_chunks,
     read_repeatedly,
     read_row_ranges,
     share_plan,
     split_units,
 )
 from tests.conftest import build_segment, plan_for
+from tests.latents import read_steps
 from tests.unit.latents.test_plan import dealt, plan_of
 
 
@@ -49,14 +49,6 @@ def write_latents(folder, table, build_manifest):
     return str(folder)
 
 
-def read_all(plan, read_rows, first_step=0, end_step=None):
-    """The blocks that a reading task hands out."""
-    end_step = end_step or plan.steps_per_epoch
-    chunks = plan.chunk_range(first_step, end_step)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_rows}
-    return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-
-
 def test_row_ranges_are_read_in_their_order(latents_uri):
     planned = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
     ranges = [RowRange(*rows) for rows in planned]
@@ -70,7 +62,7 @@ def test_the_rows_that_were_planned_are_read(latents_uri, build_latents, block_s
     plan = plan_of(
         ["a.parquet", "b.parquet"], [[10, 10, 5], [10, 5]], 4, 2, 4, seed=1, block_steps=block_steps, uri=latents_uri
     )
-    rows = pa.concat_tables(read_all(plan, latents_reader(plan), 2, 8))
+    rows = pa.concat_tables(read_steps(plan, latents_reader(plan), 2, 8))
     ids = build_latents(40)["id"].to_pylist()
     places = {(latents_uri, "a.parquet", g, r): ids[10 * g + r] for g in range(3) for r in range(10) if 10 * g + r < 25}
     places |= {
@@ -108,7 +100,7 @@ def numbered(plan):
 
 def test_chunks_are_read_while_an_earlier_one_is_used(plan):
     read_rows, calls = numbered(plan)
-    chunks = read_all(plan, read_rows)
+    chunks = read_steps(plan, read_rows)
     first = next(chunks)
     ahead = [rows for chunk in range(1 + CHUNKS_AHEAD) for rows in plan.chunk_rows(chunk)[0][0][1]]
     while sum(map(len, calls)) < len(ahead):  # threads read them
@@ -137,10 +129,10 @@ def test_a_read_that_hangs_is_made_again(quickly_late, plan):
         return read_rows(row_ranges, source)
 
     try:
-        found = pa.concat_tables(read_all(plan, hang_once))
+        found = pa.concat_tables(read_steps(plan, hang_once))
     finally:
         done.set()
-    assert found.equals(pa.concat_tables(read_all(plan, read_rows)))
+    assert found.equals(pa.concat_tables(read_steps(plan, read_rows)))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manif
         latents_uri={folders[0]: 3, folders[1]: 1}, global_batch_size=8, units_per_step=2, validation_share=0
     )
     plan = plan_for(config)
-    rows = pa.concat_tables(read_all(plan, latents_reader(plan)))
+    rows = pa.concat_tables(read_steps(plan, latents_reader(plan)))
     rows = rows.filter(pa.array(np.array(rows["unit"]) >= 0))
     second = set(build_latents(40, 1)["image_latents_64"].to_pylist())
     from_second = np.array([value in second for value in rows["image_latents_64"].to_pylist()])

@@ -242,7 +242,7 @@ def test_the_detector_counts_unexpected_objects():
     assert (empty["background"], empty["count"], empty["shape"]) == ("white", 0, None)
 
 
-@pytest.mark.parametrize("change", [{"num_rows": 8}, {"seed": 1}, {"two_object_share": 1.0}, {}])
+@pytest.mark.parametrize("change", [{"num_rows": 8}, {"seed": 1}, {}])
 def test_another_call_or_a_missing_file_ends_with_the_same_bytes(tmp_path, change):
     arguments = {"num_rows": 30, "rows_per_file": 10}
     captioned_shapes.write_data_set(tmp_path / "a", **arguments)

@@ -1,11 +1,11 @@
-"""Latents of pictures, the nearest rows of a block, and the figure. No Ray."""
+"""Latents of pictures, and the nearest rows of a block. No Ray."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from helpers.encode import encoder
-from helpers.lesson import captioned_shapes, figures, memorisation
+from helpers.lesson import captioned_shapes, memorisation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,17 +34,3 @@ def test_of_blocks_the_nearest_rows_are_kept():
     frames = [[(1, 0.5, 0, 2, 0), (0, 0.3, 0, 1, 4)], [(0, 0.3, 0, 0, 9), (1, 0.2, 0, 3, 3)]]
     kept = memorisation.keep_nearest([pd.DataFrame(rows, columns=columns) for rows in frames])
     assert kept[["query", "distance", "row"]].values.tolist() == [[0, 0.3, 9], [1, 0.2, 3]]
-
-
-def test_the_figure_marks_what_is_nearer_than_held_out_rows():
-    pictures = np.zeros((3, 8, 8, 3), np.uint8)
-    found = pd.DataFrame({"query": [0, 1, 2], "distance": [0.5, 0.01, 0.6], "nearer": [0.5, 0.0, 0.7]})
-    figure = figures.nearest_neighbours(pictures, pictures, found, np.linspace(0.3, 0.8, 50))
-    assert figure.alt_text.startswith("Nearest training rows of 3 generated pictures: median distance 0.50; of 50 held")
-    assert "1 are nearer than all but 1% of the held-out rows" in figure.alt_text
-    figure.canvas.draw()
-    shown = [text.get_text() for ax in figure.subfigs[0].axes for text in [ax.xaxis.label]]
-    assert [text for text in shown if text] == ["0.01", "0.50", "0.60"]  # the nearest first
-    figures.nearest_neighbours(pictures, pictures, found.assign(nearer=np.nan), np.zeros(0)).canvas.draw()
-    with pytest.raises(ValueError, match="^nearest has no rows"):
-        figures.nearest_neighbours([], [], found[:0], np.zeros(0))

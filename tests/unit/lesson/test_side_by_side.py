@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from helpers.lesson import figures, side_by_side
+from helpers.lesson import side_by_side
 from helpers.lesson.side_by_side import NO_PREFERENCE, SideBySide
 from helpers.sample import pipeline
 from tests.pipelines import untrained_pipeline
@@ -133,12 +133,3 @@ def test_a_program_can_judge_in_place_of_a_reader():
         pairs, NAMES, quality=lambda picture, _: picture.mean(), alignment=lambda picture, _: float("nan")
     )
     assert set(judged["quality"]) == {"late"} and set(judged["alignment"]) == {NO_PREFERENCE}
-
-
-def test_the_figure_says_who_is_preferred():
-    rows = [("late", NO_PREFERENCE)] * 3 + [("early", NO_PREFERENCE)]
-    report = side_by_side.report(pd.DataFrame(rows, columns=["quality", "alignment"]), NAMES)
-    figure = figures.preferences(report, title="who")
-    assert "quality: late preferred by 75% (30% to 95%)" in figure.alt_text
-    assert "alignment: late preferred by no one" in figure.alt_text
-    figure.canvas.draw()

@@ -22,10 +22,10 @@ from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
 from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
+from tests.conftest import SHAPES
 from tests.models import tiny_model
 from tests.pipelines import untrained_pipeline
-from tests.processes import start_ranks
-from tests.unit.train.test_step import MIDDLE, column, group, run_strategy, train
+from tests.steps import MIDDLE, column, train, train_in_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +86,7 @@ def ragged(padded):
     columns = [dataclasses.replace(spec, ragged=spec.name == schema.EMBEDDINGS) for spec in manifest.columns]
     empty = encode_embedding(manifest.empty_caption[:2])
     manifest = dataclasses.replace(manifest, columns=columns, empty_caption_embedding=empty)
-    values, _, _ = padded[0].embeddings.read(rows[schema.EMBEDDINGS])
+    values, _ = padded[0].embeddings.decode(rows[schema.EMBEDDINGS])
     text = manifest.embeddings.encode(values, None, 1 + np.arange(48) % 6)
     return manifest, rows.set_column(rows.column_names.index(schema.EMBEDDINGS), schema.EMBEDDINGS, text)
 
@@ -111,37 +111,22 @@ def recipe(configs):
     return build
 
 
-def worker(rank, folder, configs, padded, ragged):
-    """One of four processes, which train every combination on so many ranks."""
-    torch.set_num_threads(1)
-    found = {}
-    for name, config in configs.items():
-        config = TrainingConfig.from_dict(config)
-        world = config.fewest_workers
-        if rank < world:
-            data = padded if name.startswith("unet") else ragged
-            with group(folder, f"group of {name}", rank, world):
-                found[name] = run_strategy(folder, name, config, *data, rank, world)
-    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, recipe, padded, ragged):
-    """{(combination, ranks): what each rank found}"""
-    folder, asked = tmp_path_factory.mktemp("runs"), {}
+    """{"combination on ranks": what each rank found}"""
+    asked = {}
     for name in COMBINATIONS:
         for ranks, changes in RUNS.items():
-            asked[f"{name} on {ranks}"] = recipe(name, num_training_workers=ranks, **changes).to_dict()
-    start_ranks(worker, (str(folder), asked, padded, ragged), nprocs=4)
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-    return {name: [found[name] for found in ranks if name in found] for name in asked}
+            config = recipe(name, num_training_workers=ranks, **changes)
+            asked[f"{name} on {ranks}"] = config, *(padded if name.startswith("unet") else ragged)
+    return train_in_groups(tmp_path_factory.mktemp("runs"), asked)
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_process_and_resumes(
     name, runs, recipe, data
 ):
-    alone = train(TrainStep(recipe(name), data[0]), *data)
+    alone = train(TrainStep(recipe(name), data[0]), data[1])
     assert len({line["loss"] for line in alone}) == len(alone)
     for ranks in RUNS:
         for found in runs[f"{name} on {ranks}"]:
@@ -155,14 +140,14 @@ def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_proce
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data, group_of_one):
     """bf16 has 8 bits; the timestep, which flow does not round, stays in fp32."""
-    alone = train(TrainStep(recipe(name), data[0]), *data)
+    alone = train(TrainStep(recipe(name), data[0]), data[1])
     state, times = TrainStep(recipe(name, strategy="fsdp", precision="bf16"), data[0]), []
 
     def look(module, arguments, named):
         times.append(named["timestep"])
 
     state.denoiser.register_forward_pre_hook(look, with_kwargs=True)
-    np.testing.assert_allclose(column(train(state, *data)), column(alone), rtol=0.02)
+    np.testing.assert_allclose(column(train(state, data[1])), column(alone), rtol=0.02)
     assert all(time.dtype in (torch.float32, torch.int64) for time in times)
 
 
@@ -228,12 +213,6 @@ def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
     assert 0 < memory["gathered"] < 2 * memory["parameters"]
 
 
-def test_the_larger_transformer_has_600_m_parameters():
-    with torch.device("meta"):
-        model = build_denoiser("transformer-600m")
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
-
-
 def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
     """Whatever its values are, no loss changes; a caption's tokens do change it."""
     manifest, rows = ragged
@@ -244,6 +223,57 @@ def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
     torch.testing.assert_close(state.row_losses(unit, 0), expected)
     unit.text[:, 0] = 100.0
     assert (state.row_losses(unit, 0) != expected)[unit.keep_U].any()
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "parameters", "gigaflops"),
+    [
+        ("tiny", 8, 852_580, 0.044),
+        ("small", 8, 94_398_084, 2.77),
+        ("sd2-base", 32, 865_910_724, 181),
+        ("sd2-base", 64, 865_910_724, 804),
+    ],
+)
+def test_presets_have_the_published_size_and_cost(name, size, parameters, gigaflops):
+    """Of Stable Diffusion 2 at 256 and at 512 pixels; counted without memory, by the blocks of the forward pass."""
+    blocks = profiling.count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
+    assert blocks["parameters"].sum() == parameters
+    assert blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
+
+
+def test_an_unknown_denoiser_is_refused_in_one_sentence(tmp_path):
+    for name in ("huge", str(tmp_path), str(tmp_path / "none.json")):
+        with pytest.raises(
+            ValueError, match="^unet_config='.*' is unknown: choose 'tiny', .*'transformer-600m', or the path"
+        ):
+            load_denoiser_config(name)
+
+
+@pytest.mark.parametrize("text", ["not json", json.dumps({"_class_name": "AutoencoderKL", "latent_channels": 4}), "[]"])
+def test_a_config_of_another_model_is_refused_in_one_sentence(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="^unet_config='.*config.json' configures (no model|AutoencoderKL): give"):
+        load_denoiser_config(str(tmp_path / "config.json"))
+
+
+def test_the_same_seed_gives_the_same_weights():
+    torch.manual_seed(1)
+    first = build_denoiser("tiny", seed=3).state_dict()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    again, other = build_denoiser("tiny", seed=3).state_dict(), build_denoiser("tiny", seed=4).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_larger_transformer_has_600_m_parameters():
+    with torch.device("meta"):
+        model = build_denoiser("transformer-600m")
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
 
 
 # ---- what goes together
@@ -259,6 +289,12 @@ def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
         ("pixart", {"text_cleaning": "ftfy"}, {}, "text_cleaning='ftfy', where it cleans prompts as 'lower'"),
         ("prx", {"ragged": False}, {}, "maximum_tokens=None: it masks padding, and these captions are padded"),
         ("unet", {"ragged": True}, {}, "maximum_tokens: it takes padded captions"),
+        (
+            "pixart",
+            {"vae_class": "AutoencoderDC", "shift_factor": 0.1, "text_cleaning": "ftfy"},
+            {},
+            "not AutoencoderKL; with .*shift_factor=0.1 it does not apply; with text_cleaning='ftfy'",
+        ),
         ("prx", {}, {"sampler": "euler"}, "PRXPipeline, which has no sampler='euler': choose ddim or dpm.. or unipc"),
     ],
 )
@@ -288,6 +324,30 @@ def test_what_fits_is_accepted(configs, padded, ragged, name):
     if name == "pixart":
         with pytest.raises(ValueError, match="takes sides that are multiples of 3"):
             setup.check_latents(manifest, TrainingConfig(unet_config=configs[name] + ".patches"), "/data")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "values", "message"),
+    [
+        ({}, {"resolution": 128}, "resolution=128 is not in /data, which holds 32, 64: choose one of these"),
+        (
+            {},
+            {"unet_config": "sd2-base"},
+            "unet_config='sd2-base' takes captions 1024 wide, and /data holds captions 128 wide .encoder_model=",
+        ),
+        ({"image_latents_64": (2, 16, 8, 8)}, {}, "unet_config='tiny' takes 4 latent channels, and /data holds 16"),
+        (
+            {"image_latents_72": (2, 4, 9, 9)},
+            {"resolution": 72},
+            "resolution=72 makes latents of 9 x 9, and unet_config='tiny' takes sides that are multiples of 2: encode "
+            "the data with resolutions and a size_multiple that are multiples of 16",
+        ),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused_in_one_sentence(build_manifest, shapes, values, message):
+    manifest = build_manifest(shapes={**SHAPES, **shapes}, resolutions=[32, 64, 72][: 2 + len(shapes)])
+    with pytest.raises(ValueError, match=rf"^{message}[^\n]*\.$"):
+        setup.check_latents(manifest, TrainingConfig(latents_uri="/data", **values), "/data")
 
 
 # ---- the export

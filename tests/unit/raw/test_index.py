@@ -19,10 +19,10 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.latents.read import read_chunks
 from helpers.raw import images, index, isolation, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
+from tests.latents import read_steps
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
@@ -63,16 +63,10 @@ def planned(raw, training):
     return manifest, plan_for(training)
 
 
-def blocks_of(plan, first_step, end_step, read):
-    chunks = plan.chunk_range(first_step, end_step)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read}
-    return read_chunks({"id": range(len(chunks))}, plan=plan, **options)
-
-
 def transformed(plan, raw, first_step, num_steps):
     """The transformed rows of some steps."""
     read = functools.partial(online.read_raw, config=raw)
-    for block in blocks_of(plan, first_step, num_steps, read):
+    for block in read_steps(plan, read, first_step, num_steps):
         yield online.transform_for_epoch(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
 
 
@@ -196,17 +190,17 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
         readers.Parquet, "describe", lambda self, path, columns: described.append(path) or describe(self, path, columns)
     )
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
-    write = index.write_index
+    write = index.write_table
 
     def stop_at_the_second(uri, table):
         if uri.endswith("1.parquet.parquet"):
             raise KeyboardInterrupt
         write(uri, table)
 
-    monkeypatch.setattr(index, "write_index", stop_at_the_second)
+    monkeypatch.setattr(index, "write_table", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         prepare_online.prepare_run(raw, training)
-    monkeypatch.setattr(index, "write_index", write)
+    monkeypatch.setattr(index, "write_table", write)
     manifest, _ = prepare_online.prepare_run(raw, training)
     assert [storage.name(path) for path in described] == ["0.parquet", "1.parquet", "1.parquet"]
     assert prepare_online.prepare_run(raw, training) == (manifest, raw) and len(described) == 3

@@ -57,8 +57,9 @@ def test_other_errors_are_raised_and_the_next_pictures_are_done():
     assert reasons(run(GOOD)) == [""]
 
 
-def test_a_child_that_cannot_start_is_an_error(monkeypatch):
+def test_a_child_that_cannot_start_is_an_error(monkeypatch, tmp_path):
     isolation.forget_child()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(RuntimeError, match="ended with exit code 1"):
         run(GOOD)

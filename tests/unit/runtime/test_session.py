@@ -26,51 +26,51 @@ def cluster_of(monkeypatch):
     return make
 
 
-def run_of(**changes):
-    return TrainingConfig(**{"num_training_workers": 2, "validate_every": 0, **changes})
+def check(encoder_gpus=0, **changes):
+    config = TrainingConfig(**{"num_training_workers": 2, "validate_every": 0, **changes})
+    options = {"encoder_gpus": encoder_gpus, "validates": config.validate_every > 0}
+    session.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
 
 
 def test_trainers_that_may_get_two_kinds_of_gpu_are_refused(cluster_of):
     cluster_of(("A100", 8.0), ("A100", 8.0), ("A10G", 4.0))
     with pytest.raises(ValueError) as error:
-        session.check_gpus(run_of(), use_gpu=True)
+        check()
     assert str(error.value) == (
         "training_accelerator_type=None, and the cluster has GPUs of several kinds (16 of kind A100, 4 of kind A10G): "
         "trainers on two kinds would all go at the pace of the slower; name one, such as 'A100'."
     )
     cluster_of((None, 1.0), ("A10G", 1.0))
     with pytest.raises(ValueError, match="1 of kind A10G, 1 of kind unknown"):
-        session.check_gpus(run_of(num_training_workers=(1, 2)), use_gpu=True)
+        check(num_training_workers=(1, 2))
 
 
 def test_trainers_on_one_kind_of_gpu_are_let_through(cluster_of, capsys):
     cluster_of(("A100", 8.0), ("A10G", 4.0))
-    session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True)
-    session.check_gpus(run_of(num_training_workers=1), use_gpu=True)
-    session.check_gpus(run_of(), use_gpu=False)
+    check(training_accelerator_type="A100")
+    check(num_training_workers=1)
     cluster_of(("A100", 8.0), ("A100", 4.0))
-    session.check_gpus(run_of(), use_gpu=True)
+    check()
     assert capsys.readouterr().out == ""
 
 
 def test_a_cluster_without_a_gpu_for_validation_is_told(cluster_of, capsys):
     cluster_of(("A100", 2.0))
-    session.check_gpus(run_of(validate_every=250), use_gpu=True)
+    check(validate_every=250)
     said = capsys.readouterr().out
     assert "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop to validate." in said
-    session.check_gpus(run_of(num_training_workers=(1, 2), validate_every=250), use_gpu=True)
+    check(num_training_workers=(1, 2), validate_every=250)
     assert capsys.readouterr().out == said
-    session.check_gpus(run_of(num_training_workers=1, validate_every=250), use_gpu=True)
-    session.check_gpus(run_of(), use_gpu=True)
-    session.check_gpus(run_of(validate_every=250), use_gpu=False)
+    check(num_training_workers=1, validate_every=250)
+    check()
     assert capsys.readouterr().out == ""
-    session.check_gpus(run_of(num_training_workers=1, validate_every=250), use_gpu=True, encoder_gpus=0.5)
+    check(num_training_workers=1, validate_every=250, encoder_gpus=0.5)
     assert "want 2.5 GPUs" in capsys.readouterr().out
 
 
 def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, capsys):
     cluster_of(("A100", 8.0))
-    session.check_gpus(run_of(num_training_workers=8), use_gpu=True, encoder_gpus=8)
+    check(num_training_workers=8, encoder_gpus=8)
     said = capsys.readouterr().out
     assert "Training wants 16 GPUs, 8 of them for encoders, and the cluster has 8" in said
     assert "set num_training_workers or num_encoders lower" in said
@@ -78,24 +78,24 @@ def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, caps
 
 def test_a_kind_of_gpu_that_the_cluster_has_none_of_is_told(cluster_of, monkeypatch, capsys):
     """Refused where no node will join, or where Ray knows no such kind; else the sentence says what is waited for."""
-    monkeypatch.setattr(session, "is_local", lambda: False)
+    monkeypatch.setattr(session, "is_local_ray", lambda: False)
     cluster_of(("A10G", 4.0))
     with pytest.raises(ValueError) as error:
-        session.check_gpus(run_of(training_accelerator_type="A100-80GB"), use_gpu=True)
+        check(training_accelerator_type="A100-80GB")
     assert str(error.value) == (
         "training_accelerator_type='A100-80GB', and the cluster has no GPU of that kind but 4 of kind A10G: name a "
         "kind that it has, or None for any."
     )
-    session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True, encoder_gpus=4)
+    check(training_accelerator_type="A100", encoder_gpus=4)
     assert "wants 2 GPUs of kind A100, 0 of them for encoders, and the cluster has 0:" in capsys.readouterr().out
-    monkeypatch.setattr(session, "is_local", lambda: True)
+    monkeypatch.setattr(session, "is_local_ray", lambda: True)
     with pytest.raises(ValueError, match="training_accelerator_type='A100', and the cluster has no GPU of that kind"):
-        session.check_gpus(run_of(training_accelerator_type="A100"), use_gpu=True)
+        check(training_accelerator_type="A100")
 
 
 def test_only_gpus_of_the_trainers_kind_are_left_for_validation(cluster_of, capsys):
     cluster_of(("A100", 2.0), ("A10G", 4.0))
-    session.check_gpus(run_of(validate_every=250, training_accelerator_type="A100"), use_gpu=True)
+    check(validate_every=250, training_accelerator_type="A100")
     said = capsys.readouterr().out
     assert "want 3 GPUs of kind A100, one of them for validation, and the cluster has 2: the trainers stop" in said
 

@@ -13,9 +13,10 @@ import torch
 
 from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
-from helpers.runtime import drain, ray_errors
+from helpers.runtime import drain, retries
 from helpers.train import checkpoint, faults, monitor, resume, setup, sources
-from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32, throughput
+from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
+from helpers.train.profiling import throughput
 from tests.processes import run_script
 
 
@@ -150,7 +151,7 @@ def test_an_error_is_summarized_in_a_sentence():
         "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
         "": "no message",
     }
-    assert {text: ray_errors.summarize_error(text) for text in sentences} == sentences
+    assert {text: retries.summarize_error(text) for text in sentences} == sentences
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
@@ -194,7 +195,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devic
         for rank, (device, link) in enumerate(zip(devices, links, strict=True))
     ]
     storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
-    assert faults.exclude(config, everyone) == sick
+    assert faults.exclude(config.run_uri, everyone) == sick
     assert sorted(drained) == [f"node {rank}" for rank in sick or []]
     assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
 

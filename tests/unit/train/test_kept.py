@@ -19,6 +19,7 @@ from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_
 from helpers.latents.plan import Plan, Shape
 from helpers.train import kept, resume, sources
 from tests.conftest import build_segment, plan_for
+from tests.latents import read_steps
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
 
 RAW = OnlineConfig(keep_latents=True)
@@ -69,9 +70,7 @@ class Blocks:
 
 
 def blocks_of(plan, first_step, end_step, read_rows):
-    chunks = plan.chunk_range(first_step, end_step)
-    options = {"first_chunk": chunks.start, "first_step": first_step, "end_step": end_step, "read": read_rows}
-    return Blocks(read.read_chunks({"id": range(len(chunks))}, plan=plan, **options))
+    return Blocks(read_steps(plan, read_rows, first_step, end_step))
 
 
 class Run:
@@ -124,7 +123,7 @@ class Run:
                 self.saved = step + begin + 1
 
     def go(self, die_at=None):
-        for source in kept.sources(RAW, self.config, self.stream):
+        for source in kept.run_sources(RAW, self.config, self.stream):
             self.fit(source, die_at)
         return self
 
@@ -254,9 +253,9 @@ def test_a_block_is_committed_before_it_is_handed_over(start):
     run = start("blocks")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"stream": run.stream, "keep": job.write_arguments()}
+    options = {"stream": run.stream, "keep": {"plan": plan, **job.write_arguments()}}
     for _ in range(2):
-        for number, _ in enumerate(kept.encode(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
+        for number, _ in enumerate(kept.encode_epoch(plan, 0, plan.steps_per_epoch, **options).iter_batches()):
             assert len(job.committed()) >= number + 1
         assert len(storage.list_files(job.uri("data"))) == len(job.committed())
 
@@ -266,7 +265,7 @@ def test_a_block_without_its_first_steps_is_not_committed(start):
     run = start("within")
     plan = plan_for(run.config)
     job = kept.open_job(run.config, plan, run.manifest)
-    options = {"steps": plan.block_steps, "units_per_step": plan.units_per_step, **job.write_arguments()}
+    options = {"plan": plan, **job.write_arguments()}
     block = next(run.stream(plan, 2, 4).iter_batches())
     units = np.where(block[read.UNIT].to_numpy() < 6, -1, block[read.UNIT].to_numpy())
     cut = block.set_column(block.column_names.index(read.UNIT), read.UNIT, pa.array(units))
@@ -315,15 +314,15 @@ def test_keep_latents_cannot_be_changed_within_a_run(start):
         run.go(die_at=5)
     changed = dataclasses.replace(RAW, keep_latents=False)
     with pytest.raises(ValueError, match=re.escape("run_name='kept' was started with keep_latents=True, not False:")):
-        next(kept.sources(changed, run.config, run.stream))
+        next(kept.run_sources(changed, run.config, run.stream))
     storage.delete(storage.join(run.config.run_uri, kept.FOLDER))
     with pytest.raises(ValueError, match="keep_latents=False, not True, or its latents/ was deleted: set it back"):
-        next(kept.sources(RAW, run.config, run.stream))
+        next(kept.run_sources(RAW, run.config, run.stream))
 
 
 def test_without_keep_latents_there_is_one_source(start):
     run, plain = start("plain"), dataclasses.replace(RAW, keep_latents=False)
-    (source,) = kept.sources(plain, run.config, run.stream)
+    (source,) = kept.run_sources(plain, run.config, run.stream)
     assert (source.config, source.stream, source.first_step) == (run.config, run.stream, 0)
     assert source.end_step == run.config.max_steps
 

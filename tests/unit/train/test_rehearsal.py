@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.config.notebook import TrainingConfig
+from helpers.distributed import local
 from helpers.lesson import ablations, estimates
 from helpers.model import sharding
 from helpers.model.denoisers import load_denoiser_config
@@ -74,10 +75,6 @@ def ranks(monkeypatch):
     )
     yield
     dist.destroy_process_group()
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held_on_rank_0(name, strategy):

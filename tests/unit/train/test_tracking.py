@@ -52,19 +52,19 @@ def run_folder(tmp_path):
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """What a stand-in for MLflow's tracker is given."""
+    """What a stand-in for TensorBoard's tracker is given."""
     seen = []
 
     @contextlib.contextmanager
     def stand_in(config):
         yield lambda step, values: seen.append((step, values))
 
-    monkeypatch.setitem(tracking.TRACKERS, "mlflow", stand_in)
+    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", stand_in)
     return seen
 
 
 def test_trackers_get_steps_and_validations(run_folder, tracked):
-    config = run_of(run_folder, "mlflow")
+    config = run_of(run_folder, "tensorboard")
     take_steps(config, 1)  # of an earlier driver
     with monitor.monitor_run(config, every=60):
         take_steps(config, 2, 3)
@@ -76,14 +76,14 @@ def test_trackers_get_steps_and_validations(run_folder, tracked):
 
 def test_an_evaluation_is_tracked_when_it_is_over(run_folder, tracked, capsys):
     """With its losses by noise level and its pictures; what failed or was skipped is said once."""
-    config = run_of(run_folder, "mlflow")
+    config = run_of(run_folder, "tensorboard")
     result = {"step": 2, "validation_loss": 0.25, "loss_by_noise": {"62": 0.5, "937": 0.1}}
-    results.write(config.run_uri, {**result, "unfinished": True})
+    results.write_result(config.run_uri, {**result, "unfinished": True})
     folder = run_folder / "runs/tracked/evaluation/000000002"
     folder.mkdir(parents=True)
     Image.fromarray(PICTURE).save(folder / "grid.png")
     with monitor.monitor_run(config, every=60):
-        results.write(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
+        results.write_result(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
         results.note(config.run_uri, 3, skipped="step 4 is newer")
     ((step, values),) = tracked
     assert step == 2 and np.array_equal(values.pop("evaluation"), PICTURE)
@@ -137,24 +137,6 @@ def test_wandb_gets_the_run_and_its_values(run_folder, monkeypatch):
     assert calls[1:] == [("*", "step"), ("log", logged), ("finish",)]
 
 
-@pytest.mark.parametrize("found", [[], [types.SimpleNamespace(info=types.SimpleNamespace(run_id="earlier"))]])
-def test_mlflow_gets_the_run_and_its_values(run_folder, monkeypatch, found):
-    calls = []
-    module = types.SimpleNamespace(
-        set_experiment=lambda name: None,
-        search_runs=lambda **query: found,
-        start_run=lambda **options: calls.append(options) or contextlib.nullcontext(),
-        log_params=lambda parameters: calls.append(parameters["max_steps"]),
-        log_metrics=lambda values, step: calls.append((step, values)),
-        log_image=lambda picture, key, step: calls.append((key, step)),
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    with tracking.start(run_of(run_folder, "mlflow")) as track:
-        track(7, {"loss": 0.5, "sample": PICTURE})
-    started = [{"run_id": "earlier"}] if found else [{"run_name": "tracked"}, 3]
-    assert calls == [*started, (7, {"loss": 0.5}), ("sample", 7)]
-
-
 def test_a_tracker_that_is_not_installed_is_said_once(run_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = run_of(run_folder, "wandb", "tensorboard")
@@ -170,7 +152,7 @@ def test_a_tracker_that_fails_is_said_once_and_left_out(run_folder, tracked, mon
         yield lambda step, values: 1 / 0
 
     monkeypatch.setitem(tracking.TRACKERS, "wandb", fails)
-    with tracking.start(run_of(run_folder, "wandb", "mlflow")) as track:
+    with tracking.start(run_of(run_folder, "wandb", "tensorboard")) as track:
         track(1, LINE)
         track(2, LINE)
     said = capsys.readouterr().out

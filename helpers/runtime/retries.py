@@ -1,4 +1,7 @@
-"""What Ray's errors mean: whether something was lost, and one sentence for people. Needs no PyTorch."""
+"""Which errors of Ray are worth another attempt (`was_lost`), and one sentence for an error. No PyTorch.
+
+Files that a store refuses are tried again by `storage.retry`.
+"""
 
 import re
 

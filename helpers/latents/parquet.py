@@ -1,0 +1,106 @@
+"""Parquet files on a disk or an object store: what this package reads from Parquet is opened here.
+
+A column may have an Arrow extension type, whose values some libraries make by unpickling. Such columns are refused
+before a value is touched, but for UUIDs, which become text.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import storage
+
+
+class PlainParquetFile(pq.ParquetFile):
+    """A file of which only columns of plain types are read; the methods that read raise ValueError for others."""
+
+    uri = ""
+
+    def check_columns(self, columns: list[str] | None) -> None:
+        """Raises ValueError for a column of an extension type. `columns`: None for all."""
+        check_types(self.schema_arrow, self.uri, columns)
+
+    def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:
+        return self.read_plain(super().read, columns, **options)
+
+    def read_row_group(self, i: int, columns: list[str] | None = None, **options: Any) -> pa.Table:
+        return self.read_plain(super().read_row_group, columns, i, **options)
+
+    def read_row_groups(self, row_groups: list[int], columns: list[str] | None = None, **options: Any) -> pa.Table:
+        return self.read_plain(super().read_row_groups, columns, row_groups, **options)
+
+    def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
+        self.check_columns(columns)
+        for batch in super().iter_batches(*args, columns=columns, **options):
+            yield from uuids_to_text(pa.Table.from_batches([batch])).to_batches()
+
+    def read_plain(
+        self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any
+    ) -> pa.Table:
+        """`read(*args, columns=columns, **options)` after the check. Raises OSError that names the file."""
+        self.check_columns(columns)
+        try:
+            return uuids_to_text(read(*args, columns=columns, **options))
+        except OSError as error:
+            raise OSError(f"{self.uri} cannot be read: {error}") from error
+
+
+def check_types(columns: pa.Schema, uri: str, names: list[str] | None = None) -> None:
+    """Raises ValueError for a column of an extension type, at any depth. `names`: those that are read; None for all."""
+    for field in columns:
+        if (names is None or field.name in names) and not is_uuid(field.type) and is_extension(field.type):
+            raise ValueError(
+                f"{uri}: the column {field.name!r} has the type {field.type}, whose values could run code when they "
+                "are read: store it as a plain type, or leave it out."
+            )
+
+
+def is_extension(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return is_extension(kind.value_type)
+    nested = any(is_extension(kind.field(number).type) for number in range(kind.num_fields))
+    return isinstance(kind, pa.BaseExtensionType) or nested
+
+
+def is_uuid(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.UuidType)
+
+
+def uuids_to_text(table: pa.Table) -> pa.Table:
+    """The table with UUIDs as text of 36 characters, read through their storage."""
+    for number, field in enumerate(table.schema):
+        if is_uuid(field.type):
+            values = [value for chunk in table.column(number).chunks for value in chunk.storage.to_pylist()]
+            texts = [None if value is None else str(uuid.UUID(bytes=value)) for value in values]
+            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
+    return table
+
+
+def open_parquet(uri: str | os.PathLike, **options: Any) -> PlainParquetFile:
+    """A file to read, for a `with` statement. `options`: those of `pyarrow.parquet.ParquetFile`.
+
+    Page checksums are verified where the file has them, as latents have.
+    """
+    filesystem, path = storage.open_filesystem(uri)
+    file = PlainParquetFile(path, filesystem=filesystem, page_checksum_verification=True, **options)
+    file.uri = str(uri)
+    return file
+
+
+def read_parquet(uri: str | os.PathLike, columns: list[str] | None = None) -> pa.Table:
+    """All rows of a file. `columns`: None for all."""
+    with open_parquet(uri) as file:
+        return file.read(columns=columns)
+
+
+def write_table(uri: str | os.PathLike, table: pa.Table) -> None:
+    """Write a small file atomically: a reader sees the whole file or none."""
+    data = pa.BufferOutputStream()
+    pq.write_table(table, data, write_page_checksum=True)
+    storage.write_bytes(uri, data.getvalue())

@@ -1,0 +1,148 @@
+"""Checksums of a checkpoint's stored pieces, and a reader that checks them and runs no code from the files.
+
+`torch.distributed.checkpoint` (DCP) stores each rank's pieces of tensors one after the other in a file of its own, and
+describes them in `.metadata`, which is a pickle. No Ray.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata
+
+from .. import storage
+
+METADATA = ".metadata"
+Pieces = dict[str, list[tuple[int, int, int]]]  # file -> (offset, bytes, CRC-32) of each of its pieces
+THREADS = 8  # that read and check pieces; zlib and reads release the interpreter lock
+# What `.metadata` is made of. The unpickler makes nothing else.
+KNOWN_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+# What a learning rate that is a NumPy scalar is pickled as.
+NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose bytes are not those that were saved, or that holds what no checkpoint of DCP holds."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes DCP's classes and dtypes, and raises DamagedCheckpoint for all else, before anything is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in KNOWN_CLASSES.get(module, ()):
+            raise DamagedCheckpoint(f"{METADATA} names {module}.{name}, which no checkpoint holds: do not use it.")
+        return super().find_class(module, name)
+
+
+def sum_pieces(folder: str, metadata: dcp_metadata.Metadata) -> Pieces:
+    """The checksums of the files that this rank has just written to a local folder. `metadata`: what DCP returned."""
+    pieces = {}
+    for stored in metadata.storage_data.values():
+        pieces.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
+    files = {path.name: path for path in pathlib.Path(folder).iterdir()}
+    pieces = {name: sorted(pieces.get(name, [(0, path.stat().st_size)])) for name, path in files.items()}
+    return {name: [(*piece, crc32(files[name], *piece)) for piece in found] for name, found in pieces.items()}
+
+
+def crc32(path: str | os.PathLike, offset: int, length: int) -> int:
+    """Of some bytes of a local file."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return zlib.crc32(file.read(length))
+
+
+def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
+    """Read a whole checkpoint, on a disk or an object store; which file is damaged, in a few words; None if none is."""
+    filesystem, folder = storage.open_filesystem(checkpoint_uri)
+
+    def check(piece: tuple[str, int, int, int]) -> str | None:
+        name, offset, length, expected = piece
+        with filesystem.open_input_file(f"{folder}/{name}") as file:
+            file.seek(offset)
+            found = zlib.crc32(file.read(length))
+        return None if found == expected else f"its file {name} is damaged at byte {offset:,}"
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(check, ((name, *piece) for name, of_file in pieces.items() for piece in of_file))
+        return next(filter(None, found), None)
+
+
+class CheckedReader(dcp.FileSystemReader):
+    """Reads a local checkpoint; raises DamagedCheckpoint before a piece is used whose bytes have changed.
+
+    `pieces`: of the checkpoint; {} for one without checksums, which is read unchecked.
+    """
+
+    def __init__(self, folder: str, pieces: Pieces):
+        super().__init__(folder)
+        self.folder = pathlib.Path(folder)
+        self.expected = {(name, offset): crc for name, of_file in pieces.items() for offset, _, crc in of_file}
+        # Here, on every rank: DCP would turn what `read_metadata` raises into a text.
+        data = (self.folder / METADATA).read_bytes()
+        self.check(METADATA, 0, len(data))
+        self.metadata = MetadataUnpickler(io.BytesIO(data)).load()
+        self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+
+    def check(self, name: str, offset: int, length: int) -> None:
+        expected = self.expected.get((name, offset))
+        if self.expected and crc32(self.folder / name, offset, length) != expected:
+            raise DamagedCheckpoint(f"{self.folder / name} is damaged at byte {offset:,}: use another checkpoint.")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        stored = {(info.relative_path, info.offset, info.length) for info in map(self.info_of, plan.items)}
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda piece: self.check(*piece), sorted(stored)))
+        return super().read_data(plan, planner)
+
+    def info_of(self, item: dcp.planner.ReadItem) -> Any:
+        """Where an item's bytes are: DCP's record of the file, offset and length."""
+        info = self.storage_data[item.storage_index]
+        if info.relative_path != os.path.basename(info.relative_path):
+            raise DamagedCheckpoint(f"{METADATA} of {self.folder} names a file outside of it: {info.relative_path!r}.")
+        return info
+
+
+class PlainLoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads entries that are no tensors, such as a learning rate, by PyTorch's unpickler for weights alone."""
+
+    def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
+        try:
+            with torch.serialization.safe_globals(NUMBERS):
+                torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            name = read_item.dest_index.fqn
+            raise DamagedCheckpoint(
+                f"The checkpoint's {name} holds more than numbers and texts: do not use it."
+            ) from None
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -1,0 +1,177 @@
+"""Nothing in a Parquet file is run: columns of extension types are refused before a value is touched."""
+
+import ast
+import json
+import pathlib
+import pickle
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray.data  # registers the extension type whose values Ray unpickles
+
+from helpers.config.notebook import PreprocessingConfig
+from helpers.latents import held_out, read
+from helpers.latents.manifest import RowRange
+from helpers.latents.parquet import open_parquet, read_parquet
+from helpers.raw import checks, inputs
+from tests.copy_table import MODULES
+
+PICKLED = {b"ARROW:extension:name": b"ray.data.arrow_pickled_object", b"ARROW:extension:metadata": b""}
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path(self.path),)
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """Where a file is once somebody has unpickled a value."""
+    yield tmp_path / "canary"
+    assert ray.data is not None and not (tmp_path / "canary").exists()
+
+
+@pytest.fixture
+def hostile(tmp_path, canary):
+    """A file with one row, whose id runs code when it is unpickled."""
+    payload = pickle.dumps(Canary(str(canary)))
+    fields = [pa.field("hash", pa.large_binary(), metadata=PICKLED)]
+    fields += [("caption", pa.string()), ("jpg", pa.binary()), ("id", pa.int64())]
+    path = tmp_path / "raw" / "hostile.parquet"
+    path.parent.mkdir()
+    table = pa.table([[payload], ["a caption"], [b"x"], [1]], schema=pa.schema(fields))
+    pq.write_table(table, path)
+    assert isinstance(pq.read_schema(path).field("hash").type, pa.BaseExtensionType)
+    return path
+
+
+REFUSED = r"hostile\.parquet: the column 'hash' has the type .*, whose values could run code when they are read: store"
+
+
+@pytest.mark.parametrize("columns", [None, ["hash"], ["caption", "hash"]])
+def test_a_column_of_pickled_objects_is_refused_by_every_way_to_read(hostile, columns):
+    ways = {
+        "read": lambda file: file.read(columns=columns),
+        "read_row_group": lambda file: file.read_row_group(0, columns=columns),
+        "read_row_groups": lambda file: file.read_row_groups([0], columns=columns),
+        "iter_batches": lambda file: list(file.iter_batches(columns=columns)),
+    }
+    for way, act in ways.items():
+        with open_parquet(hostile) as file, pytest.raises(ValueError, match=REFUSED):
+            act(file)
+            pytest.fail(way)
+
+
+def test_columns_that_nobody_asks_for_are_not_read(hostile):
+    assert read_parquet(hostile, columns=["caption"]).to_pylist() == [{"caption": "a caption"}]
+
+
+ITEM = pa.field("item", pa.large_binary(), metadata=PICKLED)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(pa.list_(ITEM), [b"x"]), (pa.struct([ITEM]), {"item": b"x"})])
+def test_extension_types_inside_of_others_are_refused(tmp_path, kind, value):
+    pq.write_table(pa.table({"b": pa.array([value], kind)}), tmp_path / "nested.parquet")
+    with pytest.raises(ValueError, match="column 'b' has the type"):
+        read_parquet(tmp_path / "nested.parquet")
+
+
+def test_raw_data_with_such_an_id_is_refused_before_a_job(hostile):
+    config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
+    for act in (checks.check_input, lambda path, config: inputs.count_rows_of(path, config)):
+        with pytest.raises(ValueError, match=REFUSED):
+            act(str(hostile), config)
+    with pytest.raises(ValueError, match=REFUSED):
+        inputs.first_rows(config, 5)
+    fine = PreprocessingConfig(input_uri=str(hostile.parent), id_column="id")
+    assert inputs.first_rows(fine, 5)["id"].to_pylist() == [1]
+
+
+def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
+    """Where Ray Data has opened it: the columns of its blocks are checked before a value is made of them."""
+    config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
+    block = inputs.with_path(pq.read_table(hostile, columns=["hash", "caption", "jpg"]), str(hostile))
+    with pytest.raises(ValueError, match=REFUSED):
+        list(inputs.convert_block(block, config=config))
+
+
+def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(hostile, tmp_path):
+    with pytest.raises(ValueError, match=REFUSED):
+        read.read_row_ranges([RowRange(hostile.name, 0, 0, 1)], ["hash", "caption"], str(hostile.parent))
+    folder = tmp_path / "latents"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / hostile.name).write_bytes(hostile.read_bytes())
+    files = [{"name": hostile.name, "row_groups": [1], "buckets": {"32": 1}}]
+    (folder / "files.json").write_text(json.dumps([{"index": 0, "files": files}]))
+    with pytest.raises(ValueError, match=REFUSED):
+        read.first_latents(str(folder), 1)
+    assert held_out.read_parquet is read_parquet
+
+
+def test_parquet_and_arrow_files_are_opened_in_one_place():
+    """A module that opens them in another way must use `latents.parquet`, or be listed here with the reason."""
+    known = {
+        ("helpers.latents.parquet", "ParquetFile"),  # the place
+        ("helpers.raw.inputs", "read_parquet"),  # Ray Data's; `convert_block` checks its blocks
+        ("helpers.lesson.captioned_shapes", "read_schema"),  # no values
+    }
+    openers = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}
+    openers |= {"read_parquet", "read_feather", "open_stream", "open_file", "RecordBatchFileReader", "dataset"}
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_opener = isinstance(node, ast.Attribute) and node.attr in openers
+            owner = ast.unparse(node.value) if is_opener else ""
+            if owner in ("pq", "pa", "pd", "ds", "feather", "ipc", "pa.ipc", "ray.data", "pa.dataset", "datasets"):
+                found.add((module, node.attr))
+    assert found == known
+
+
+def test_nothing_is_unpickled_but_the_metadata_of_checkpoints():
+    """By the unpickler of `train.integrity`, which knows DCP's classes alone."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "pickle.load",
+                "pickle.loads",
+                "pickle.Unpickler",
+                "cloudpickle.loads",
+                "torch.load",
+                "np.load",
+            ):
+                found.add((module, ast.unparse(node)))
+    allowed = {("helpers.train.integrity", "pickle.Unpickler"), ("helpers.train.integrity", "torch.load")}
+    arrays = {(module, name) for module, name in found if name == "np.load"}  # without pickles, by NumPy's default
+    assert found - arrays == allowed
+    for module, _ in arrays:
+        assert "allow_pickle=True" not in MODULES[module].read_text()
+
+
+def test_uuids_are_read_as_text(tmp_path):
+    ids = [uuid.UUID(int=number * 2**64 + 7) for number in range(3)] + [None]
+    column = pa.array([one and one.bytes for one in ids], pa.uuid())
+    pq.write_table(pa.table({"id": column, "caption": ["a"] * 4}), tmp_path / "a.parquet")
+    with open_parquet(tmp_path / "a.parquet") as file:
+        tables = [file.read(), file.read_row_group(0), pa.Table.from_batches(file.iter_batches())]
+    for table in tables:
+        assert table["id"].to_pylist() == [one and str(one) for one in ids]
+
+
+def test_a_page_that_was_changed_is_noticed(tmp_path):
+    from helpers.encode.stages import write_parquet
+
+    values = pa.array([bytes([number]) * 4096 for number in range(64)], pa.binary(4096))
+    write_parquet([pa.table({"latents": values})], str(tmp_path / "a.parquet"))
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = data.index(bytes([20]) * 4096)
+    data[start : start + 4096] = np.random.default_rng(0).bytes(4096)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(OSError, match=r"a\.parquet cannot be read: .*CRC checksum"):
+        read_parquet(tmp_path / "a.parquet")
