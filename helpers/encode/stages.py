@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,7 +53,7 @@ def transform(
         shapes: the (width, height) that each row is wanted at; None: every shape that it reaches.
     """
     started = time.perf_counter()
-    done = make_pixels(rows, config, crops, shapes)
+    done = transform_pictures(rows, config, crops, shapes)
     columns = {
         schema.ID: rows[inputs.ID],
         schema.REASON: pa.array([reason for _, reason in done], pa.string()),
@@ -70,7 +71,7 @@ def transform(
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
 
-def make_pixels(
+def transform_pictures(
     rows: pa.Table,
     config: PreprocessingConfig,
     crops: Iterable[images.Crop] | None = None,
@@ -78,46 +79,32 @@ def make_pixels(
 ) -> list[tuple[Pixels, str]]:
     """`images.make_pixels` of each raw row, in a child process; a row that cannot be used has only a reason.
 
-    A picture that kills the process, or takes too long, is noted in `lost_pictures` under `storage`, and rejected for
-    the same reason from then on.
+    A picture that kills the process or takes too long is noted in `lost_pictures` under `storage`. From then on it is
+    rejected for the same reason.
     """
-    names = (inputs.IMAGE, inputs.ID, inputs.CAPTION, inputs.ERROR)
-    columns = [rows[name].to_pylist() for name in names]
+    raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     uri = storage.join(config.storage, LOST)
-    reasons = [row_reason(*row, lost_pictures(uri)) for row in zip(*columns, strict=True)]
+    done = [({}, row_reason(row, lost_pictures(uri))) for row in raw]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
-    calls = list(zip(columns[0], crops, shapes, strict=False))
-    good = [number for number, reason in enumerate(reasons) if not reason]
+    calls = [(row[inputs.IMAGE], crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
+    good = [number for number, (_, reason) in enumerate(done) if not reason]
     sizing = images.Sizing.of(config, has_sizes=bool(inputs.size_columns(config)))
     work = functools.partial(images.make_pixels, sizing=sizing)
     results = isolation.run_apart(work, [calls[number] for number in good], isolation.SECONDS)
-    done = [({}, reason) for reason in reasons]
     for number, result in zip(good, results, strict=True):
         if isinstance(result, isolation.Lost):
-            note_lost(uri, columns[0][number], {"reason": str(result), "id": columns[1][number]})
+            note_lost(uri, raw[number], str(result))
             result = {}, str(result)
         done[number] = result
     return done
 
 
-def transform_row(
-    image: bytes | None,
-    row_id: int | str | None,
-    caption: str | None,
-    error: str | None,
-    config: PreprocessingConfig,
-) -> tuple[Pixels, str]:
-    """`images.make_pixels` of one raw row, in this process; a row that cannot be used has only a reason."""
-    reason = row_reason(image, row_id, caption, error, {})
-    return ({}, reason) if reason else images.make_pixels(image, sizing=images.Sizing.of(config))
-
-
-def row_reason(
-    image: bytes | None, row_id: int | str | None, caption: str | None, error: str | None, lost: dict[str, str]
-) -> str:
+def row_reason(row: dict[str, Any], lost: dict[str, str]) -> str:
     """Why a raw row cannot be used, as far as is known before its picture is decoded. `lost`: see `lost_pictures`."""
-    reason = inputs.text_reason(row_id, caption) or error or ("" if image else "no image bytes")
-    return reason or (lost.get(picture_key(image), "") if lost else "")
+    reason = inputs.text_reason(row[inputs.ID], row[inputs.CAPTION]) or row[inputs.ERROR]
+    if not reason and not row[inputs.IMAGE]:
+        return "no image bytes"
+    return reason or (lost.get(picture_key(row[inputs.IMAGE]), "") if lost else "")
 
 
 @functools.cache
@@ -126,14 +113,15 @@ def lost_pictures(uri: str) -> dict[str, str]:
     return {storage.name(path): storage.read_json(path)["reason"] for path in storage.list_files(uri)}
 
 
-def note_lost(uri: str, image: bytes, note: dict) -> None:
-    """Add a picture to those of `lost_pictures`."""
-    lost_pictures(uri)[picture_key(image)] = note["reason"]
-    storage.write_json(storage.join(uri, picture_key(image)), note)
+def note_lost(uri: str, row: dict[str, Any], reason: str) -> None:
+    """Add a row's picture to `lost_pictures`."""
+    key = picture_key(row[inputs.IMAGE])
+    lost_pictures(uri)[key] = reason
+    storage.write_json(storage.join(uri, key), {"id": row[inputs.ID], "reason": reason})
 
 
-def picture_key(image: bytes) -> str:
-    return hashlib.sha256(image).hexdigest()[:32]
+def picture_key(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def write_latents(

@@ -141,7 +141,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     good = []
     for start in range(0, len(rows), num_rows):
         some = rows.slice(start, num_rows)
-        done = stages.make_pixels(some, config)
+        done = stages.transform_pictures(some, config)
         good += [row for row, (_, reason) in zip(some.to_pylist(), done, strict=True) if not reason]
         if len(good) >= num_rows:
             break

@@ -36,9 +36,9 @@ def copied_lines(*modules):
         pytest.param(lambda: copied_lines("model.sharding", "model.diffusion"), 505, id="to copy: the model"),
         pytest.param(lambda: copied_lines("latents.read"), 1_130, id="to copy: plan and read"),
         pytest.param(lambda: copied_lines("train.loop"), 3_064, id="to copy: the training loop"),
-        pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_391, id="lesson"),
+        pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_394, id="lesson"),
         pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_157, id="all but lesson"),
-        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_234, id="tests"),
+        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_235, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1500, id="words of README.md"),
     ],
 )
