@@ -37,8 +37,11 @@ class PlainParquetFile(pq.ParquetFile):
 
     def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
         self.check_columns(columns)
-        for batch in super().iter_batches(*args, columns=columns, **options):
-            yield from uuids_to_text(pa.Table.from_batches([batch])).to_batches()
+        try:
+            for batch in super().iter_batches(*args, columns=columns, **options):
+                yield from uuids_to_text(pa.Table.from_batches([batch])).to_batches()
+        except OSError as error:
+            raise OSError(f"{self.uri} cannot be read: {error}") from error
 
     def read_plain(
         self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any

@@ -138,15 +138,18 @@ def picture_size(data: bytes | None) -> tuple[int, int] | None:
 
 def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
     """`[(row id, picture, caption)]` of the first raw rows that the transform accepts."""
-    shown = []
-    for row in rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist():
-        if len(shown) == num_rows:
+    good = []
+    for start in range(0, len(rows), num_rows):
+        some = rows.slice(start, num_rows)
+        done = stages.transform_pictures(some, config)
+        good += [row for row, (_, reason) in zip(some.to_pylist(), done, strict=True) if not reason]
+        if len(good) >= num_rows:
             break
-        _, reason = stages.transform_row(row, config)
-        if not reason:
-            picture = images.decode(row[inputs.IMAGE], config.max_pixels)
-            shown.append((row[inputs.ID], picture, row[inputs.CAPTION]))
-    return shown
+    # A picture that would kill its process is not among them.
+    return [
+        (row[inputs.ID], images.decode(row[inputs.IMAGE], config.max_pixels), row[inputs.CAPTION])
+        for row in good[:num_rows]
+    ]
 
 
 def summary(manifest: Manifest) -> pd.DataFrame:

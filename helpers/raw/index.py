@@ -83,12 +83,10 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
     target = storage.join(uri, f"{name}.parquet")
     if storage.exists(target):
         return read_report(read_index(target))
-    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
+    reader, columns = inputs.reader(config), deciding_columns(config)
+    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": reader.largest_group(path)}
     used, rejects = [], []
-    columns = deciding_columns(config)
-    for rows in inputs.reader(config).locate(path, columns):
-        if GROUP in rows.column_names:
-            report["largest"] = max(report["largest"], len(rows))
+    for rows in reader.locate(path, columns):
         if limit >= 0:
             rows = rows[: limit - report["read"]]
         kept = filters.kept_rows(rows, config.row_filter)
@@ -148,7 +146,7 @@ def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str
         return [], "no width or height"
     if size[0] * size[1] > config.max_pixels:
         return [], "too many pixels"
-    shapes, reason = images.reached_shapes(size, config.shapes, config.upscale, config.max_aspect_ratio)
+    shapes, reason = images.reached_shapes(size, images.Sizing.of(config))
     return [schema.latents_column(*shape) for shape in shapes], reason
 
 

@@ -259,12 +259,15 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig) -> pa.Table:
 def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str | None]]:
     """The captions of each row, `config.num_captions` for all: a row that has fewer repeats its own.
 
-    They are in the order of `caption_columns`, or of a column of lists, without empty ones. A row that has no other has
-    None or empty texts.
+    They are in the order of `caption_columns`, or of a column of lists, without those that are empty or too long. A row
+    that has no other has None, empty or shortened texts.
     """
     columns = [text_lists(table[name]) for name in config.caption_columns]
     rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
-    usable = ([caption for caption in row if caption and caption.strip()] or row or [None] for row in rows)
+    usable = (
+        [caption for caption in row if caption and caption.strip() and not is_too_long(caption)] or row or [None]
+        for row in rows
+    )
     return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
@@ -300,7 +303,13 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
         return "no id"
     if caption is None:
         return "no caption"
+    if is_too_long(caption):
+        return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"
     return "" if caption.strip() else "empty caption"
+
+
+def is_too_long(caption: str) -> bool:
+    return len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES
 
 
 def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
@@ -309,11 +318,12 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
-    """The texts of each row of a column of lists; of a column of text, lists of one."""
-    if not is_list(column.type):
-        return [[text] for text in texts(column)]
-    rows = column.cast(pa.large_list(pa.large_binary())).to_pylist()
-    return [[readers.as_text(value) for value in row or []] for row in rows]
+    """The texts of each row of a column of lists, shortened by `readers.shorten`; of a column of text, lists of one."""
+    if is_list(column.type):
+        rows = (row.as_py() or [] for row in column.cast(pa.large_list(pa.large_binary())))
+    else:
+        rows = ([value.as_py()] for value in column.cast(pa.large_binary()))  # one by one: each may be large
+    return [[readers.shorten(readers.as_text(value)) for value in row] for row in rows]
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:

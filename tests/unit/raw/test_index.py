@@ -19,7 +19,7 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.raw import images, index, readers
+from helpers.raw import images, index, isolation, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
 from tests.latents import read_steps
@@ -81,8 +81,13 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The bytes of each picture that is decoded."""
+    """The bytes of each picture that is decoded, here in this process."""
     found, decode = [], images.decode
+
+    def run_here(function, calls, seconds):
+        return [function(*call) for call in calls]
+
+    monkeypatch.setattr(isolation, "run_apart", run_here)
     monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
     return found
 
@@ -204,11 +209,11 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
-    asked, read = [], pq.ParquetFile.read_row_group
+    asked, read = [], pq.ParquetFile.iter_batches
     monkeypatch.setattr(
         pq.ParquetFile,
-        "read_row_group",
-        lambda self, group, columns=None, **options: asked.append(columns) or read(self, group, columns, **options),
+        "iter_batches",
+        lambda self, columns=None, **options: asked.append(columns) or read(self, columns=columns, **options),
     )
     raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
     prepare_online.prepare_run(raw, training)

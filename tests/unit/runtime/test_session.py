@@ -1,5 +1,7 @@
 """What is said about a cluster's GPUs before a run starts, from made-up nodes; the pauses of Ray Data's loop."""
 
+import pathlib
+import re
 import types
 
 import pytest
@@ -9,6 +11,8 @@ from helpers.config.notebook import TrainingConfig
 from helpers.lesson import looks
 from helpers.runtime import session
 from helpers.runtime import throttle as throttle_module
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -137,3 +141,11 @@ def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(mon
 def test_a_run_that_was_not_trained_names_the_notebook_to_run_first(tmp_path):
     with pytest.raises(FileNotFoundError, match="run_name='mine' has no checkpoint in .*: run Training.ipynb first"):
         looks.finished_run(str(tmp_path), "mine")
+
+
+def test_ray_is_started_in_one_place_which_gives_it_a_token_and_no_secrets():
+    """`tests/cluster/test_access.py` and `tests/object_store/test_secrets.py` show what comes of it."""
+    files = [*(ROOT / "helpers").rglob("*.py"), *ROOT.glob("*.ipynb"), *(ROOT / "helpers").rglob("*.ipynb")]
+    assert [path.name for path in files if re.search(r"ray\.init\(|\"env_vars\": \{", path.read_text())] == [
+        "session.py"
+    ]
