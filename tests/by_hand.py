@@ -1,6 +1,7 @@
 """The notebooks' hand-written thread as one script: the cells tagged "by-hand" of Preprocessing and Training.ipynb."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -53,7 +54,9 @@ def run(folder, **settings):
     """Run the script where `helpers` cannot be imported; returns what it printed."""
     script = pathlib.Path(folder) / "by_hand.py"
     script.write_text(assemble(folder, **settings))
-    done = subprocess.run([sys.executable, "-I", script.name], cwd=folder, capture_output=True, text=True)
+    environment = {**os.environ, "RAY_AUTH_TOKEN": "by hand"}  # or Ray would write one to the home
+    command = [sys.executable, "-I", script.name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"The script ended with status {done.returncode}:\n{done.stderr[-4000:]}")
     return done.stdout

@@ -13,10 +13,11 @@ import types
 import numpy as np
 
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config.parameters import COMMIT
 from helpers.encode import encoder, online, prepare, prepare_online, stages
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, split_units
-from helpers.lesson import ablations, captioned_shapes
+from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import lease
 from helpers.runtime.progress import interruptible
@@ -59,6 +60,12 @@ def defaults(notebook):
     """{parameter: its default} of a notebook."""
     found = definitions(notebook).items()
     return {name: ast.literal_eval(statement.value) for name, (statement, is_parameter) in found if is_parameter}
+
+
+def profile_with_commits(name):
+    """A profile in which the commits that it leaves open are given."""
+    values = full_run.read_profile(name).items()
+    return {key: value.replace(COMMIT, "0" * 40) if isinstance(value, str) else value for key, value in values}
 
 
 def free_names(statement):

@@ -22,6 +22,8 @@ export RAY_ADDRESS=$head_ip:${RAY_PORT:-6379}
 # Whoever reaches Ray can run code: a token of this job's own, which srun passes on with the environment.
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex())")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+# Where Ray spills on each node: a folder that only its user reads.
+spill=${TMPDIR:-/tmp}/ray-spill-$(id -u)
 # By it a requeued job knows the lease of its own dead driver, and takes it over at once.
 if [ -n "${SLURM_JOB_ID:-}" ]; then
     export PRETRAIN_JOB_ID=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
@@ -51,7 +53,8 @@ print(f"{alive} Ray nodes at {ray.get_runtime_context().gcs_address}", flush=Tru
 EOF
 }
 
-ray start --head --block --node-ip-address="$head_ip" --port="${RAY_ADDRESS##*:}" --dashboard-host="$head_ip" \
+mkdir -p -m 700 "$spill"
+ray start --head --block --object-spilling-directory="$spill" --node-ip-address="$head_ip" --port="${RAY_ADDRESS##*:}" --dashboard-host="$head_ip" \
     --disable-usage-stats &
 wait_for_nodes 1
 total=0
@@ -69,7 +72,8 @@ for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
     fi
     if [ "$nodes" -gt 0 ]; then
         srun "${options[@]}" --nodes="$nodes" --ntasks="$nodes" --kill-on-bad-exit=0 \
-            ray start --address="$RAY_ADDRESS" --block --disable-usage-stats &
+            bash -c 'mkdir -p -m 700 "$0" && exec ray start --object-spilling-directory="$0" "$@"' "$spill" \
+            --address="$RAY_ADDRESS" --block --disable-usage-stats &
     fi
 done
 

@@ -1,9 +1,9 @@
 """How the notebooks' parameters are declared and checked: types, fields, one sentence for a wrong value.
 
 A config is a frozen dataclass, which pydantic checks when it is built. Each field says its type, its default, what it
-is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it fixes. A
-wrong value raises ValueError before anything starts, in one sentence that names the parameter, its value and what to
-change. Building a config reads no storage.
+is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it fixes. A wrong
+value raises ValueError before anything starts, in one sentence that names the parameter, its value and what to change.
+Building a config reads no storage.
 """
 
 import ast
@@ -81,18 +81,20 @@ fixes_latents = functools.partial(parameter, fixes="latents")  # what is stored 
 fixes_run = functools.partial(parameter, fixes="run")  # what a run learns
 free = functools.partial(parameter, fixes=None)  # nothing: it may change when a job or a run is resumed
 LATENTS_URI = "encoded data; empty: storage/latents"
+COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 
 
 def checked(cls: type) -> type:
-    """Make `cls` a frozen dataclass with checked fields; pydantic's first finding becomes one plain ValueError."""
+    """`cls` as a frozen dataclass with checked fields. Pydantic's first finding becomes one plain ValueError."""
     # strict: True is no 1 and "1e-3" no number; an int may stand for a float.
     options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
     validate = cls.__init__
 
     def __init__(self, **values: Any) -> None:
+        check_commits(values)
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
@@ -101,6 +103,16 @@ def checked(cls: type) -> type:
     cls.__init__ = __init__
     NAMES.update(field.name for field in dataclasses.fields(cls))
     return cls
+
+
+def check_commits(values: dict[str, Any]) -> None:
+    """Raises ValueError for a model whose commit a profile leaves open."""
+    for name, value in values.items():
+        if isinstance(value, str) and value.endswith(COMMIT):
+            raise ValueError(
+                f"{name}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
+                f"{COMMIT}."
+            )
 
 
 def describe_error(cls: type, error: dict, values: dict) -> str:
@@ -117,8 +129,8 @@ def describe_error(cls: type, error: dict, values: dict) -> str:
 def check_names(cells: Sequence[str]) -> None:
     """Raises ValueError if papermill set a name that is no parameter. `cells`: those run so far, IPython's `In`.
 
-    papermill puts what it is given (`-p`, `-f`) into a cell of its own, which begins with this comment. A parameter of
-    another notebook is none too many, as a profile serves all three: `NAMES` has those of all classes imported so far.
+    papermill puts what it is given (`-p`, `-f`) into a cell of its own, which begins with this comment. Parameters of
+    other notebooks are allowed, as a profile serves all three: `NAMES` has those of all classes imported so far.
     """
     for cell in cells:
         if cell.startswith("# Parameters\n"):
@@ -140,10 +152,9 @@ class Parameters:
 
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:
-        """The variables of a notebook (`globals()`) that have the names of parameters.
+        """The config of a notebook's variables (`globals()`) that have the names of parameters.
 
-        Raises ValueError for a parameter that papermill was given and that no notebook has: papermill itself only warns
-        of it, and the value would be ignored.
+        Raises ValueError for a parameter that papermill was given and that no notebook has; papermill only warns of it.
         """
         check_names(namespace.get("In", ()))
         names = [field.name for field in dataclasses.fields(cls)]
@@ -158,7 +169,7 @@ class Parameters:
         return {name: getattr(self, name) for name in names}
 
     def derive(self, **values: Any) -> None:
-        """Set fields that follow from others, in `__post_init__`, or a model's commit, before a job or a run starts."""
+        """Set fields that follow from others, in `__post_init__` alone: a config does not change afterwards."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -41,6 +41,7 @@ _WHY = {
     },
     "encoder": {
         "encoder_model": "VAE and OpenCLIP-ViT/H, frozen",
+        "encoder_revision": "a commit: these weights and no others",
         "encoder_precision": "half the memory; encoders do not train",
         "encoder_batch_size": "what 24 GB hold at 512 px",
     },

@@ -1,4 +1,5 @@
 """In: a Ray address, a folder that one driver may write to. Out: a connected session, leases, a progress line.
 
-Support that every stage uses. Read `session` first; `lease`, `progress` and `retries` copy alone with `storage`.
+Every stage uses it. Read `session` first.
+To copy: `lease`, `progress` and `retries` need `storage` at most; `session` needs `storage`.
 """

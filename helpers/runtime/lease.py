@@ -20,10 +20,11 @@ class Lease(contextlib.AbstractContextManager):
     """Writes `lease.json` into a folder and renews it every `BEAT_SECONDS` in a thread, until `release`.
 
     An existing lease is taken over at once if its process ran on this host and is gone, or if it has this driver's
-    PRETRAIN_JOB_ID: a launcher that may restart a failed driver on another host sets this environment variable to the
-    job's id, and starts a job's next driver only after the last one has ended. Any other lease is taken over after
-    `STALE_SECONDS` without a heartbeat. A process that finds its own lease taken over, because it was suspended for so
-    long, is interrupted (KeyboardInterrupt).
+    PRETRAIN_JOB_ID. Any other lease is taken over after `STALE_SECONDS` without a heartbeat. A process whose own lease
+    was taken over, because it was suspended for so long, is interrupted (KeyboardInterrupt).
+
+    PRETRAIN_JOB_ID is an environment variable with the job's id. A launcher that may restart a failed driver on another
+    host sets it, and starts a job's next driver only after the last one has ended.
 
     A new file on a disk is created exclusively. In all other cases the file is written, and read back after
     `SETTLE_SECONDS`: the last of several writers holds the lease. This does not cover a driver that is suspended for

@@ -21,10 +21,9 @@ from .. import storage
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Use it around `trainer.fit()`: an interrupt ends the run and the cell, with KeyboardInterrupt.
+    """Wrap `trainer.fit()` in it: an interrupt ends the run and the cell, with KeyboardInterrupt.
 
-    Ray Train's own handler ends the whole process by SystemExit, and stays installed after the run, when its controller
-    is gone.
+    Ray Train's own handler would end the whole process by SystemExit, and it stays installed after the run.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
@@ -59,10 +58,10 @@ def poll_in_background(action: Callable[[], object], every: float) -> Iterator[N
 
 
 def keep_executed_notebook(folder_uri: str) -> None:
-    """Copy the executed notebook into a folder, such as a run's, when this kernel ends.
+    """Copy the executed notebook, papermill's output, into a folder, such as a run's, when this kernel ends.
 
-    The notebook is papermill's output, which is known only with `--inject-output-path`; without that, nothing is
-    copied. papermill writes its output after each cell, even one that fails.
+    The output's path is known only with `--inject-output-path`; without that, nothing is copied. papermill writes its
+    output after each cell, even after one that fails.
     """
     shell = get_ipython()
     output = shell and shell.user_ns.get("PAPERMILL_OUTPUT_PATH")
@@ -74,8 +73,8 @@ def keep_executed_notebook(folder_uri: str) -> None:
 class Progress:
     """Shows a job's progress: call `progress(done, total, text)` as often as you like.
 
-    In a notebook it is one display that is updated in place. In a batch run (papermill, or a plain Python program),
-    where nobody sees the display, a line goes to the terminal every `seconds_between_lines`, and at the end.
+    A notebook shows one display that is updated in place. In a batch run (papermill, or a plain Python program), a line
+    goes to the terminal every `seconds_between_lines`, and at the end.
     """
 
     def __init__(self, label: str, unit: str = "rows", seconds_between_lines: float = 10):

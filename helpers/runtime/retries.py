@@ -21,8 +21,8 @@ LOST = (
 def was_lost(error: BaseException) -> bool:
     """Whether an error says that a node, an actor or a worker was lost: the same work may succeed elsewhere.
 
-    An actor that fails in its own `__init__`, such as an encoder that cannot load its model, does not count: it would
-    fail again. If a Ray Data task raised the error, often only its text arrives.
+    An actor that fails in its own `__init__` is not lost, because it would fail again: an encoder, for example, that
+    cannot load its model. If a Ray Data task raised the error, often only its text arrives.
     """
     wrapped = isinstance(error, (ray.exceptions.RayTaskError, ray.exceptions.UnserializableException))
     text = str(error) if wrapped else ""

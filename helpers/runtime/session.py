@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import secrets
 import signal
 import threading
 import uuid
@@ -20,17 +21,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import storage
 
-FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "HF_")  # prefixes of the variables of stores and of the model hub
+# Variables of stores and of the model hub that workers get. None is a secret: Ray shows and logs what they get.
+FORWARDED = (
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_MAX_ATTEMPTS"),
+    *("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_SERVICE_ENDPOINT", "GOOGLE_APPLICATION_CREDENTIALS"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+)
 START_ATTEMPTS = 4
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     """Start Ray on this machine ("local"), or join the cluster at an address; once per process.
 
-    Workers get this package and the variables of object stores and of the model hub (`FORWARDED`) through the runtime
-    environment: a cluster's nodes need only requirements.txt. A local Ray is quiet and is given at least four CPUs, so
-    that on a small machine stages that wait for each other share a core. On a cluster, logs and signal handlers stay as
-    they are, and the dashboard's address is printed if there is one.
+    Workers get this package and settings of object stores and of the model hub (`FORWARDED`) through the runtime
+    environment: a cluster's nodes need only requirements.txt, and credentials of their own. A local Ray inherits this
+    process's environment. It is quiet and is given at least four CPUs, so that on a small machine stages that wait for
+    each other share a core. On a cluster, logs and signal handlers stay as they are, and the dashboard's address is
+    printed if there is one.
     """
     if ray.is_initialized():
         return
@@ -60,6 +67,9 @@ def start_local_ray(num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", "1")
     # Clouds preempt nodes, not the machine that this runs on; the watcher is one more process for each run.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    # Ray would write a token for this session to the home, where later clusters of this machine would find it.
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     # Ray's C++ layer warns about Ray Data's internals. While it starts, it also reports this setting.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -88,9 +98,10 @@ def start_local_ray(num_cpus: int | None) -> None:
 def worker_environment(**variables: str) -> dict:
     """What workers get: this package without its notebooks, `variables`, and this process's `FORWARDED` ones.
 
-    A file that `GOOGLE_APPLICATION_CREDENTIALS` names must be on every node.
+    A URL with a user's name in it is left out: it may hold a password. A file that `GOOGLE_APPLICATION_CREDENTIALS`
+    names must be on every node.
     """
-    ours = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    ours = {name: os.environ[name] for name in FORWARDED if "@" not in os.environ.get(name, "@")}
     package = str(pathlib.Path(__file__).parents[1])
     return {"py_modules": [package], "excludes": ["*.ipynb"], "env_vars": {**ours, **variables}}
 

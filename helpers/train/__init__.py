@@ -1,5 +1,5 @@
-"""In: blocks of latents, a `TrainingConfig`. Out: checkpoints, metrics, failures noted, in `runs/{run_name}`.
+"""In: blocks of latents, a `TrainingConfig`. Out: checkpoints, metrics, recorded failures, in `runs/{run_name}`.
 
-Read `loop` first: the function of a Ray Train worker; `step` is one step in plain PyTorch.
-To copy: `step` with `model`; `loop` takes `latents` and most of this folder along.
+Read `loop` first: the function of a Ray Train worker. `step` is one step in plain PyTorch.
+To copy: `step` takes `model`, `latents` and `config` along; `loop` takes most of this folder too.
 """

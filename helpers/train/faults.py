@@ -1,4 +1,4 @@
-"""In a training worker: end it when it hangs, exclude a sick machine, ask for a checkpoint before a preemption."""
+"""Faults of training workers: hangs, sick machines, preemptions, lost checkpoints; the records of them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
-    A worker that waits forever in a collective, or for a file system that does not answer, looks alive from outside.
-    The limit is ten times as long until the first beat, for compilation and the first batch, and after a slow beat.
+    A worker that waits forever, in a collective or for a file system, looks alive from outside. The limit is ten times
+    as long after a slow beat, and until the first beat, for compilation and the first batch.
 
     Args:
         timeout: seconds.
-        on_hang: called with the seconds without progress before the process is killed. It gets ten seconds, because the
-            storage that it writes to may be what hangs.
+        on_hang: called with the seconds since the last beat, before the process is killed. It gets ten seconds, because
+            the storage that it writes to may be what hangs.
     """
 
-    def __init__(self, timeout: float, on_hang: Callable[[float], None] | None = None):
+    def __init__(self, timeout: float, on_hang: Callable[[float], None]):
         self.timeout, self.on_hang = timeout, on_hang
         self.last_beat, self.limit = time.monotonic(), 10 * timeout
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def beat(self, slow: bool = False) -> None:
-        """`slow`: what comes next may take ten times as long."""
+        """Report progress. `slow`: the next beat may take ten times as long."""
         self.last_beat, self.limit = time.monotonic(), self.timeout * (10 if slow else 1)
 
     def watch(self) -> None:
@@ -53,10 +53,9 @@ class Watchdog:
             if silent > self.limit:
                 try:
                     faulthandler.dump_traceback()  # shows in the worker's log where it hangs
-                    if self.on_hang:
-                        report = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
-                        report.start()
-                        report.join(10)
+                    report = threading.Thread(target=self.on_hang, args=(silent,), daemon=True)
+                    report.start()
+                    report.join(10)
                 finally:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -77,8 +76,8 @@ def record_hang(run_uri: str, seconds: float) -> None:
 def check_device(device: torch.device) -> str | None:
     """The problem with this worker's device; None if there is none.
 
-    Multiplies matrices, for a second on a GPU, of integers that any precision represents, so the answer is known
-    exactly: a Sylvester-Hadamard matrix times itself is its size times the identity.
+    Multiplies matrices of integers that any precision represents, for a second on a GPU. The product is known exactly:
+    a Sylvester-Hadamard matrix times itself is its size times the identity.
     """
     on_gpu = device.type == "cuda"
     matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
@@ -103,10 +102,10 @@ def check_links(device: torch.device) -> str | None:
 
 
 def end_if_sick(run_uri: str, device: torch.device) -> bool:
-    """Whether a worker's device or links compute wrongly: then return from the training function. Call on all ranks.
+    """Whether some worker's device or links compute wrongly; then return from the training function. For all ranks.
 
-    The sick workers' machines are excluded, and these workers raise RuntimeError: Ray Train starts the group again, on
-    other machines or with fewer workers. Where `exclude` must not do that, the run ends with an error that names them.
+    The sick workers' machines are excluded, and these workers raise RuntimeError. Ray Train then starts the group
+    again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker raises.
     """
     problems = {"device": check_device(device), "links": check_links(device)}
     text = " and ".join(filter(None, problems.values()))
@@ -123,13 +122,14 @@ def end_if_sick(run_uri: str, device: torch.device) -> bool:
 
 
 def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
-    """Take the nodes of sick workers out of Ray. Returns the ranks of these workers; None if all are well.
+    """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
 
-    Instead the run ends, and [] is returned, if the head is sick, as the driver needs it; if all workers get wrong sums
-    from each other, so that nobody can be named; and after `MOST_EXCLUDED` nodes, as the check itself may be wrong.
+    In three cases it ends the run with an error that names them, and returns []: the head is sick, which the driver
+    needs; all workers get wrong sums from each other, so that no machine can be named; `MOST_EXCLUDED` nodes are
+    excluded already, so that the check itself may be wrong.
 
     Args:
-        everyone: for each rank its "device" and "links", which are problems or None, "text" and "node".
+        everyone: for each rank {"device", "links": problems or None, "text": a sentence, "node": its id}.
     """
     # A device that computes wrongly spoils the sums of all.
     computing, summing = ([rank for rank, found in enumerate(everyone) if found[what]] for what in ("device", "links"))
@@ -154,7 +154,7 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
 class PreemptionNotice:
     """Asks Ray Train every few seconds whether a node of the run is about to be preempted, to save a checkpoint.
 
-    All workers must ask at the same steps, so they agree on an interval in steps, after the first step and again after
+    All workers must ask at the same steps. So they agree on an interval in steps: after the first step, and again after
     the twentieth, because the first ones are slower.
     """
 
@@ -195,7 +195,7 @@ class LostCheckpoint(ray.train.Checkpoint):
 
 
 def write_failure(run_uri: str, error: str) -> None:
-    """Print why workers or a checkpoint were lost, and record it in `failures/` of the run if the storage takes it."""
+    """Print why workers or a checkpoint were lost, and record it in the run's `failures/` if the storage takes it."""
     print(error)
     try:
         errors = read_failures(run_uri)
@@ -211,5 +211,5 @@ def read_failures(run_uri: str) -> list[str]:
 
 
 def end_run(run_uri: str, error: str) -> None:
-    """Called by a worker before all workers return: the run ends with `error`, and Ray Train does not restart it."""
+    """End the run with `error`: call it in one worker, then return from all. Ray Train does not restart the run."""
     storage.write_json(storage.join(run_uri, ENDED), {"error": error})

@@ -15,7 +15,7 @@ preprocessing writes 1,024 rows or more.
 
 Order: the first epoch has the order of an online run. Later epochs have that of a run over stored latents, here
 `runs/{run_name}/latents`: row groups, each from one block, are shuffled by seed and epoch, then the rows of each chunk.
-Rows masked in the first epoch are not kept, so later epochs may have fewer steps; a row is trained on only at the sizes
+Rows masked in the first epoch are not kept, so later epochs may have fewer steps. A row is trained on only at the sizes
 at which the first epoch encoded it.
 """
 
@@ -47,11 +47,11 @@ WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing s
 
 
 def run_sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[StepSource]:
-    """Yield the source of each `trainer.fit()` that a run still needs; run one before taking the next.
+    """Yield the source of each `trainer.fit()` that a run still needs. Train with one before taking the next.
 
     Without `keep_latents`, there is one source. `stream`: as `StepSource` takes it; it also encodes the first epoch's
-    leftover rows. Raises ValueError if the run was started with another `keep_latents`, and RuntimeError if committed
-    blocks are missing.
+    leftover rows. Raises ValueError if the run was started with another `keep_latents`. Raises RuntimeError if
+    committed blocks are missing.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
@@ -93,7 +93,7 @@ def check_begun(raw: OnlineConfig, config: TrainingConfig) -> None:
 
 
 def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
-    """The job of a run's latents, which is started if needed: its segments are the epoch's leftover rows (`left_over`).
+    """The job of a run's latents, new or resumed. Its segments are the first epoch's leftover rows (`left_over`).
 
     The blocks of the first epoch are committed beside them. `manifest`: of the online data.
     """
@@ -117,7 +117,7 @@ def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
 
 
 def encode_epoch(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
-    """The rows of `stream`; each block is committed before it goes on. `keep`: arguments of `keep_block`."""
+    """The rows of `stream`, each block committed before it reaches the trainers. `keep`: arguments of `keep_block`."""
     rows = stream(plan, first_step, end_step)
     return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=keep, **WRITER)
 
@@ -125,7 +125,7 @@ def encode_epoch(plan: Plan, first_step: int, end_step: int, *, stream: Callable
 def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     """Commit a block's unmasked rows, unless they are committed already; returns the block.
 
-    All captions of a row are kept, and only the one that the epoch has drawn goes on.
+    All captions of a row are kept; the returned block has the one that the epoch has sampled.
 
     Args:
         rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.

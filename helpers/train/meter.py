@@ -87,7 +87,7 @@ def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel or operation belongs to a collective, by its name; those that are compiled do not."""
+    """Whether a kernel or operation is a collective's, by its name. Compiled kernels are not."""
     name = name.lower()
     return not name.startswith("triton") and any(word in name for word in COLLECTIVES)
 
@@ -150,7 +150,7 @@ def peak_memory(device: torch.device | str) -> int:
 
 
 class Meter:
-    """Measures a worker's steps; `step_record` returns the speed columns of `metrics.jsonl`.
+    """Measures a worker's steps. `step_record` returns the columns of speed in `metrics.jsonl`:
 
     - `resolution`, `width` and `height` of the step's images.
     - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
@@ -170,7 +170,7 @@ class Meter:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Wrap every step in it; with several workers, rank 0 profiles the step that `profile_step` names."""
+        """Wrap every step in it. With several workers, rank 0 profiles the step that `profile_step` names."""
         self.num_steps += 1
         if world_size() == 1 or rank() > 0 or self.num_steps != self.config.profile_step:
             yield

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run: one line per step, written by rank 0, read back as a frame. No Ray, no torch."""
+"""A run's metrics: one line of JSON per step, written by rank 0, read back as a frame. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def samples_crc32(ids: Iterable) -> int:
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run, one line per step, written by rank 0.
+    """Writes a run's metrics, on rank 0. Steps that are repeated after a failure have a higher `attempt`.
 
-    On a disk each line is appended at once. An object store cannot append: there a thread replaces an object,
-    `metrics-{attempt}-{first step}.jsonl`, by a longer one, `FLUSH_SECONDS` after the first line that it lacks; once it
-    has `OBJECT_LINES` lines, another one follows. So a step's metrics can be read within 30 seconds, if the store
-    takes a write within 15, and a worker that is killed loses no more than these seconds. Lines that the store refuses
-    are written later. Steps that are repeated after a failure have a higher `attempt`; `read_metrics` takes the last.
+    On a disk each line is appended to `metrics.jsonl` at once.
+
+    An object store cannot append. There the lines are in objects `metrics-{attempt}-{first step}.jsonl`. A thread
+    replaces the newest object by a longer one, `FLUSH_SECONDS` after the first line that it lacks; after `OBJECT_LINES`
+    lines, the next object begins. So a step's metrics can be read within 30 seconds, if the store takes a write within
+    15, and a killed worker loses no more than these seconds. Lines that the store refuses are written later.
     """
 
     def __init__(self, run_uri: str):
@@ -77,7 +78,7 @@ class MetricsLog:
             print(f"The newest metrics are written later: {error}")
 
     def flush(self) -> None:
-        """Write all lines so far to the object store, from any thread; if it raises an OSError, the lines are kept."""
+        """Write all lines so far to the object store, from any thread. Raises OSError; the lines are kept then."""
         with self.flushing:
             lines = self.lines[:]  # meanwhile `write` may add others
             if lines:

@@ -1,4 +1,4 @@
-"""Progress of a run in the notebook and on a batch run's terminal; what ends a run."""
+"""What the driver does while a run trains: show its progress, record its failures, raise what ended it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LOST = 3  # checkpoints in a row, after which a run ends
 
 @contextlib.contextmanager
 def raise_end(run_uri: str) -> Iterator[None]:
-    """Wrap `trainer.fit()` in it: raises RuntimeError if a worker called `faults.end_run`, with its error."""
+    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `faults.end_run`, if a worker called that."""
     ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
     storage.delete(ended)
     storage.delete(excluded)
@@ -31,10 +31,9 @@ def raise_end(run_uri: str) -> Iterator[None]:
 
 
 class RecordFailures(ray.train.UserCallback):
-    """Ray Train's callback that records why workers were lost; `monitor_run` shows it.
+    """Ray Train's callback that records why workers were lost; `monitor_run` shows the records.
 
-    It ends the run when `MAX_LOST` checkpoints in a row were lost, whichever workers saved them: what is trained after
-    the last complete one is lost with them.
+    It ends the run when `MAX_LOST` checkpoints in a row are lost: the steps since the last complete one are not saved.
     """
 
     def __init__(self, run_uri: str):
@@ -61,16 +60,18 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's progress and what it lost, workers and checkpoints, while the block (`trainer.fit()`) runs.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
-    metrics and pictures go to `config.trackers`. An interrupt ends the run and raises KeyboardInterrupt. The run's
-    lease is held until the block ends. While the storage gives no answer, which is said once, nothing new is shown.
-    Raises RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
+    metrics and images go to `config.trackers`. The run's lease is held until the block ends. If the storage is
+    unreachable, it warns once and keeps the last display.
+
+    An interrupt ends the run and raises KeyboardInterrupt. Raises RuntimeError if the workers ended the run themselves,
+    as after a loss that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     evaluations, metrics = tracking.EvaluationReader(config.run_uri), MetricsReader(config.run_uri)
     metrics.read()  # steps of an earlier driver
     recent = pd.DataFrame()
     num_shown = len(faults.read_failures(config.run_uri))
-    told = False  # that the storage gives no answer
+    warned = False  # that the storage is unreachable
 
     def show():
         nonlocal num_shown, recent
@@ -94,14 +95,14 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             progress(new[-1]["step"], config.max_steps, text)
 
     def poll():
-        nonlocal told
+        nonlocal warned
         try:
             show()
-            told = False
+            warned = False
         except OSError as error:  # the workers may go on, so the driver does
-            if not told:
+            if not warned:
                 progress.message(f"The run's folder cannot be read, which is tried again every {every:g} s: {error}")
-            told = True
+            warned = True
 
     with contextlib.ExitStack() as stack:
         track = stack.enter_context(tracking.start(config))

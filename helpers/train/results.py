@@ -38,7 +38,7 @@ def read_result(run_uri: str, step: int) -> dict[str, Any]:
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
-    """Add to a step's result that its evaluation was skipped or failed, print it, and return the result."""
+    """Record in a step's result that its evaluation was skipped or failed, print it; returns the result."""
     result = read_result(run_uri, step)
     for name in ("unfinished", "to_score"):
         result.pop(name, None)
@@ -53,7 +53,7 @@ def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] |
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """What went wrong with an evaluation, for people to read."""
+    """Sentences that say what went wrong with an evaluation."""
     where = f"evaluation of step {result['step']}"
     failed = [f"{where}, {what} failed: {why}" for what, why in result.get("failed", {}).items()]
     return failed + ([f"{where} skipped: {result['skipped']}"] if "skipped" in result else [])
@@ -65,7 +65,7 @@ def read_results(run_uri: str) -> list[dict[str, Any]]:
 
 
 def scores(run_uri: str) -> pd.DataFrame:
-    """The numbers of the run's evaluated checkpoints: one row per step, one column per number."""
+    """The run's evaluated checkpoints as a frame: one row per step, one column per number."""
     rows = [numeric_values(result) for result in read_results(run_uri) if "skipped" not in result]
     return pd.DataFrame(rows, columns=list(dict.fromkeys(["step", *(name for row in rows for name in row)])))
 

@@ -38,7 +38,7 @@ def choose_resume_point(config: TrainingConfig) -> dict:
 
 
 def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
-    """Load the checkpoint of the resume point, else what `init_from` names; returns the steps done. For all ranks."""
+    """Load the resume point's checkpoint, else the weights of `init_from`; returns the steps done. For all ranks."""
     config = train_step.config
 
     def checkpoint_to_resume():
@@ -56,9 +56,9 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
 
 @contextlib.contextmanager
 def checkpoint_dir(find: Callable[[], ray.train.Checkpoint | None]) -> Iterator[str | None]:
-    """The local folder of the checkpoint that `find()` returns on rank 0, or None. Call it on all ranks.
+    """The local folder of the checkpoint that `find()` returns on rank 0; None without one. Call it on all ranks.
 
-    Rank 0 broadcasts the checkpoint, so all ranks load the same one, and each node downloads it once.
+    Rank 0 broadcasts the checkpoint: all ranks load the same one, and each node downloads it once.
     """
     found = find() if distributed.rank() == 0 else None
     found = ray.train.collective.broadcast_from_rank_zero(found)

@@ -90,9 +90,9 @@ def open_run(config: TrainingConfig) -> DataSets:
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
-    """Make what a run left behind usable for the next attempt; returns sentences about checkpoints that cannot be used.
+    """Delete what the next attempt cannot use; returns sentences about checkpoints that cannot be used.
 
-    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders; without a
+    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders. Without a
     list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
     the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
     while nothing trains under this name.
@@ -131,7 +131,7 @@ def limit_health_checks(seconds: float) -> None:
 
 
 def describe_shapes(plan: Plan) -> list[dict]:
-    """For each shape {"shape": its pictures' size, "rows", "steps" per epoch, "left_over": rows not used}."""
+    """One dict for each shape: {"shape": images' size, "rows", "steps" per epoch, "left_over": rows not used}."""
     return [
         {
             "shape": "x".join(map(str, shape.latents.size)),
@@ -146,7 +146,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
-    An earlier run of the same name must have had the same parameters, except those that fix nothing, and the same data.
+    An earlier run of this name must have had the same data, and the same parameters except those that fix nothing.
     """
     check_mixture(data.manifests)
     for uri, manifest in data.manifests.items():
@@ -166,7 +166,7 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
-    """Raises ValueError naming what disagrees with `earlier`, the parameters that the run was started with."""
+    """Raises ValueError that names what disagrees with `earlier`, the parameters that the run began with."""
     now = config.fixed("rows", "latents", "run")
     if found := first_difference({**now, **earlier}, now, names=now):
         name, before, value = found
@@ -195,7 +195,7 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
-    """Raises ValueError if the denoiser cannot train on these latents, or no pipeline of diffusers draws with both."""
+    """Raises ValueError if the denoiser cannot train on these latents, or no diffusers pipeline samples with both."""
     denoiser = load_denoiser_config(config.unet_config)
     adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     check_pipeline(adapter, manifest, config, latents_uri)
@@ -234,9 +234,9 @@ def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) 
 
 
 def check_pipeline(adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str) -> None:
-    """Raises ValueError unless diffusers' pipeline of the denoiser draws with what encoded the data, and as trained.
+    """Raises ValueError unless diffusers' pipeline of the denoiser fits the data's encoders and the sampler.
 
-    One error names all that does not fit.
+    One error names all that does not fit the data.
     """
     padded, problems = not manifest.embeddings.ragged, []
     vae, text_encoder = f"vae_model={manifest.vae_model!r}", f"text_encoder_model={manifest.text_encoder_model!r}"
@@ -322,12 +322,12 @@ def check_init_from(config: TrainingConfig) -> None:
 
 
 def describe_data(data: DataSets) -> list[dict]:
-    """What a run depends on in each data set: its encoder, its files in order with their row groups, its proportion."""
+    """What a run depends on, one dict for each data set: encoder, files in order with their row groups, proportion."""
     return [
         {
             "encoder": manifest.encoder,
             "scaling_factor": manifest.scaling_factor,
-            # Runs of earlier versions, which knew no shift, go on.
+            # Left out if 0: runs that began before there was a shift resume.
             **({"shift_factor": manifest.shift_factor} if manifest.shift_factor else {}),
             "written": manifest.written,
             "files_crc32": manifest.files_crc32,

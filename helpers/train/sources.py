@@ -58,9 +58,8 @@ class StepSource:
     def dataset(self) -> ray.data.Dataset:
         """The data from the step at which the run resumes.
 
-        Ray Train calls it for each group of workers, before the group starts, so this is where the checkpoint is
-        chosen; the workers read the choice (`resume_point`). Raises RuntimeError if the run would resume before
-        `first_step`.
+        Ray Train calls it for each group of workers, before the group starts. So the checkpoint is chosen here, and the
+        workers read the choice (`resume_point`). Raises RuntimeError if the run would resume before `first_step`.
         """
         step = choose_resume_point(self.config)["step"]
         if step < self.first_step:
@@ -81,11 +80,10 @@ class StepSource:
         return storage.read_json(storage.join(self.config.run_uri, RESUME))
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
-        """Yield `(this worker's units, seconds it waited for data)` of each of the run's steps from `step` on.
+        """Yield `(this worker's units, seconds that it waited for data)` for each step from `step` on.
 
-        A worker that gets no unit yields a masked one, which tells the step's shape. While a step is trained on, a
-        thread makes the tensors of the next one. Raises RuntimeError if the dataset does not start at `step` or is out
-        of order.
+        A worker without a unit yields a masked one of the step's shape. A thread makes the next step's tensors while a
+        step trains. Raises RuntimeError if the dataset does not start at `step` or is out of order.
         """
         config, manifest, plan = self.config, self.data.first, plan_run(self.data, self.config)
         shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)

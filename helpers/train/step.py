@@ -29,11 +29,16 @@ MAX_NORM = 1.0  # gradients are clipped to it
 
 @dataclasses.dataclass
 class Unit:
-    """U rows of a global batch.
+    """U rows of a global batch, on the CPU.
 
-    moments (U, 2, C, H, W), or (U, 1, C, H, W) of means alone, and text (U, L, D), both fp16. keep_U, on the CPU: False
-    for rows that are masked out of the loss. positions_U: the rows' positions in the global batch. ids: one for each
-    row. latents_spec: the column that the moments are from. mask_UL: True for tokens; None: text is padded with tokens.
+    Args:
+        moments: (U, 2, C, H, W) mean and standard deviation of the VAE, or (U, 1, C, H, W) the mean alone; fp16.
+        text: (U, L, D) caption embeddings, fp16.
+        keep_U: False for rows that are masked out of the loss.
+        positions_U: the rows' positions in the global batch.
+        ids: one for each row.
+        latents_spec: the column that the moments are from.
+        mask_UL: True for tokens; None: text is padded with tokens.
     """
 
     moments: torch.Tensor
@@ -63,7 +68,7 @@ class Unit:
 
     @classmethod
     def masked(cls, manifest: Manifest, latents: schema.ColumnSpec, num_rows: int) -> Unit:
-        """Masked rows without ids: what a worker computes while others have more rows of the step."""
+        """A unit of masked rows without ids, for a worker that has fewer rows of the step than others."""
         specs, none = [latents, manifest.embeddings], np.zeros(num_rows, dtype=bool)
         columns = {spec.name: spec.encode(np.zeros((num_rows, *spec.shape)), none) for spec in specs}
         table = pa.table({**columns, schema.ID: pa.nulls(num_rows)})
@@ -78,10 +83,8 @@ class Unit:
 
     def to(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`(moments, text, keep_U, mask_UL)` on a device."""
-        values = self.moments, self.text, self.keep_U
-        moments, text, keep = (value.to(device, non_blocking=True) for value in values)
-        mask = None if self.mask_UL is None else self.mask_UL.to(device, non_blocking=True)
-        return moments, text, keep, mask
+        tensors = self.moments, self.text, self.keep_U, self.mask_UL
+        return tuple(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
 
 
 def to_tensor(values: np.ndarray) -> torch.Tensor:
@@ -91,11 +94,11 @@ def to_tensor(values: np.ndarray) -> torch.Tensor:
 
 
 def choose_kernels(config: TrainingConfig) -> None:
-    """Set what `cudnn_benchmark`, `attention` and `deterministic` say, for the whole process.
+    """Apply `cudnn_benchmark`, `attention` and `deterministic` to the whole process.
 
-    `deterministic` takes only operations that give the same bits each time, or raises: cuBLAS with workspaces of a
-    fixed size (if nothing was multiplied on the GPU before), convolutions that are not chosen by their time, attention
-    by plain matrix products, which keep all scores in memory. What is the same, bit by bit:
+    `deterministic` allows only operations that give the same bits each time; others raise. cuBLAS gets workspaces of a
+    fixed size (if nothing was multiplied on the GPU before), convolutions are not chosen by their time, and attention
+    is computed by plain matrix products, which keep all scores in memory. What is the same, bit by bit:
 
     | | CPUs, tested, eager | CUDA GPUs, untested |
     |---|---|---|
@@ -109,7 +112,7 @@ def choose_kernels(config: TrainingConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
-    # What the chosen one does not take is left to plain matrix products.
+    # Plain matrix products compute what the chosen kernel does not take.
     kernel = "plain" if config.deterministic else config.attention
     cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     cuda.enable_flash_sdp(kernel in ("auto", "flash"))
@@ -129,10 +132,10 @@ def training_schedule(
 
 
 class TrainStep:
-    """The state of training on one worker: denoiser, optimizer, EMA; `step` trains on one global batch.
+    """The state of training on one worker: denoiser, optimizer, EMA. `step` trains on one global batch.
 
     Args:
-        config: `TrainingConfig`.
+        config: of the run.
         manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
         device: this worker's device.
         profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
@@ -147,11 +150,9 @@ class TrainStep:
     ):
         choose_kernels(config)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
-        self.manifest, self.scaling_factor, self.shift_factor = manifest, manifest.scaling_factor, manifest.shift_factor
+        self.manifest, mask_L = manifest, manifest.empty_mask
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)
-        self.empty_L = manifest.empty_mask
-        if self.empty_L is not None:
-            self.empty_L = torch.from_numpy(self.empty_L).to(self.device)
+        self.empty_L = None if mask_L is None else torch.from_numpy(mask_L).to(self.device)
         self.schedule = training_schedule(config, manifest, self.device)
         self.density_T = diffusion.timestep_density(self.schedule, config.min_snr_gamma, config.timestep_sampling)
         if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
@@ -189,7 +190,8 @@ class TrainStep:
             density_T=self.density_T,
             device=self.device,
         )
-        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, self.scaling_factor, self.shift_factor)
+        scaling = self.manifest.scaling_factor, self.manifest.shift_factor
+        latents = diffusion.sample_latents(moments, draws.posterior_BCHW, *scaling)
         # Masked rows hold arbitrary bits. They are replaced, not multiplied by zero, because NaN * 0 is NaN.
         replaced = draws.dropped_B | ~keep
         text, mask = diffusion.drop_captions(text.float(), mask, self.empty_LD, self.empty_L, replaced)
@@ -206,9 +208,9 @@ class TrainStep:
         """Train on this worker's units of global batch number `step` (from 0), at least one, which may be masked.
 
         Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
-        `num_kept` unmasked rows of the whole global batch, before this update. A loss or gradient that is not finite
-        changes nothing: the step is skipped, and `skipped_steps` counts the skipped steps in a row up to this one.
-        Raises FloatingPointError, on all ranks, if it exceeds `max_skipped_steps`.
+        `num_kept` unmasked rows of the whole global batch, before this update. If the loss or the gradient is not
+        finite, the step is skipped: nothing changes. `skipped_steps` counts successive skipped steps up to this one.
+        Raises FloatingPointError, on all ranks, if there are more than `max_skipped_steps`.
         """
         config = self.config
         # Not `torch.tensor`, which would wait for the GPU.
@@ -256,16 +258,17 @@ class TrainStep:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip and AdamW, queued on the device; if the loss or the gradient is not finite, nothing changes.
+        """Clip the gradient and update by AdamW; returns the whole loss and the gradient's norm before clipping.
 
-        `loss`: this rank's part of it. Returns the whole loss and the gradient's norm before clipping.
+        All is queued on the device. If the loss or the gradient is not finite, nothing changes. `loss`: this rank's
+        part of it.
         """
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         loss = sum_over_ranks(loss.double())
-        # As PyTorch's `GradScaler` does: the fused AdamW divides gradients by the one, and changes nothing if the other
-        # is 1, without the host knowing.
+        # As PyTorch's `GradScaler` does. The fused AdamW divides gradients by `grad_scale`, and changes nothing if
+        # `found_inf` is 1; the host does not wait for either.
         self.optimizer.grad_scale = (norm / MAX_NORM).clamp(min=1).float()
         self.optimizer.found_inf = 1 - (loss + norm).isfinite().float()
         self.optimizer.param_groups[0]["lr"] = learning_rate
@@ -275,11 +278,11 @@ class TrainStep:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
-        """The denoiser with the averaged weights, to evaluate by all ranks together between two steps; for all ranks.
+        """The denoiser with the averaged weights, to evaluate between two steps. Call it on all ranks.
 
-        They take the place of the trained weights meanwhile, in the same memory. Compiled blocks run as they were
-        written: they would be compiled again for another number of rows. Each module is then in the mode that it was
-        in, or the compiled blocks would no longer fit.
+        The averaged weights take the place of the trained ones until the block ends, in the same memory. Compiled
+        blocks run eagerly, because another number of rows would compile them again. Each module's mode is restored:
+        the compiled blocks fit that mode alone.
         """
         modes = {module: module.training for module in self.denoiser.modules()}
         with self.ema.swapped(), torch.compiler.set_stance("force_eager"):

@@ -18,7 +18,7 @@ from .. import storage
 from ..config.training import TrainingConfig
 from . import results
 
-# `track(step, values)`: values by name are numbers, or pictures (RGB arrays H x W x 3 of uint8, or Pillow's).
+# `track(step, values)`: values by name are numbers or RGB images, (H, W, 3) uint8 arrays or Pillow's.
 Track = Callable[[int, dict[str, Any]], object]
 
 
@@ -28,9 +28,9 @@ def is_number(value: Any) -> bool:
 
 @contextlib.contextmanager
 def tensorboard(config: TrainingConfig) -> Iterator[Track]:
-    """Event files in the run's `tensorboard/`, by tensorboardX, which Ray Train installs.
+    """Writes event files to the run's `tensorboard/`, by tensorboardX, which Ray Train installs.
 
-    If that is on an object store, they are copied there at the end.
+    An object store gets the files at the end.
     """
     from tensorboardX import SummaryWriter
 
@@ -54,7 +54,7 @@ def tensorboard(config: TrainingConfig) -> Iterator[Track]:
 
 @contextlib.contextmanager
 def wandb(config: TrainingConfig) -> Iterator[Track]:
-    """A run of the project "pretraining"; a resumed run continues there. WANDB_MODE=offline needs no network."""
+    """Logs to a run of the project "pretraining"; a resumed run continues it. WANDB_MODE=offline needs no network."""
     import wandb
 
     named = dict(project="pretraining", name=config.run_name, id=config.run_name, resume="allow")
@@ -73,9 +73,9 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 @contextlib.contextmanager
 def start(config: TrainingConfig) -> Iterator[Track]:
-    """Start `config.trackers`; yields a function that calls all of them.
+    """Start `config.trackers`; yields `track(step, values)`, which calls all of them.
 
-    One that is not installed, cannot be reached or fails is reported once and dropped; training continues.
+    A tracker that is not installed, cannot be reached or fails is reported once and dropped; training continues.
     """
     started: dict[str, Track] = {}
     opened = {name: TRACKERS[name](config) for name in config.trackers}
@@ -104,7 +104,7 @@ def start(config: TrainingConfig) -> Iterator[Track]:
 
 
 class EvaluationReader:
-    """Reads the results of a run's evaluations that are finished from now on."""
+    """Reads the results of evaluations that finish after it is created."""
 
     def __init__(self, run_uri: str):
         self.folder, self.seen = storage.join(run_uri, "validation"), set()
@@ -120,7 +120,7 @@ class EvaluationReader:
 
 
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
-    """What is tracked of an evaluation: its numbers, and its pictures as "evaluation"; {} if it was skipped."""
+    """The values to track of an evaluation: numbers, and the images as "evaluation"; {} if it was skipped."""
     values = results.numeric_values(result)
     grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
     if storage.exists(grid):

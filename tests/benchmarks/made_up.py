@@ -12,16 +12,20 @@ from helpers.train.step import TrainStep
 from tests.latents import write_job
 
 
-def write_latents(uri, num_rows, shapes, rows_per_file, validation_share=0.0, job=None):
-    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`."""
+def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validation_share=0.0, job=None):
+    """Random latents, and their manifest. `shapes`: column -> shape of one row; SD2's at 256 pixels are `SD2_256`.
+
+    `small_share` of the rows have no latents in the last column of `shapes` but that of captions.
+    """
     random, specs = np.random.default_rng(0), [schema.ColumnSpec(column, shape) for column, shape in shapes.items()]
 
     def rows(start):
         count = min(rows_per_file, num_rows - start)
         columns = {schema.ID: pa.array(range(start, start + count)), schema.CAPTION: pa.array(["a caption"] * count)}
+        large = random.permutation(count) >= round(small_share * count)
         for spec in specs:
             bits = random.integers(0, 2**14, size=(count, *spec.shape), dtype=np.uint16)
-            columns[spec.name] = spec.encode(bits.view(schema.DTYPE))  # 0 to 2, no NaN
+            columns[spec.name] = spec.encode(bits.view(schema.DTYPE), large if spec is specs[-2] else None)  # no NaN
         empty = {"encoder_call": pa.nulls(count), "transform_seconds": pa.nulls(count)}
         return pa.table({**columns, schema.REASON: pa.array([""] * count), **empty})
 

@@ -13,9 +13,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder
 from helpers.evaluation import at_checkpoints
-from helpers.lesson import full_run
 from tests.faults import add_node, slow, wait_until
-from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, stand_in
+from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, profile_with_commits, stand_in
 
 PROFILES = ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"]
 A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
@@ -92,7 +91,7 @@ def test_profiles_are_placed_as_they_say(nodes, tmp_path):
     kinds = {add_node(nodes, **a100).node_id: "A100" for _ in range(A100_NODES)}
     kinds[add_node(nodes, **a10g).node_id] = "A10G"
     for name in PROFILES:
-        profile = {**full_run.read_profile(name), "storage": str(tmp_path), "input_uri": ""}
+        profile = {**profile_with_commits(name), "storage": str(tmp_path), "input_uri": ""}
         encoders, trainers = encoder_requests(profile), trainer_requests(profile)
         assert (len(encoders), len(trainers)) == (profile["num_encoders"], profile["num_training_workers"]), name
         together = [encoders + trainers] if name in ("laptop", "full-sd2-256", "full-sd2-512") else [encoders, trainers]

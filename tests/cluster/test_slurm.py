@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import socket
@@ -83,11 +84,18 @@ def run_job(variables, *command):
 
 @pytest.mark.slow
 def test_the_slurm_script_starts_ray_on_all_nodes(slurm, tmp_path):
-    """Both components' nodes have joined when the command runs, and its exit status is the job's."""
+    """Both components' nodes have joined when the command runs, and its exit status is the job's.
+
+    Whoever has not the job's token is refused, and only the user reads what Ray spills.
+    """
     last = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "3"}  # which is not queued again
-    status, said, asked = run_job({**slurm, **last}, "python", "-c", COMMAND + "; raise SystemExit(3)")
+    stranger = f"env -u RAY_AUTH_TOKEN -u RAY_AUTH_MODE python -c {shlex.quote(COMMAND)} && exit 1"
+    script = f"{stranger}; python -c {shlex.quote(COMMAND)}; exit 3"
+    status, said, asked = run_job({**slurm, **last, "TMPDIR": str(tmp_path)}, "bash", "-c", script)
     assert "alive: 3" in said, said[-5000:]
-    assert status == 3 and asked == []
+    assert status == 3 and asked == [] and "InvalidAuthToken" in said
+    (spill,) = tmp_path.glob("ray-spill-*")
+    assert spill.stat().st_mode & 0o777 == 0o700 and list(spill.iterdir())
     options = (tmp_path / "srun.log").read_text().splitlines()
     assert options.count("--nodes=1") == 2 and options.count("--exclude=node1") == 1
     assert {"--het-group=0", "--het-group=1"} <= set(options)

@@ -1,8 +1,9 @@
 """A small S3 server on loopback: real HTTP in the S3 protocol, objects in memory, and faults on request.
 
 What pyarrow's S3 client needs: buckets, list (V2, delimiter, pages), head, get with ranges, put, multipart uploads,
-copy, delete of one and of many. Signatures are not checked. `python -m tests.object_store.s3_server` serves until it
-is interrupted; `configure` changes its delays from other processes.
+copy, delete of one and of many. Signatures are checked where a `secret` is given.
+`python -m tests.object_store.s3_server` serves until it is interrupted; `configure` changes its delays from other
+processes.
 
     with S3Server() as server, server.environment():
         storage.write_text("s3://bucket/a.txt", "hello")
@@ -11,6 +12,7 @@ is interrupted; `configure` changes its delays from other processes.
 """
 
 import hashlib
+import hmac
 import html
 import http.server
 import json
@@ -40,9 +42,11 @@ class S3Server:
         refuse, refusals: how many writes to paths that match this pattern are still answered by 503.
         cut_every: every so many answers to a GET of an object one breaks off in its middle; 0: none.
         most_copied: bytes of the largest object that one request copies.
+        secret, refused: the secret key that requests must be signed with, None: any; how many were not.
     """
 
-    def __init__(self, bucket="bucket"):
+    def __init__(self, bucket="bucket", secret=None):
+        self.secret, self.refused = secret, 0
         self.lock = threading.RLock()
         self.buckets, self.objects, self.uploads, self.completed = {bucket}, {}, {}, {}
         self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
@@ -84,7 +88,8 @@ class S3Server:
 
     def environment(self):
         """While this context is open, S3 clients find this server, here and in processes that are started meanwhile."""
-        values = {"ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+        values = {"ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "ACCESS_KEY_ID": "test"}
+        values |= {"SECRET_ACCESS_KEY": self.secret or "test"}
         values |= {"REGION": "us-east-1", "DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
         return mock.patch.dict(os.environ, {f"AWS_{name}": value for name, value in values.items()})
 
@@ -116,6 +121,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "POST" and self.bucket == "configure":
             vars(state).update(json.loads(body))
             return self.answer(200)
+        if state.secret and not self.is_signed(state.secret):
+            state.refused += 1
+            return self.error(403, "SignatureDoesNotMatch")
         if state.gone:  # an open connection of a server that is gone
             self.close_connection = True
             return
@@ -142,6 +150,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
             getattr(self, f"on_{self.command.lower()}")(body)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = dispatch
+
+    def is_signed(self, secret):
+        """Whether the request's signature (AWS's version 4) is made with the secret key."""
+        words = re.split(r"[ ,=]+", self.headers.get("Authorization", ""))
+        _, _, credential, _, names, _, signature = words if len(words) == 7 else [""] * 7
+        path, _, query = self.path.partition("?")
+        query = "&".join(sorted(part if "=" in part else part + "=" for part in query.split("&") if part))
+        headers = "".join(f"{name}:{' '.join(self.headers.get(name, '').split())}\n" for name in names.split(";"))
+        body = self.headers.get("x-amz-content-sha256", "")
+        request = "\n".join([self.command, path, query, headers, names, body])
+        scope = credential.partition("/")[2]
+        digest = hashlib.sha256(request.encode()).hexdigest()
+        text = "\n".join(["AWS4-HMAC-SHA256", self.headers.get("x-amz-date", ""), scope, digest])
+        key = b"AWS4" + secret.encode()
+        for part in [*scope.split("/"), text]:
+            key = hmac.digest(key, part.encode(), "sha256")
+        return hmac.compare_digest(key.hex(), signature)
 
     def read_body(self):
         """The body, out of the chunks with checksums that AWS clients wrap it in."""

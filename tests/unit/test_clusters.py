@@ -1,12 +1,16 @@
 """The files that start a cluster, against the schemas of Ray's launcher and of KubeRay, and against the profiles."""
 
+import hashlib
 import importlib.util
 import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+import types
+import unittest.mock
 
 import jsonschema
 import pytest
@@ -24,7 +28,9 @@ CLUSTERS = ROOT / "helpers" / "clusters"
 TEXTS = {path.name: path.read_text() for path in CLUSTERS.iterdir()}
 AWS = yaml.safe_load(TEXTS["aws.yaml"])
 NODES = AWS["available_node_types"]
-KUBERAY = [yaml.safe_load(TEXTS[name]) for name in ("kuberay-cluster.yaml", "kuberay-job.yaml")]
+DOCUMENTS = [list(yaml.safe_load_all(TEXTS[name])) for name in ("kuberay-cluster.yaml", "kuberay-job.yaml")]
+KUBERAY = [resource for _, resource in DOCUMENTS]
+POLICY = DOCUMENTS[0][0]
 GROUPS = {group["groupName"]: group for group in KUBERAY[0]["spec"]["workerGroupSpecs"]}
 
 
@@ -55,12 +61,12 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_describe_one_cluster():
     schemas = closed(yaml.safe_load((ROOT / "tests/unit/kuberay_crds.yaml").read_text()))
     properties = {kind: schema["properties"] for kind, schema in schemas.items()}
     properties["RayJob"]["spec"]["properties"]["rayClusterSpec"] = properties["RayCluster"]["spec"]
-    for resource in KUBERAY:
+    for resource in [POLICY, *KUBERAY]:
         properties[resource["kind"]]["metadata"] = {"type": "object", "required": ["name"]}
         jsonschema.validate(resource, schemas[resource["kind"]])
     with pytest.raises(jsonschema.ValidationError):  # misspelt
         jsonschema.validate({**KUBERAY[0], "spec": {**KUBERAY[0]["spec"], "head": {}}}, schemas["RayCluster"])
-    assert KUBERAY[1]["spec"]["rayClusterSpec"] == KUBERAY[0]["spec"]
+    assert KUBERAY[1]["spec"]["rayClusterSpec"] == KUBERAY[0]["spec"] and DOCUMENTS[1][0] == POLICY
 
 
 # ---- against the profiles
@@ -124,7 +130,8 @@ def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disk
     assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
     # Ray spills to a folder of the instance's own disks, which its container sees.
     assert start.endswith(" --object-spilling-directory=/spill")
-    assert AWS["docker"]["run_options"] == ["-v /opt/dlami/nvme/spill:/spill"]
+    assert "-v /opt/dlami/nvme/spill:/spill" in AWS["docker"]["run_options"]
+    assert AWS["initialization_commands"] == ["sudo install -d -m 0700 -o 1000 /opt/dlami/nvme/spill"]
 
 
 def test_the_image_holds_what_the_jobs_command_needs():
@@ -152,6 +159,104 @@ def test_dashboards_listen_on_private_addresses():
         found = re.findall(r"--dashboard-host=(\S+)", TEXTS[name])
         assert found and "0.0.0.0" not in found, name
     assert KUBERAY[0]["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+# ---- who gets in, and what the machines may do
+
+
+def test_every_cluster_asks_for_a_token():
+    """`tests/cluster/test_access.py` shows what Ray refuses without it."""
+    assert "-e RAY_AUTH_MODE=token" in AWS["docker"]["run_options"]
+    assert AWS["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/sd2_token"}
+    assert KUBERAY[0]["spec"]["authOptions"] == {"mode": "token"}
+    assert "export RAY_AUTH_TOKEN RAY_AUTH_MODE=token" in TEXTS["slurm.sh"]
+
+
+def test_pods_run_as_a_user_without_rights_that_only_the_cluster_reaches():
+    spec = KUBERAY[0]["spec"]
+    assert POLICY["spec"]["policyTypes"] == ["Ingress"]
+    inside, dashboard = POLICY["spec"]["ingress"]
+    assert inside == {"from": [{"podSelector": POLICY["spec"]["podSelector"]}]}
+    assert dashboard["ports"] == [{"port": 8265}] and all("podSelector" in peer for peer in dashboard["from"])
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for group in [spec["headGroupSpec"], *GROUPS.values()]:
+        template, pod = group["template"], group["template"]["spec"]
+        assert template["metadata"]["labels"] == POLICY["spec"]["podSelector"]["matchLabels"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
+        assert container(group)["securityContext"] == spec["autoscalerOptions"]["securityContext"] == rights
+        assert group is spec["headGroupSpec"] or pod["automountServiceAccountToken"] is False
+
+
+def test_instances_answer_for_their_role_by_imdsv2_alone():
+    """`helpers.runtime.drain` asks with a token (`tests.faults.MetadataService` answers nothing else)."""
+    for kind, node in NODES.items():
+        assert node["node_config"]["MetadataOptions"]["HttpTokens"] == "required", kind
+
+
+class Recorder:
+    """A stand-in for boto3's EC2 resource, which notes {IAM's name of what is called: its arguments}."""
+
+    def __init__(self, calls, name=""):
+        self.calls, self.name = calls, name
+
+    def __getattr__(self, name):
+        return Recorder(self.calls, name)
+
+    def __call__(self, **given):
+        names = {"filter": "DescribeInstances", "create_instances": "RunInstances"}
+        self.calls[names.get(self.name) or self.name.title().replace("_", "")] = given
+        state = {"state": {"Name": "pending"}, "state_reason": None}
+        return [types.SimpleNamespace(id="i-0", instance_id="i-0", tags=[], **state)]
+
+
+def test_the_heads_policy_allows_what_rays_autoscaler_does_and_no_more(monkeypatch):
+    """What Ray's provider asks of EC2 to list, start, name and end this file's nodes."""
+    modules = "boto3 boto3.exceptions boto3.resources boto3.resources.base botocore botocore.client botocore.config"
+    for name in [*modules.split(), "botocore.exceptions"]:
+        monkeypatch.setitem(sys.modules, name, unittest.mock.MagicMock(__version__="1.99"))
+    module, calls = importlib.import_module("ray.autoscaler._private.aws.node_provider"), {}
+    monkeypatch.setattr(module, "make_ec2_resource", lambda **options: Recorder(calls))
+    provider = module.AWSNodeProvider(AWS["provider"], AWS["cluster_name"])
+    provider.create_node(NODES["encoders"]["node_config"], {"ray-node-name": "a"}, 1)
+    provider.non_terminated_nodes({})
+    provider.set_node_tags("i-0", {"ray-node-status": "b"})
+    provider.terminate_nodes(["i-0"])
+    policy = json.loads(TEXTS["aws-head-policy.json"])["Statement"]
+    allowed = {action for statement in policy for action in statement["Action"]}
+    assert allowed == {f"ec2:{name}" for name in calls} | {"iam:PassRole"}
+    given, (condition,) = calls["RunInstances"], (one["Condition"] for one in policy if one["Sid"] == "LaunchTwoKinds")
+    tags = {tag["Key"]: tag["Value"] for tag in given["TagSpecifications"][0]["Tags"]}
+    assert condition["StringEquals"] == {
+        "aws:RequestTag/ray-cluster-name": tags["ray-cluster-name"],
+        "ec2:MetadataHttpTokens": given["MetadataOptions"]["HttpTokens"],
+        "ec2:InstanceType": ["p4de.24xlarge", "g5.2xlarge"],
+    }
+    for place in ("ami-0123", "subnet-0123", "sg-0123", "sd2-workers-0123"):
+        assert place in TEXTS["aws-head-policy.json"] and place in TEXTS["aws.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("given", "installed", "said"),
+    [("", False, "--build-arg EFA_SHA256="), ("0" * 64, False, "FAILED"), (None, True, "OK")],
+    ids=["no checksum", "another's checksum", "its checksum"],
+)
+def test_the_image_installs_efa_only_by_the_checksum_that_its_builder_gives(tmp_path, given, installed, said):
+    """The Dockerfile's command, with stand-ins for apt-get and for the download."""
+    (command,) = re.findall(r"^RUN (: .*)$", TEXTS["Dockerfile"].replace("\\\n", ""), re.MULTILINE)
+    installer = tmp_path / "aws-efa-installer"
+    installer.mkdir()
+    (installer / "efa_installer.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/installed\n")
+    (installer / "efa_installer.sh").chmod(0o755)
+    archive = shutil.make_archive(str(tmp_path / "served"), "gztar", tmp_path, "aws-efa-installer")
+    for name, script in {"apt-get": "", "curl": f'cp {archive} "$2"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    checksum = hashlib.sha256(pathlib.Path(archive).read_bytes()).hexdigest() if given is None else given
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EFA_SHA256": checksum, "EFA_INSTALLER": "1"}
+    script = command.replace("/tmp", str(tmp_path)).replace("/var/lib/apt/lists/*", "")
+    done = subprocess.run(["sh", "-c", script], env=variables, capture_output=True, text=True)
+    assert (tmp_path / "installed").exists() == installed == (done.returncode == 0)
+    assert said in done.stdout + done.stderr
 
 
 # ---- the scripts

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from helpers import storage
+from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.lesson import estimates, full_run, published_results
 from helpers.model import denoisers
 from helpers.model.denoisers import load_denoiser_config
 from helpers.runtime import progress
-from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults
+from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
 
 ROOT = pathlib.Path(__file__).parents[3]
 CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
@@ -82,7 +83,7 @@ def test_a_notebook_checks_names_before_it_starts_ray(notebook):
 
 def applied(name, notebook):
     """The globals of a notebook after papermill's cell."""
-    return {**DEFAULTS[notebook], **full_run.read_profile(name)}
+    return {**DEFAULTS[notebook], **profile_with_commits(name)}
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -93,6 +94,33 @@ def test_a_profile_passes_the_checks_of_all_notebooks(name):
     assert training.resolution in full_run.read_profile(name)["resolutions"]
     online = {**applied(name, ONLINE), "resolutions": [training.resolution]}
     assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_names_the_commit_of_each_model_of_the_hub(name):
+    profile = full_run.read_profile(name)
+    for parameter in ("encoder_model", "vae_model", "text_encoder_model", "clip_model"):
+        if "/" in (model := profile.get(parameter) or ""):
+            commit = model.partition("@")[2] or profile[parameter.replace("model", "revision")]
+            assert re.fullmatch(rf"[0-9a-f]{{40}}|{parameters.COMMIT}", commit), parameter
+
+
+@pytest.mark.parametrize(
+    ("notebook", "parameter", "value"),
+    [
+        (PREPROCESSING, "encoder_revision", "REPLACE_WITH_COMMIT"),
+        (TRAINING, "clip_model", "openai/clip-vit-large-patch14-336@REPLACE_WITH_COMMIT"),
+        (ONLINE, "encoder_revision", "REPLACE_WITH_COMMIT"),
+    ],
+)
+def test_a_commit_that_a_profile_leaves_open_is_refused_until_it_is_replaced(notebook, parameter, value):
+    given = {**DEFAULTS[notebook], **full_run.read_profile("full-today-256")}
+    with pytest.raises(ValueError) as error:
+        CONFIGS[notebook][0].from_parameters(given)
+    assert str(error.value) == (
+        f"{parameter}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
+        "REPLACE_WITH_COMMIT."
+    )
 
 
 def test_the_laptops_profile_is_the_notebooks_defaults():
