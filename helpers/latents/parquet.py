@@ -39,10 +39,13 @@ class PlainParquetFile(pq.ParquetFile):
     def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
         self.check_columns(columns)
         batches = super().iter_batches(*args, columns=columns, **options)
-        if not any(is_uuid(field.type) for field in self.schema_arrow):
-            return batches
-        tables = (uuids_to_text(pa.Table.from_batches([batch])) for batch in batches)
-        return itertools.chain.from_iterable(table.to_batches() for table in tables)
+        if any(is_uuid(field.type) for field in self.schema_arrow):
+            tables = (uuids_to_text(pa.Table.from_batches([batch])) for batch in batches)
+            batches = itertools.chain.from_iterable(table.to_batches() for table in tables)
+        try:
+            yield from batches
+        except OSError as error:
+            raise OSError(f"{self.uri} cannot be read: {error}") from error
 
     def read_plain(
         self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any
