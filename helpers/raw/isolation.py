@@ -13,11 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 SECONDS = 120.0  # that a call may take
-BATCH_BYTES = 2**25  # of the arguments that a child holds at a time
 LOCK = threading.Lock()
 
 
@@ -57,87 +56,65 @@ def forget_child() -> None:
 os.register_at_fork(after_in_child=forget_child)
 
 
-def run_apart(function: Callable, calls: Sequence[tuple], seconds: float) -> list:
+def run_apart(function: Callable, calls: Iterable[tuple], seconds: float) -> list:
     """`function(*call)` of each call, or a `Lost` in its place; what the function raises is raised.
 
-    Calls begin with bytes, such as an encoded picture. Function, arguments and results are pickled.
+    Function, arguments and results are pickled, and are sent one call at a time.
     """
-    results = []
     with LOCK:
-        while len(results) < len(calls):
-            results += run_batch(function, next_batch(calls, len(results)), seconds)
-    return results
+        return [run_call(function, call, seconds) for call in calls]
 
 
-def next_batch(calls: Sequence[tuple], start: int) -> Sequence[tuple]:
-    """The calls from `start` on whose bytes come to at most `BATCH_BYTES`, at least one."""
-    stop, size = start, 0
-    while stop < len(calls) and (stop == start or size + len(calls[stop][0]) <= BATCH_BYTES):
-        size += len(calls[stop][0])
-        stop += 1
-    return calls[start:stop]
+def run_call(function: Callable, call: tuple, seconds: float) -> Any:
+    """The result of a call, or a `Lost`. A call whose process is killed is tried again in a new one.
+
+    It may have been killed by what an earlier call left behind, or for lack of memory.
+    """
+    for _ in range(2):
+        signal_number, result = attempt(function, call, seconds)
+        if signal_number == signal.SIGALRM:
+            return Lost(f"took longer than {seconds:g} s to decode")
+        if not signal_number:
+            return result
+    return Lost(f"its process was killed by {signal.Signals(signal_number).name}")
 
 
-def run_batch(function: Callable, calls: Sequence[tuple], seconds: float) -> list:
-    """The results of calls up to the first that is `Lost`."""
-    results, exit_code = attempt(function, calls, seconds)
-    if exit_code and exit_code != -signal.SIGALRM:
-        # Again alone, since what another call left behind, or a lack of memory, may have killed the process.
-        again, exit_code = attempt(function, [calls[len(results)]], seconds)
-        results += again
-    if exit_code == -signal.SIGALRM:
-        results.append(Lost(f"took longer than {seconds:g} s to decode"))
-    elif exit_code:
-        results.append(Lost(f"its process was killed by {signal.Signals(-exit_code).name}"))
-    return results
+def attempt(function: Callable, call: tuple, seconds: float) -> tuple[int, Any]:
+    """`(0, result)`, or `(the signal that killed the child, None)`.
 
-
-def attempt(function: Callable, calls: Sequence[tuple], seconds: float) -> tuple[list, int]:
-    """`(results, exit code)`: 0, or that of the child that the first call without a result killed.
-
-    Raises RuntimeError if the child ends in another way: it cannot import what it needs.
+    Raises RuntimeError if the child ends in another way, such as without a module that it needs.
     """
     global child
-    results = []
+    child = child or Child()
     try:
-        child = child or Child()
-        pickle.dump((function, calls, seconds), child.file, pickle.HIGHEST_PROTOCOL)
+        pickle.dump((function, call, seconds), child.file, pickle.HIGHEST_PROTOCOL)
         child.file.flush()
-        while len(results) < len(calls):
-            error, result = pickle.load(child.file)
-            if error is not None:
-                raise error
-            results.append(result)
-        return results, 0
-    except (EOFError, pickle.UnpicklingError, ConnectionError) as error:
+        error, result = pickle.load(child.file)
+    except (EOFError, pickle.UnpicklingError, ConnectionError) as lost:
         exit_code, child = child.stop(), None
         if exit_code >= 0:
-            raise RuntimeError(f"A process that decodes pictures ended with exit code {exit_code}.") from error
-        return results, exit_code
-    except BaseException:  # an interrupted cell (KeyboardInterrupt) too: results of this batch would come later
-        if child:
-            child.stop()
+            raise RuntimeError(f"A process that decodes pictures ended with exit code {exit_code}.") from lost
+        return -exit_code, None
+    except BaseException:  # an interrupted cell (KeyboardInterrupt): the result would come later
+        child.stop()
         child = None
         raise
+    if error is not None:
+        raise error
+    return 0, result
 
 
 def serve() -> None:
-    """The child's loop. The system itself ends the process (SIGALRM) after `seconds` of one call."""
+    """The child's loop. The system ends the process by SIGALRM after `seconds` of one call."""
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as file:
         with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
             while True:
-                function, calls, seconds = pickle.load(file)
-                for call in calls:
-                    pickle.dump(timed(function, call, seconds), file, pickle.HIGHEST_PROTOCOL)
-                    file.flush()
-
-
-def timed(function: Callable, call: tuple, seconds: float) -> tuple[Exception | None, Any]:
-    """`(what a call raised, its result)`."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        return None, function(*call)
-    except Exception as error:
-        return error, None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+                function, call, seconds = pickle.load(file)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                try:
+                    answer = None, function(*call)
+                except Exception as error:
+                    answer = error, None
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                pickle.dump(answer, file, pickle.HIGHEST_PROTOCOL)
+                file.flush()

@@ -41,7 +41,6 @@ PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a samp
 TEXTS = ("txt", "json")
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
-PIECE_BYTES = 2**25  # of a row group's columns that are described at a time
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
@@ -98,15 +97,14 @@ class Parquet(Reader):
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
     def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
-        """Columns of each row group, with `GROUP` and, within it, `ROW`; a large row group comes in several tables."""
+        """Columns of all rows, some at a time, with `GROUP` and, within it, `ROW`."""
         with self.open(path) as file:
             for group in range(file.metadata.num_row_groups):
                 first = 0
-                batches = file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=columns)
-                for table in join_batches(batches):
-                    rows = np.arange(first, first + len(table), dtype=np.int32)
-                    first += len(table)
-                    table = table.append_column(ROW, pa.array(rows))
+                for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=columns):
+                    rows = np.arange(first, first + len(batch), dtype=np.int32)
+                    first += len(batch)
+                    table = pa.Table.from_batches([batch]).append_column(ROW, pa.array(rows))
                     yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
 
     def largest_group(self, path: str) -> int:
@@ -215,19 +213,6 @@ class ImageFolder(Reader):
 
 
 READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
-
-
-def join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Tables of a little more than `PIECE_BYTES`, and one of the rest."""
-    held, size = [], 0
-    for batch in batches:
-        held.append(batch)
-        size += batch.nbytes
-        if size > PIECE_BYTES:
-            yield pa.Table.from_batches(held)
-            held, size = [], 0
-    if held:
-        yield pa.Table.from_batches(held)
 
 
 def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:

@@ -30,8 +30,7 @@ def reasons(results):
     return [str(result) if isinstance(result, isolation.Lost) else result[1] for result in results]
 
 
-def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done(monkeypatch):
-    monkeypatch.setattr(isolation, "BATCH_BYTES", 3 * len(GOOD))
+def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
     found = run(GOOD, GOOD + KILLS, GOOD, b"", GOOD + KILLS, GOOD + KILLS, GOOD, b"broken")
     assert reasons(found) == ["", KILLED, "", "no image bytes", KILLED, KILLED, "", "not an image"]
     expected = images.make_pixels(GOOD, sizing=work.keywords["sizing"])[0]
