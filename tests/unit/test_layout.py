@@ -38,7 +38,7 @@ def copied_lines(*modules):
         pytest.param(lambda: copied_lines("train.loop"), 3_069, id="to copy: the training loop"),
         pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_392, id="lesson"),
         pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_169, id="all but lesson"),
-        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_545, id="tests"),
+        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_554, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1500, id="words of README.md"),
     ],
 )
