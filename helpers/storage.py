@@ -8,7 +8,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -146,8 +146,21 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
 def _list(uri: str | os.PathLike, recursive: bool = False) -> dict[str, fs.FileInfo]:
     """{path below `uri`: info} of the files and folders in a folder, sorted; {} if there is no folder."""
     filesystem, path = open_filesystem(uri)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
+    if recursive and isinstance(filesystem, fs.LocalFileSystem):
+        found = filesystem.get_file_info(list(_paths_below(path)))
+    else:
+        found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
     return {item.path[len(path) :].lstrip("/"): item for item in sorted(found, key=lambda item: item.path)}
+
+
+def _paths_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """All that a local folder holds, at any depth; a link that leads back to a folder above is not followed."""
+    real = os.path.realpath(folder)
+    if os.path.isdir(folder) and real not in above:
+        for entry in os.scandir(folder):
+            yield entry.path
+            if entry.is_dir():
+                yield from _paths_below(entry.path, (*above, real))
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:

@@ -227,13 +227,16 @@ def assert_bare(config, expected=None, rtol=1e-5, **options):
     np.testing.assert_allclose(found["loss"], losses, rtol=rtol)
 
 
-def online_stream(config, seed=0, latent_encoder=encoder.LatentEncoder, **changes):
+def online_stream(
+    config, seed=0, latent_encoder=encoder.LatentEncoder, transform=online.transform_for_epoch, **changes
+):
     """`stream` of the online notebook over `config`'s raw rows; `changes`: values of the notebook's parameters."""
     return from_notebook(
         ONLINE,
         "stream",
         **parameters(ONLINE, config, **{"seed": seed, **changes}),
         raw=config,
+        online=stand_in(online, transform_for_epoch=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
     )
 

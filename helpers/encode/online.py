@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from .. import storage
 from ..config.preprocessing import OnlineConfig
@@ -88,10 +88,7 @@ def transform_for_epoch(
     units = rows[UNIT].to_numpy()
     is_used, epochs = units >= 0, (np.maximum(units, 0) // units_per_epoch).tolist()
     ids_and_epochs = list(zip(rows[inputs.ID].to_pylist(), epochs, strict=True))
-    crops = [
-        functools.partial(augment_crop, row_id=row_id, epoch=epoch, config=config, seed=seed)
-        for row_id, epoch in ids_and_epochs
-    ]
+    crops = [crop_of(row_id, epoch, config, seed) for row_id, epoch in ids_and_epochs]
     numbers = np.array([draw_caption(caption_shares, seed, epoch, str(row_id)) for row_id, epoch in ids_and_epochs])
     sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
     shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
@@ -112,14 +109,11 @@ def augment_crop(
 
     `ratio`: the crop's width over its height. `config`: see `transform_for_epoch`.
     """
-    random = np.random.default_rng([seed, epoch, zlib.crc32(str(row_id).encode())])
-    if config.random_crop == 1:
-        cut = images.center_crop(picture, ratio)
-    else:
-        share = random.uniform(config.random_crop, 1)
-        largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
-        width, height = (max(1, round(side * share)) for side in largest)
-        left = int(random.integers(0, picture.width - width + 1))
-        top = int(random.integers(0, picture.height - height + 1))
-        cut = picture.crop((left, top, left + width, top + height))
-    return ImageOps.mirror(cut) if config.horizontal_flip and random.random() < 0.5 else cut
+    return crop_of(row_id, epoch, config, seed)(picture, ratio)
+
+
+def crop_of(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
+    """`augment_crop` of a row in an epoch, as a function of plain values."""
+    seeds = seed, epoch, zlib.crc32(str(row_id).encode())
+    options = {"smallest": config.random_crop, "may_mirror": config.horizontal_flip}
+    return functools.partial(images.random_crop, seeds=seeds, **options)

@@ -6,33 +6,36 @@ No PyTorch: Ray keeps the processes that run these stages for the next tasks, an
 from __future__ import annotations
 
 import collections
+import functools
+import hashlib
 import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from PIL import Image
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
-from ..raw import images, inputs
+from ..raw import images, inputs, isolation
 from .captions import caption_ids
 
-Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
+LOST = "lost_pictures"  # folder under `storage`
+Pixels = dict[images.Shape, np.ndarray]  # (H, W, 3) uint8
 
 
 def transform(
     rows: pa.Table,
     *,
     config: PreprocessingConfig,
-    crops: Iterable[Crop] | None = None,
-    shapes: Iterable[tuple[int, int]] | None = None,
+    crops: Iterable[images.Crop] | None = None,
+    shapes: Iterable[images.Shape] | None = None,
 ) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder: every row stays, a bad one with a `reason`.
 
@@ -46,13 +49,11 @@ def transform(
         transform_seconds: of the call, in its first row
 
     Args:
-        crops: how each row is cropped; None: to the largest centre crop.
+        crops: how each row is cropped (functions that can be pickled); None: to the largest centre crop.
         shapes: the (width, height) that each row is wanted at; None: every shape that it reaches.
     """
     started = time.perf_counter()
-    raw = (rows[name].to_pylist() for name in (inputs.IMAGE, inputs.ID, inputs.CAPTION, inputs.ERROR))
-    crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
-    done = [transform_row(*row, config, crop, shape) for *row, crop, shape in zip(*raw, crops, shapes, strict=False)]
+    done = transform_pictures(rows, config, crops, shapes)
     columns = {
         schema.ID: rows[inputs.ID],
         schema.REASON: pa.array([reason for _, reason in done], pa.string()),
@@ -70,35 +71,57 @@ def transform(
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
 
-def transform_row(
-    image: bytes | None,
-    row_id: int | str | None,
-    caption: str | None,
-    error: str | None,
+def transform_pictures(
+    rows: pa.Table,
     config: PreprocessingConfig,
-    crop: Crop = images.center_crop,
-    wanted: tuple[int, int] | None = None,
-) -> tuple[dict[tuple[int, int], np.ndarray], str]:
-    """`({(width, height): (H, W, 3) uint8 pixels}, reason)` of a raw row; `reason` is empty for a good one.
+    crops: Iterable[images.Crop] | None = None,
+    shapes: Iterable[images.Shape] | None = None,
+) -> list[tuple[Pixels, str]]:
+    """`images.make_pixels` of each raw row, in a child process; a row that cannot be used has only a reason.
 
-    `wanted`: the one shape to make; the row is bad if its picture is smaller, or nearer to another shape.
+    A picture that kills the process or takes too long is noted in `lost_pictures` under `storage`. From then on it is
+    rejected for the same reason.
     """
-    if reason := inputs.text_reason(row_id, caption) or error:
-        return {}, reason
-    try:
-        picture = images.decode(image, config.max_pixels)
-    except images.BadImage as bad:
-        return {}, str(bad)
-    shapes, reason = images.reached_shapes(picture.size, config)
-    if wanted and wanted not in shapes:
-        if inputs.size_columns(config):
-            reason = "its width or height column is wrong"
-        return {}, reason or f"smaller than {wanted[0]} pixels"
-    shapes = [wanted] if wanted else shapes
-    # One decode for all shapes, and one crop for all shapes of one ratio.
-    crops = {ratio: crop(picture, ratio) for ratio in {width / height for width, height in shapes}}
-    resized = {shape: images.resize(crops[shape[0] / shape[1]], *shape) for shape in shapes}
-    return {shape: images.to_pixels(image) for shape, image in resized.items()}, reason
+    raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
+    uri = storage.join(config.storage, LOST)
+    done = [({}, row_reason(row, lost_pictures(uri))) for row in raw]
+    crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
+    calls = [(row[inputs.IMAGE], crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
+    good = [number for number, (_, reason) in enumerate(done) if not reason]
+    sizing = images.Sizing.of(config, has_sizes=bool(inputs.size_columns(config)))
+    work = functools.partial(images.make_pixels, sizing=sizing)
+    results = isolation.run_apart(work, [calls[number] for number in good], isolation.SECONDS)
+    for number, result in zip(good, results, strict=True):
+        if isinstance(result, isolation.Lost):
+            note_lost(uri, raw[number], str(result))
+            result = {}, str(result)
+        done[number] = result
+    return done
+
+
+def row_reason(row: dict[str, Any], lost: dict[str, str]) -> str:
+    """Why a raw row cannot be used, as far as is known before its picture is decoded. `lost`: see `lost_pictures`."""
+    reason = inputs.text_reason(row[inputs.ID], row[inputs.CAPTION]) or row[inputs.ERROR]
+    if not reason and not row[inputs.IMAGE]:
+        return "no image bytes"
+    return reason or (lost.get(picture_key(row[inputs.IMAGE]), "") if lost else "")
+
+
+@functools.cache
+def lost_pictures(uri: str) -> dict[str, str]:
+    """{`picture_key`: why it is rejected} of the pictures noted in a folder; read once per process."""
+    return {storage.name(path): storage.read_json(path)["reason"] for path in storage.list_files(uri)}
+
+
+def note_lost(uri: str, row: dict[str, Any], reason: str) -> None:
+    """Add a row's picture to `lost_pictures`."""
+    key = picture_key(row[inputs.IMAGE])
+    lost_pictures(uri)[key] = reason
+    storage.write_json(storage.join(uri, key), {"id": row[inputs.ID], "reason": reason})
+
+
+def picture_key(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def write_latents(

@@ -6,6 +6,7 @@ before a value is touched, but for UUIDs, which become text.
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,8 +38,14 @@ class PlainParquetFile(pq.ParquetFile):
 
     def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
         self.check_columns(columns)
-        for batch in super().iter_batches(*args, columns=columns, **options):
-            yield from uuids_to_text(pa.Table.from_batches([batch])).to_batches()
+        batches = super().iter_batches(*args, columns=columns, **options)
+        if any(is_uuid(field.type) for field in self.schema_arrow):
+            tables = (uuids_to_text(pa.Table.from_batches([batch])) for batch in batches)
+            batches = itertools.chain.from_iterable(table.to_batches() for table in tables)
+        try:
+            yield from batches
+        except OSError as error:
+            raise OSError(f"{self.uri} cannot be read: {error}") from error
 
     def read_plain(
         self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any

@@ -138,12 +138,18 @@ def picture_size(data: bytes | None) -> tuple[int, int] | None:
 
 def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
     """`[(row id, picture, caption)]` of the first raw rows that the transform accepts."""
-    shown = []
-    for row in rows.select([inputs.IMAGE, inputs.CAPTION, inputs.ID, inputs.ERROR]).to_pylist():
-        data, caption, row_id, error = row.values()
-        if len(shown) < num_rows and stages.transform_row(data, row_id, caption, error, config)[1] == "":
-            shown.append((row_id, images.decode(data, config.max_pixels), caption))
-    return shown
+    good = []
+    for start in range(0, len(rows), num_rows):
+        some = rows.slice(start, num_rows)
+        done = stages.transform_pictures(some, config)
+        good += [row for row, (_, reason) in zip(some.to_pylist(), done, strict=True) if not reason]
+        if len(good) >= num_rows:
+            break
+    # A picture that would kill its process is not among them.
+    return [
+        (row[inputs.ID], images.decode(row[inputs.IMAGE], config.max_pixels), row[inputs.CAPTION])
+        for row in good[:num_rows]
+    ]
 
 
 def summary(manifest: Manifest) -> pd.DataFrame:

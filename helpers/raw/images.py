@@ -1,18 +1,30 @@
-"""Encoded bytes -> an RGB picture of a given shape. Pure functions."""
+"""Encoded bytes -> an RGB picture of a given shape. Pure functions, of plain values that can be pickled."""
 
+from __future__ import annotations
+
+import dataclasses
 import io
 import math
+import re
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageMode, ImageOps
 
 # An allow-list: some of Pillow's other decoders start programs (EPS) or are hardly tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = Image.MAX_IMAGE_PIXELS  # 89,478,485: Pillow's own limit against decompression bombs
+MAX_DECODED_BYTES = 2**29
+MAX_SCANS = 100  # of a JPEG: each scan takes a pass over all pixels, and may have few bytes
+BITS_PER_SAMPLE = 258  # a TIFF tag
+JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with a length, or the end; not within pixels
+START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+
+Shape = tuple[int, int]  # width, height
+Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
 
 
 class BadImage(ValueError):
@@ -22,8 +34,8 @@ class BadImage(ValueError):
 def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Encoded bytes -> an upright RGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
 
-    Raises `BadImage`: "no image bytes", "not an image", "broken image", or "too many pixels", which is read from the
-    header, before anything is decompressed.
+    Raises `BadImage`: "no image bytes", "not an image", "broken image" or, before anything is decompressed, "too many
+    pixels", "too many bytes when decoded" (`MAX_DECODED_BYTES`) or "too many scans" (`MAX_SCANS`).
     """
     if not data:
         raise BadImage("no image bytes")
@@ -38,32 +50,71 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise BadImage("not an image") from None
         if image.width * image.height > max_pixels:
             raise BadImage("too many pixels")
+        if decoded_bytes(image) > MAX_DECODED_BYTES:
+            raise BadImage("too many bytes when decoded")
+        if image.format in ("JPEG", "MPO") and count_scans(data) > MAX_SCANS:
+            raise BadImage("too many scans")
         try:
             image.load()
-            upright = ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
         except (SyntaxError, ValueError, KeyError, TypeError, struct.error):
-            upright = image  # broken EXIF: the pixels are there, only the orientation is unknown
+            pass  # broken EXIF: the pixels are there, only the orientation is unknown
         except Exception:
             raise BadImage("broken image") from None
         try:
-            return to_rgb(upright)
+            return to_rgb(image)
         except Exception:
             raise BadImage("broken image") from None
+
+
+def decoded_bytes(image: Image.Image) -> int:
+    """Bytes of an opened picture's pixels in the depth that its file has, from its header; Pillow may keep fewer."""
+    mode = ImageMode.getmode(image.mode)
+    pixel_bits = 8 * len(mode.bands) * np.dtype(mode.typestr).itemsize
+    if image.format == "PNG" and image.tile:
+        channels, _, depth = image.tile[0].args.partition(";")  # such as "RGB;16B"
+        pixel_bits = len(channels) * (16 if depth == "16B" else 8)
+    elif image.format == "TIFF":
+        pixel_bits = max(pixel_bits, sum(image.tag_v2.get(BITS_PER_SAMPLE, ())))
+    return image.width * image.height * pixel_bits // 8
+
+
+def count_scans(data: bytes) -> int:
+    """Scans of a JPEG's first picture."""
+    scans, found = 0, JPEG_MARKER.search(data, 2)
+    while found and found[0] != END_OF_IMAGE:
+        scans += found[0] == START_OF_SCAN
+        length = int.from_bytes(data[found.end() : found.end() + 2])
+        found = JPEG_MARKER.search(data, found.end() + length)
+    return scans
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow mode -> RGB: 16-bit and float greyscale is scaled to 8 bits, transparency becomes white."""
     if image.mode.startswith("I") or image.mode == "F":
-        grey = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)  # NaN marks missing values
-        scale = 1 if grey.max(initial=0) <= 255 and not image.mode.startswith("I;16") else 257
-        if image.mode == "F" and grey.max(initial=0) <= 1:
-            scale = 1 / 255
-        return Image.fromarray(np.clip(grey / scale, 0, 255).astype(np.uint8), "L").convert("RGB")
+        return Image.fromarray(to_grey(image), "L").convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image)
+        return white
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def to_grey(image: Image.Image) -> np.ndarray:
+    """(H, W) uint8 of 16-bit, 32-bit or float greyscale. In 64 bits are only a million pixels at a time."""
+    values = np.asarray(image)
+    parts = np.array_split(values.reshape(-1), -(-values.size // 2**20))
+
+    def in_64_bits(part: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(part.astype(np.float64), posinf=0, neginf=0)  # NaN marks missing values
+
+    largest = max(in_64_bits(part).max(initial=0) for part in parts)
+    scale = 1 if largest <= 255 and not image.mode.startswith("I;16") else 257
+    if image.mode == "F" and largest <= 1:
+        scale = 1 / 255
+    grey = [np.clip(in_64_bits(part) / scale, 0, 255).astype(np.uint8) for part in parts]
+    return np.concatenate(grey).reshape(values.shape)
 
 
 def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
@@ -74,10 +125,73 @@ def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
+def random_crop(
+    picture: Image.Image, ratio: float, *, seeds: Sequence[int], smallest: float, may_mirror: bool
+) -> Image.Image:
+    """A crop of a picture, whose width is `ratio` times its height, drawn from `seeds`.
+
+    Its sides are at least the share `smallest` of the largest crop's; 1: the centre crop. `may_mirror`: half are
+    mirrored.
+    """
+    random = np.random.default_rng(seeds)
+    if smallest == 1:
+        cut = center_crop(picture, ratio)
+    else:
+        share = random.uniform(smallest, 1)
+        largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
+        width, height = (max(1, round(side * share)) for side in largest)
+        left = int(random.integers(0, picture.width - width + 1))
+        top = int(random.integers(0, picture.height - height + 1))
+        cut = picture.crop((left, top, left + width, top + height))
+    return ImageOps.mirror(cut) if may_mirror and random.random() < 0.5 else cut
+
+
 def resize(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
     """A picture resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
     size = width, width if height is None else height
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """Which shapes are made of pictures, from the parameters of a `PreprocessingConfig` of the same names.
+
+    `shapes`: those of each resolution. `has_sizes`: whether columns give each picture's width and height.
+    """
+
+    shapes: dict[int, list[Shape]]
+    max_pixels: int = MAX_PIXELS
+    max_aspect_ratio: float | None = None
+    upscale: bool = False
+    has_sizes: bool = False
+
+    @classmethod
+    def of(cls, config: Any, has_sizes: bool = False) -> Sizing:
+        """That of a `PreprocessingConfig`."""
+        return cls(config.shapes, config.max_pixels, config.max_aspect_ratio, config.upscale, has_sizes)
+
+
+def make_pixels(
+    data: bytes | None, crop: Crop = center_crop, wanted: Shape | None = None, *, sizing: Sizing
+) -> tuple[dict[Shape, np.ndarray], str]:
+    """`({shape: (H, W, 3) uint8 pixels}, reason)` of an encoded picture; `reason` is empty for a good one.
+
+    `wanted`: the one shape to make; the picture is bad if it is smaller, or nearer to another shape.
+    """
+    try:
+        picture = decode(data, sizing.max_pixels)
+    except BadImage as bad:
+        return {}, str(bad)
+    shapes, reason = reached_shapes(picture.size, sizing)
+    if wanted and wanted not in shapes:
+        if sizing.has_sizes:
+            reason = "its width or height column is wrong"
+        return {}, reason or f"smaller than {wanted[0]} pixels"
+    shapes = [wanted] if wanted else shapes
+    # One decode for all shapes, and one crop for all shapes of one ratio.
+    crops = {ratio: crop(picture, ratio) for ratio in {width / height for width, height in shapes}}
+    resized = {shape: resize(crops[shape[0] / shape[1]], *shape) for shape in shapes}
+    return {shape: to_pixels(image) for shape, image in resized.items()}, reason
 
 
 def nearest_shape(size: tuple[int, int], shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -86,16 +200,13 @@ def nearest_shape(size: tuple[int, int], shapes: Sequence[tuple[int, int]]) -> t
     return min(shapes, key=lambda shape: abs(math.log(ratio * shape[1] / shape[0])))
 
 
-def reached_shapes(size: tuple[int, int], config: Any) -> tuple[list[tuple[int, int]], str]:
-    """Of a picture's size (width, height) `(the nearest shape of each resolution that it reaches, why there is none)`.
-
-    `config`: a `PreprocessingConfig`.
-    """
-    if config.max_aspect_ratio is not None and max(size) > config.max_aspect_ratio * min(size):
-        return [], f"longer than {config.max_aspect_ratio:g} times its shorter side"
-    nearest = [nearest_shape(size, shapes) for shapes in config.shapes.values()]
-    reached = [shape for shape in nearest if config.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
-    return reached, "" if reached else f"smaller than {config.resolutions[0]} pixels"
+def reached_shapes(size: Shape, sizing: Sizing) -> tuple[list[Shape], str]:
+    """`(the nearest shape of each resolution that a picture of this size reaches, why there is none)`."""
+    if sizing.max_aspect_ratio is not None and max(size) > sizing.max_aspect_ratio * min(size):
+        return [], f"longer than {sizing.max_aspect_ratio:g} times its shorter side"
+    nearest = [nearest_shape(size, shapes) for shapes in sizing.shapes.values()]
+    reached = [shape for shape in nearest if sizing.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
+    return reached, "" if reached else f"smaller than {min(sizing.shapes)} pixels"
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:

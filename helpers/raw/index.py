@@ -87,10 +87,9 @@ def index_file(path: str, rows: int, *, config, validation_share: float, uri: st
     target = storage.join(uri, f"{name}.parquet")
     if storage.exists(target):
         return json.loads(_read(target).schema.metadata[b"report"])
-    report, used, left_out, left = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}, [], [], rows
+    report, used, left_out, left = {"name": name, "read": 0, "filtered": 0, "rejected": {}}, [], [], rows
+    report["largest"] = inputs.reader(config).largest_group(path)
     for table in inputs.reader(config).describe(path, deciding_columns(config)):
-        if GROUP in table.column_names:
-            report["largest"] = max(report["largest"], len(table))
         table = table if rows < 0 else table[:left]
         left -= len(table)
         kept = filters.kept_rows(table, config.row_filter)
@@ -145,7 +144,7 @@ def columns_of(size: tuple | None, config) -> tuple[list[str], str]:
         return [], "no width or height"
     if size[0] * size[1] > config.max_pixels:
         return [], "too many pixels"
-    shapes, reason = images.reached_shapes(size, config)
+    shapes, reason = images.reached_shapes(size, images.Sizing.of(config))
     return [schema.latents_column(*shape) for shape in shapes], reason
 
 

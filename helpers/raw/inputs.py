@@ -243,12 +243,15 @@ def to_raw_rows(table: pa.Table, config) -> pa.Table:
 def captions_of(table: pa.Table, config) -> list[list[str | None]]:
     """The captions of each row, as many for all (`config.num_captions`): a row that has fewer repeats its own.
 
-    They are those of `caption_columns`, or of a column of lists, in that order, without empty ones. A row without any
-    has None or empty texts.
+    They are those of `caption_columns`, or of a column of lists, in that order, without those that are empty or too
+    long. A row without any has None, empty or shortened texts.
     """
     columns = [text_lists(table[name]) for name in config.caption_columns]
     rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
-    usable = ([caption for caption in row if caption and caption.strip()] or row or [None] for row in rows)
+    usable = (
+        [caption for caption in row if caption and caption.strip() and not is_too_long(caption)] or row or [None]
+        for row in rows
+    )
     return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
@@ -282,7 +285,15 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
     """Why a row without an id or a caption cannot be used; empty if it has both."""
     if row_id is None or row_id == "":
         return "no id"
-    return "no caption" if caption is None else "" if caption.strip() else "empty caption"
+    if caption is None:
+        return "no caption"
+    if is_too_long(caption):
+        return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"
+    return "" if caption.strip() else "empty caption"
+
+
+def is_too_long(caption: str) -> bool:
+    return len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES
 
 
 def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
@@ -291,11 +302,12 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
-    """The texts of each row of a column of lists; those of a column of text as lists of one."""
-    if not is_list(column.type):
-        return [[text] for text in texts(column)]
-    rows = column.cast(pa.large_list(pa.large_binary())).to_pylist()
-    return [[readers.as_text(value) for value in row or []] for row in rows]
+    """The texts of each row of a column of lists, those of a column of text as lists of one; `readers.shorten`ed."""
+    if is_list(column.type):
+        rows = (row.as_py() or [] for row in column.cast(pa.large_list(pa.large_binary())))
+    else:
+        rows = ([value.as_py()] for value in column.cast(pa.large_binary()))  # one by one: each may be large
+    return [[readers.shorten(readers.as_text(value)) for value in row] for row in rows]
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import fs
 
 from .. import storage
 from ..latents import schema
@@ -33,6 +34,7 @@ KEY = "__key__"  # a WebDataset sample's name within its tar, without the extens
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
 TEXTS = ("txt", "json")
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
+MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
@@ -47,6 +49,10 @@ class Reader:
 
     def __init__(self, types: dict[str, pa.DataType] | None = None):
         self.types = types or {}
+
+    def largest_group(self, path: str) -> int:
+        """Rows of the largest row group that can only be read whole; 0 if rows can be read alone."""
+        return 0
 
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
         """The columns of some rows; unused ones are typed as text."""
@@ -85,13 +91,18 @@ class Parquet(Reader):
             return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
     def describe(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
-        """Columns of each row group, with `ROW` (in the row group) and `GROUP`."""
+        """Columns of all rows, some at a time, with `ROW` (in the row group) and `GROUP`."""
         with self.open(path) as file:
             for group in range(file.metadata.num_row_groups):
-                table = file.read_row_group(group, columns=columns)
-                rows = np.arange(len(table), dtype=np.int32)
-                table = table.append_column(ROW, pa.array(rows))
-                yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+                first = 0
+                for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=columns):
+                    rows = np.arange(first, first + len(batch), dtype=np.int32)
+                    first += len(batch)
+                    table = pa.Table.from_batches([batch]).append_column(ROW, pa.array(rows))
+                    yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+
+    def largest_group(self, path: str) -> int:
+        return max(self.row_groups(path), default=0)
 
     def pick(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """A table for each of `pieces`, which are rows of an index from one row group each.
@@ -250,9 +261,12 @@ def samples(tar, wanted=(*PICTURES, *TEXTS)):
         if extension in wanted:
             data = member_bytes(tar, member)
             if extension == "json":
-                sample = {**sample, **parse_json(data), **sample}  # its other members go before the JSON's keys
+                values = {key: shorten(value) for key, value in parse_json(data).items()}
+                sample = {**sample, **values, **sample}  # its other members go before the JSON's keys
+            elif extension in PICTURES:
+                sample["jpg"] = data
             else:
-                sample["jpg" if extension in PICTURES else extension] = data
+                sample[extension] = shorten(as_text(data))
     if sample:
         yield sample
 
@@ -328,6 +342,11 @@ def as_text(value):
     return json.dumps(value)
 
 
+def shorten(value):
+    """A text of at most a character more than `MAX_CAPTION_BYTES`, by which it is known to be too long; others stay."""
+    return value[: MAX_CAPTION_BYTES + 1] if isinstance(value, str) else value
+
+
 def is_url(text: str | None) -> bool:
     return str(text).lower().startswith(("http://", "https://"))
 
@@ -361,6 +380,8 @@ def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
     if not inner.startswith(root.rstrip("/") + "/"):
         return BadImage("image path outside of the input")
     try:
+        if storage.is_local(base) and filesystem.get_file_info(inner).type == fs.FileType.Unknown:
+            return BadImage("not a regular file")  # to open a FIFO would wait for ever
         with filesystem.open_input_stream(inner) as stream:
             data = stream.read(MAX_BYTES + 1)
         return data if len(data) <= MAX_BYTES else BadImage("too many bytes")

@@ -4,6 +4,7 @@ import collections
 import functools
 import io
 import json
+import os
 import pathlib
 import tarfile
 
@@ -378,6 +379,20 @@ def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
     assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
     unusable = str(readers.read_picture("a\0b", str(base), str(base)))
     assert unusable in ("invalid image path", "image file not found")
+
+
+def test_only_regular_files_are_opened_and_links_to_them(tmp_path):
+    """Hugging Face's cache consists of links. A FIFO would be waited for without end."""
+    (tmp_path / "file").write_bytes(b"picture")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link to a fifo").symlink_to(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    expected = {"file": b"picture", "link": b"picture", "dangling": "image file not found"}
+    expected |= dict.fromkeys(["fifo", "link to a fifo", "device"], "not a regular file")
+    found = readers.read_pictures(list(expected), [str(tmp_path)] * len(expected), str(tmp_path))
+    assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
 
 
 def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):

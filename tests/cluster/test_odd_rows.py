@@ -12,12 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image, PngImagePlugin
+from ray import cloudpickle
 
 from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import stages
+from tests import killing_pictures
+from tests.killing_pictures import HANGS, KILLED, KILLS, LATE, with_killing_pictures
 from tests.pipelines import encode
 from tests.unit.raw.test_images import png
 
 WRITTEN = ""
+cloudpickle.register_pickle_by_value(killing_pictures)
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8))
 
 
@@ -194,3 +199,22 @@ def test_each_kind_is_converted_or_rejected_with_its_reason(cluster, tmp_path):
     assert written["image_latents_64"].null_count < len(written)
     text, _ = manifest.embeddings.decode(written["caption_embeddings"])
     assert valid.all() and np.isfinite(latents.astype(np.float32)).all() and np.isfinite(text.astype(np.float32)).all()
+
+
+def test_pictures_that_kill_their_process_or_never_end_cost_their_own_rows(cluster, tmp_path, capsys):
+    """Nothing begins again, and a second job rejects the same pictures, though its decoders would survive them."""
+    data = [PNG] * 300
+    expected = {7: KILLED, 8: KILLED, 250: KILLED, 299: LATE}
+    for place, reason in expected.items():
+        data[place] = JPEG + (KILLS if reason == KILLED else HANGS)
+    table = pa.table({"hash": range(300), "caption": ["a caption"] * 300, "jpg": pa.array(data, pa.binary())})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    values = {"storage": str(tmp_path), "input_uri": str(tmp_path / "rows.parquet"), "resolutions": [32]}
+    for name, transform in {"first": with_killing_pictures(stages.transform), "again": stages.transform}.items():
+        config = PreprocessingConfig(**values, latents_uri=str(tmp_path / name))
+        manifest = encode(config, transform=transform)
+        written, rejected = (pq.read_table(tmp_path / name / folder) for folder in ("data", "rejects"))
+        assert dict(zip(rejected["id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)) == expected
+        assert sorted(written["id"].to_pylist()) == [row for row in range(300) if row not in expected]
+        assert manifest.rejected == {KILLED: 3, LATE: 1}
+    assert "is restarted" not in capsys.readouterr().out

@@ -26,15 +26,18 @@ from helpers.raw import index
 from helpers.train import faults, metrics, monitor, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
+from tests import killing_pictures
 from tests.benchmarks import executor_ceiling
 from tests.conftest import plan_for
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
+from tests.killing_pictures import KILLED, KILLS, with_killing_pictures
 from tests.pipelines import assert_bare, fit, online_stream, short_run
 from tests.unit.latents.test_plan import plan_of
 
 STEPS = 24
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(killing_pictures)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +263,23 @@ def test_bad_pictures_are_masked_and_listed(raw, straight):
     assert set(bad["id"]) <= set(table["hash"].to_pylist())
     masked = np.diff(np.concatenate([[0], straight[1]["samples_seen"]]))
     assert (masked <= 32).all() and (masked < 32).any()
+
+
+def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path):
+    """In each of two epochs; all others are trained on once an epoch."""
+    config = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=8)
+    captioned_shapes.write_data_set(config.raw_uri, 64)
+    (path,) = storage.list_files(config.raw_uri)
+    rows = pq.read_table(path).to_pylist()
+    rows[20]["jpg"] += KILLS
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    run = run_of(config, "killing", max_steps=8, checkpoint_every=4, global_batch_size=16, validation_share=0.0)
+    prepare_online.prepare_run(config, run)
+    fit(run, stream=online_stream(config, transform=with_killing_pictures(online.transform_for_epoch)))
+    bad, found = looks.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
+    assert set(bad["id"]) == {rows[20]["hash"]} and set(bad["reason"]) == {KILLED}
+    assert attempts_of(run) == [1] and found["step"].tolist() == list(range(1, 9))
+    assert found["samples_seen"].tolist()[3::4] == [63, 126]
 
 
 def test_the_augmentation_changes_with_the_epoch_alone():

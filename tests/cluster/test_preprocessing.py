@@ -17,7 +17,7 @@ from PIL import Image
 
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import encoder, prepare, stages
+from helpers.encode import encoder, prepare
 from helpers.encode.captions import caption_ids, count_tokens, load_tokenizer, tokenize
 from helpers.latents.manifest import read_files, read_manifest, read_segments
 from helpers.lesson import captioned_shapes, looks
@@ -142,7 +142,8 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
 
 def test_small_and_long_pictures_are_used_only_if_asked():
     def reason(data, **changes):
-        pixels, _, text = stages.transform_row(data, "a caption", 1, PreprocessingConfig(**changes))
+        sizing = images.Sizing.of(PreprocessingConfig(**changes))
+        pixels, text = images.make_pixels(data, sizing=sizing)
         return text or sorted(width for width, _ in pixels)
 
     assert reason(picture((40, 300))) == [32]

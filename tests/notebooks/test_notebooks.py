@@ -307,10 +307,6 @@ def papermill_call(command):
     return command[1], given
 
 
-def test_the_readme_has_150_lines_at_most():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_the_readmes_programs_are_installed_by_it():
     """By requirements.txt, or they come with a Unix shell, Python or git."""
     installed = {"papermill", "jupyter", "pytest", "ray", "pip", "python", "python3"}

@@ -94,3 +94,20 @@ def test_a_folder_is_copied_with_all_files(tmp_path):
     storage.copy_folder(tmp_path / "from", tmp_path / "new" / "to")
     assert names(tmp_path / "new" / "to") == ["a.txt", "deep/b.txt"] == names(tmp_path / "from")
     assert storage.read_text(tmp_path / "new" / "to" / "deep" / "b.txt") == "deep/b.txt"
+
+
+def test_links_are_followed_but_those_that_lead_back(tmp_path):
+    """Such a link listed 82 files for 2; two of them would list 2**40."""
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "file").write_text(name)
+        for number in range(2):
+            (tmp_path / "data" / name / f"self {number}").symlink_to(tmp_path / "data" / name)
+    (tmp_path / "data" / "a" / "to b").symlink_to(tmp_path / "data" / "b")
+    (tmp_path / "data" / "b" / "to a").symlink_to(tmp_path / "data" / "a")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "data" / "a" / "file")
+    (tmp_path / "data" / "dangling").symlink_to(tmp_path / "nothing")
+    found = [path.removeprefix(f"{tmp_path}/data/") for path in storage.list_files(tmp_path / "data", recursive=True)]
+    assert found == ["a/file", "a/to b/file", "b/file", "b/to a/file", "linked"]
+    assert storage.sizes(tmp_path / "data") == dict.fromkeys(found, 1)
+    assert storage.list_files(tmp_path / "nothing", recursive=True) == []

@@ -148,6 +148,7 @@ def test_nothing_is_unpickled_but_the_metadata_of_checkpoints():
             ):
                 found.add((module, ast.unparse(node)))
     allowed = {("helpers.train.integrity", "pickle.Unpickler"), ("helpers.train.integrity", "torch.load")}
+    allowed |= {("helpers.raw.isolation", "pickle.load")}  # between a process and its own child
     arrays = {(module, name) for module, name in found if name == "np.load"}  # without pickles, by NumPy's default
     assert found - arrays == allowed
     for module, _ in arrays:

@@ -1,5 +1,7 @@
 import io
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
 
@@ -32,13 +34,13 @@ def difference(one, other):
     return np.abs(np.asarray(one, dtype=float) - np.asarray(other, dtype=float)).max()
 
 
-def png(width, height, rows=b""):
-    """A PNG that claims a size, whatever it holds."""
+def png(width, height, rows=b"", depth=8, colours=2):
+    """A PNG that claims a size (`colours` 2: RGB, 6: RGBA), whatever it holds."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
 
 
@@ -226,6 +228,70 @@ def test_too_many_pixels_are_refused_before_decoding():
         images.decode(png(9459, 9459))  # just below the limit: it is only empty
 
 
+BOUNDS = ("too many pixels", "too many bytes when decoded", "too many scans")
+
+
+@pytest.mark.parametrize(
+    ("colours", "depth", "width"),
+    [(2, 8, 178_956), (6, 8, 134_217), (2, 16, 89_478), (6, 16, 67_108)],  # 3, 4, 6, 8 bytes a pixel
+)
+def test_a_picture_of_too_many_bytes_is_refused_before_it_is_decoded(colours, depth, width):
+    """They are counted in the depth that the file has: at most 512 MiB."""
+    with pytest.raises(images.BadImage, match="^broken image$"):
+        images.decode(png(width, 1000, b"", depth, colours), max_pixels=10**9)  # it is only empty
+    with pytest.raises(images.BadImage, match="^too many bytes when decoded$"):
+        images.decode(png(width + 1, 1000, b"", depth, colours), max_pixels=10**9)
+
+
+def test_a_deep_tiff_counts_as_it_is_stored():
+    data = io.BytesIO()
+    Image.new("F", (12_000, 12_000)).save(data, "TIFF", compression="tiff_lzw")
+    with pytest.raises(images.BadImage, match="^too many bytes when decoded$"):
+        images.decode(data.getvalue(), max_pixels=10**9)
+
+
+def jpeg_of_scans(count):
+    """A progressive JPEG that repeats its last scan, and what no decoder reads: markers in a comment, and behind it."""
+    data = encoded(photograph(), "JPEG", progressive=True, comment=b"\xff\xda\0\2" * 500)
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    missing = count - images.count_scans(data)
+    return data[:end] + data[last:end] * missing + data[end:] + b"\xff\xda\0\2" * 500
+
+
+def test_a_jpeg_has_at_most_a_hundred_scans():
+    assert images.decode(jpeg_of_scans(100)).size == (48, 32)
+    with pytest.raises(images.BadImage, match="^too many scans$"):
+        images.decode(jpeg_of_scans(101))
+
+
+PEAK = """
+import resource, sys
+import numpy as np
+from PIL import Image
+from helpers.raw import images
+
+picture = {kind}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert images.to_rgb(picture).mode == "RGB"
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Image.fromarray(np.full((5000, 5000), 9, np.uint16))",
+        'Image.new("F", (5000, 5000))',
+        'Image.new("RGBA", (5000, 5000))',
+    ],
+)
+def test_colours_are_converted_in_little_memory(kind):
+    """16 bits a pixel through 64-bit floats took 25 bytes a pixel; now it is at most 12."""
+    done = subprocess.run([sys.executable, "-c", PEAK.format(kind=kind)], capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) < 12 * 25e6 / 2**20, done.stderr
+
+
 def test_pillows_warnings_do_not_reach_the_log():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -256,7 +322,7 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
     try:
         found = images.decode(data)
     except images.BadImage as bad:
-        assert str(bad) in ("no image bytes", "not an image", "too many pixels", "broken image")
+        assert str(bad) in ("no image bytes", "not an image", "broken image", *BOUNDS)
     else:
         assert found.mode == "RGB" and images.to_pixels(found).shape == (found.height, found.width, 3)
 

@@ -4,6 +4,8 @@ import collections
 import functools
 import io
 import json
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -19,7 +21,7 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.raw import images, index, readers
+from helpers.raw import images, index, inputs, isolation, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
 from tests.latents import read_steps
@@ -81,8 +83,13 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The bytes of each picture that is decoded."""
+    """The bytes of each picture that is decoded, here in this process."""
     found, decode = [], images.decode
+
+    def run_here(function, calls, seconds):
+        return [function(*call) for call in calls]
+
+    monkeypatch.setattr(isolation, "run_apart", run_here)
     monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
     return found
 
@@ -204,11 +211,11 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
-    asked, read = [], pq.ParquetFile.read_row_group
+    asked, read = [], pq.ParquetFile.iter_batches
     monkeypatch.setattr(
         pq.ParquetFile,
-        "read_row_group",
-        lambda self, group, columns=None, **options: asked.append(columns) or read(self, group, columns, **options),
+        "iter_batches",
+        lambda self, columns=None, **options: asked.append(columns) or read(self, columns=columns, **options),
     )
     raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
     prepare_online.prepare_run(raw, training)
@@ -325,3 +332,43 @@ def test_row_groups_that_cannot_be_kept_are_named(tmp_path, monkeypatch, capsys)
     assert "read_ahead_bytes=1000 keeps 0 of them: each may be read several times" in capsys.readouterr().out
     prepare_online.prepare_run(*configs(tmp_path, **{**options, "read_ahead_bytes": 10**6})[:2])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "list"])
+def test_captions_have_at_most_64_kib(kind):
+    """Bytes count, not characters; of several captions, only those that are too long are left out."""
+    fits, too_long = "ä" * 2**15, "ä" * 2**15 + "b"
+    captions = [fits, too_long, "x" * 2**20]
+    column = pa.array(captions if kind == "text" else [[caption] for caption in captions])
+    table = pa.table({"hash": [1, 2, 3], "caption": column})
+    config = OnlineConfig(caption_column="caption")
+    reason = "caption of more than 65536 bytes"
+    assert index.assess(table, config, 0.0)[1].to_pylist() == ["", reason, reason]
+    several = pa.table({"caption": pa.array([["x" * 2**20, "short"], [too_long, None]])})
+    (first,), (second,) = inputs.captions_of(several, config)
+    assert first == "short" and 2**15 < len(second) <= 2**16 + 1
+
+
+CAPTIONS = """
+import resource, sys
+from helpers.config.notebook import OnlineConfig
+from helpers.raw import index
+
+folder = sys.argv[1]
+config = OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])
+report = index.index_file(folder + "/a.parquet", -1, config=config, validation_share=0.0, uri=folder + "/index")
+print(report["rejected"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+def test_an_index_of_large_captions_takes_little_memory(tmp_path):
+    """A file of some kilobytes that holds 1,500 captions of 1 MiB took 6 GiB."""
+    captions = pa.DictionaryArray.from_arrays(pa.array([0] * 1500, pa.int32()), ["x" * 2**20])
+    table = pa.table({"hash": range(1500), "caption": captions, "jpg": [b"x"] * 1500})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    done = subprocess.run([sys.executable, "-c", CAPTIONS, tmp_path], capture_output=True, text=True, timeout=120)
+    reasons, _, peak = done.stdout.rpartition(" ")
+    assert reasons == "{'caption of more than 65536 bytes': 1500}", done.stderr
+    assert int(peak) < 2**20

@@ -36,72 +36,73 @@ def check(encoder_gpus=0, **changes):
     session.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
 
 
-def test_trainers_that_may_get_two_kinds_of_gpu_are_refused(cluster_of):
-    cluster_of(("A100", 8.0), ("A100", 8.0), ("A10G", 4.0))
-    with pytest.raises(ValueError) as error:
-        check()
-    assert str(error.value) == (
-        "training_accelerator_type=None, and the cluster has GPUs of several kinds (16 of kind A100, 4 of kind A10G): "
-        "trainers on two kinds would all go at the pace of the slower; name one, such as 'A100'."
-    )
-    cluster_of((None, 1.0), ("A10G", 1.0))
-    with pytest.raises(ValueError, match="1 of kind A10G, 1 of kind unknown"):
-        check(num_training_workers=(1, 2))
+A100, A10G, SEVERAL = (
+    ("A100", 8.0),
+    ("A10G", 4.0),
+    "training_accelerator_type=None, and the cluster has GPUs of several",
+)
+VALIDATED = {"validate_every": 250}
 
 
-def test_trainers_on_one_kind_of_gpu_are_let_through(cluster_of, capsys):
-    cluster_of(("A100", 8.0), ("A10G", 4.0))
-    check(training_accelerator_type="A100")
-    check(num_training_workers=1)
-    cluster_of(("A100", 8.0), ("A100", 4.0))
-    check()
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(
+    ("gpus", "changes", "said"),
+    [
+        # A100s alone, or one trainer, which cannot get two kinds
+        ([A100, A10G], {"training_accelerator_type": "A100"}, ""),
+        ([A100, A10G], {"num_training_workers": 1}, ""),
+        ([A100, A100], {}, ""),
+        # a GPU to validate
+        (
+            [("A100", 2.0)],
+            VALIDATED,
+            "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop",
+        ),
+        ([("A100", 2.0)], {**VALIDATED, "num_training_workers": (1, 2)}, "want 3 GPUs, one of them for validation"),
+        ([("A100", 2.0)], {**VALIDATED, "num_training_workers": 1}, ""),
+        ([("A100", 2.0)], {**VALIDATED, "num_training_workers": 1, "encoder_gpus": 0.5}, "want 2.5 GPUs"),
+        ([("A100", 2.0)], {}, ""),
+        ([("A100", 2.0), A10G], {**VALIDATED, "training_accelerator_type": "A100"}, "want 3 GPUs of kind A100, one of"),
+        # what is waited for
+        ([A100], {"num_training_workers": 8, "encoder_gpus": 8}, "wants 16 GPUs, 8 of them for encoders, and the clus"),
+    ],
+)
+def test_too_few_gpus_are_told_before_a_run_starts(cluster_of, capsys, gpus, changes, said):
+    cluster_of(*gpus)
+    check(**changes)
+    found = capsys.readouterr().out
+    assert said in found and bool(said) == bool(found)
 
 
-def test_a_cluster_without_a_gpu_for_validation_is_told(cluster_of, capsys):
-    cluster_of(("A100", 2.0))
-    check(validate_every=250)
-    said = capsys.readouterr().out
-    assert "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop to validate." in said
-    check(num_training_workers=(1, 2), validate_every=250)
-    assert capsys.readouterr().out == said
-    check(num_training_workers=1, validate_every=250)
-    check()
-    assert capsys.readouterr().out == ""
-    check(num_training_workers=1, validate_every=250, encoder_gpus=0.5)
-    assert "want 2.5 GPUs" in capsys.readouterr().out
-
-
-def test_a_cluster_with_too_few_gpus_is_told_what_is_waited_for(cluster_of, capsys):
-    cluster_of(("A100", 8.0))
-    check(num_training_workers=8, encoder_gpus=8)
-    said = capsys.readouterr().out
-    assert "Training wants 16 GPUs, 8 of them for encoders, and the cluster has 8" in said
-    assert "set num_training_workers or num_encoders lower" in said
+@pytest.mark.parametrize(
+    ("gpus", "changes", "sentence"),
+    [
+        (
+            [A100, A100, A10G],
+            {},
+            rf"^{SEVERAL} kinds \(16 of kind A100, 4 of kind A10G\): .* name one, such as 'A100'.$",
+        ),
+        ([(None, 1.0), ("A10G", 1.0)], {"num_training_workers": (1, 2)}, "1 of kind A10G, 1 of kind unknown"),
+    ],
+)
+def test_trainers_that_may_get_two_kinds_of_gpu_are_refused(cluster_of, gpus, changes, sentence):
+    cluster_of(*gpus)
+    with pytest.raises(ValueError, match=sentence):
+        check(**changes)
 
 
 def test_a_kind_of_gpu_that_the_cluster_has_none_of_is_told(cluster_of, monkeypatch, capsys):
     """Refused where no node will join, or where Ray knows no such kind; else the sentence says what is waited for."""
+    cluster_of(A10G)
+    for is_local, kind in ((False, "A100-80GB"), (True, "A100")):
+        monkeypatch.setattr(session, "is_local_ray", lambda is_local=is_local: is_local)
+        sentence = (
+            f"^training_accelerator_type='{kind}', and the cluster has no GPU of that kind but 4 of kind A10G: name"
+        )
+        with pytest.raises(ValueError, match=sentence):
+            check(training_accelerator_type=kind)
     monkeypatch.setattr(session, "is_local_ray", lambda: False)
-    cluster_of(("A10G", 4.0))
-    with pytest.raises(ValueError) as error:
-        check(training_accelerator_type="A100-80GB")
-    assert str(error.value) == (
-        "training_accelerator_type='A100-80GB', and the cluster has no GPU of that kind but 4 of kind A10G: name a "
-        "kind that it has, or None for any."
-    )
     check(training_accelerator_type="A100", encoder_gpus=4)
     assert "wants 2 GPUs of kind A100, 0 of them for encoders, and the cluster has 0:" in capsys.readouterr().out
-    monkeypatch.setattr(session, "is_local_ray", lambda: True)
-    with pytest.raises(ValueError, match="training_accelerator_type='A100', and the cluster has no GPU of that kind"):
-        check(training_accelerator_type="A100")
-
-
-def test_only_gpus_of_the_trainers_kind_are_left_for_validation(cluster_of, capsys):
-    cluster_of(("A100", 2.0), ("A10G", 4.0))
-    check(validate_every=250, training_accelerator_type="A100")
-    said = capsys.readouterr().out
-    assert "want 3 GPUs of kind A100, one of them for validation, and the cluster has 2: the trainers stop" in said
 
 
 def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):

@@ -1,0 +1,116 @@
+"""A picture that kills its process, or never ends, costs its own row; what the child cannot do is raised here."""
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import stages
+from helpers.raw import images, inputs, isolation
+from tests import killing_pictures
+from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
+from tests.unit.raw.test_images import encoded, photograph
+
+GOOD = encoded(photograph(64, 64), "PNG")
+work = functools.partial(killing_pictures.make_pixels, sizing=images.Sizing({32: [(32, 32)]}))
+
+
+def run(*pictures, seconds=60):
+    return isolation.run_apart(work, [(picture,) for picture in pictures], seconds)
+
+
+def reasons(results):
+    return [str(result) if isinstance(result, isolation.Lost) else result[1] for result in results]
+
+
+def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
+    found = run(GOOD, GOOD + KILLS, GOOD, b"", GOOD + KILLS, GOOD + KILLS, GOOD, b"broken")
+    assert reasons(found) == ["", KILLED, "", "no image bytes", KILLED, KILLED, "", "not an image"]
+    expected = images.make_pixels(GOOD, sizing=work.keywords["sizing"])[0]
+    assert all((found[place][0][32, 32] == expected[32, 32]).all() for place in (0, 2, 6))
+
+
+def test_a_process_that_dies_by_itself_costs_nothing():
+    """Such as one that the system ends for lack of memory while another picture, or none, is decoded."""
+    run(GOOD)
+    first = isolation.child.process
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert reasons(run(GOOD, GOOD)) == ["", ""] and isolation.child.process.pid != first.pid
+
+
+def test_a_picture_that_takes_too_long_is_rejected():
+    assert reasons(run(GOOD, GOOD + HANGS, GOOD, seconds=2)) == ["", "took longer than 2 s to decode", ""]
+
+
+def test_other_errors_are_raised_and_the_next_pictures_are_done():
+    with pytest.raises(LookupError, match="a bug"):
+        run(GOOD, GOOD + RAISES, GOOD)
+    assert reasons(run(GOOD)) == [""]
+
+
+def test_a_child_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    isolation.forget_child()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(RuntimeError, match="ended with exit code 1"):
+        run(GOOD)
+
+
+PARENT = """
+import os, signal
+from helpers.raw import isolation
+from tests import killing_pictures
+
+isolation.run_apart(killing_pictures.make_nothing, [(b"",)], 60)
+print(isolation.child.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_child_ends_when_its_parent_is_killed():
+    done = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, timeout=120)
+    with contextlib.suppress(ProcessLookupError):  # it is gone
+        assert select.select([os.pidfd_open(int(done.stdout))], [], [], 30)[0]
+
+
+LOADED = """
+from helpers.raw import isolation
+from tests import killing_pictures
+
+(found,) = isolation.run_apart(killing_pictures.loaded_modules, [(b"",)], 60)
+print({"pyarrow", "ray", "torch", "pandas"} & found, "PIL" in found)
+"""
+
+
+def test_the_child_loads_only_what_decodes():
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set() True\n", done.stderr
+
+
+def rows_of(pictures):
+    count = len(pictures)
+    columns = {inputs.ID: [f"row {number}" for number in range(count)], inputs.CAPTION: ["a caption"] * count}
+    columns |= {inputs.IMAGE: pa.array(pictures, pa.large_binary()), inputs.ERROR: pa.nulls(count, pa.string())}
+    return pa.table({**columns, inputs.SOURCE: ["a"] * count})
+
+
+def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypatch):
+    """By another process that would not lose it: a rerun, or the next epoch, has the same rows."""
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    rows = rows_of([GOOD, GOOD + HANGS, GOOD + KILLS])
+    monkeypatch.setattr(isolation, "SECONDS", 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "make_pixels", killing_pictures.make_pixels)
+        first = stages.transform(rows, config=config)
+    stages.lost_pictures.cache_clear()
+    again = stages.transform(rows, config=config)
+    assert first["reason"].to_pylist() == ["", "took longer than 2 s to decode", KILLED] == again["reason"].to_pylist()
+    assert again["pixels_32"].is_valid().to_pylist() == [True, False, False]
