@@ -22,7 +22,7 @@ export RAY_ADDRESS=$head_ip:${RAY_PORT:-6379}
 # Whoever reaches Ray can run code: a token of this job's own, which srun passes on with the environment.
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex())")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
-# Where Ray spills on each node: a folder that only its user reads.
+# Ray spills below a folder that only its user reads, on each node: it opens the one that it is given to everybody.
 spill=${TMPDIR:-/tmp}/ray-spill-$(id -u)
 # By it a requeued job knows the lease of its own dead driver, and takes it over at once.
 if [ -n "${SLURM_JOB_ID:-}" ]; then
@@ -53,9 +53,9 @@ print(f"{alive} Ray nodes at {ray.get_runtime_context().gcs_address}", flush=Tru
 EOF
 }
 
-mkdir -p -m 700 "$spill"
-ray start --head --block --object-spilling-directory="$spill" --node-ip-address="$head_ip" --port="${RAY_ADDRESS##*:}" --dashboard-host="$head_ip" \
-    --disable-usage-stats &
+install -d -m 700 "$spill"
+ray start --head --block --node-ip-address="$head_ip" --port="${RAY_ADDRESS##*:}" --dashboard-host="$head_ip" \
+    --object-spilling-directory="$spill/ray" --disable-usage-stats &
 wait_for_nodes 1
 total=0
 for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
@@ -72,7 +72,7 @@ for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
     fi
     if [ "$nodes" -gt 0 ]; then
         srun "${options[@]}" --nodes="$nodes" --ntasks="$nodes" --kill-on-bad-exit=0 \
-            bash -c 'mkdir -p -m 700 "$0" && exec ray start --object-spilling-directory="$0" "$@"' "$spill" \
+            bash -c 'install -d -m 700 "$0" && exec ray start --object-spilling-directory="$0/ray" "$@"' "$spill" \
             --address="$RAY_ADDRESS" --block --disable-usage-stats &
     fi
 done

@@ -23,7 +23,8 @@ session.connect("local", num_cpus=4)
 storage = draw_and_encode("s3://bucket/secrets", 96)
 fit(short_run(storage, "run", max_steps=10, trackers=["tensorboard"]))
 gcs = ray._private.worker.global_worker.gcs_client
-answers = [gcs.get_all_job_info(), gcs.get_all_node_info(), gcs.get_all_actor_info(), ray.nodes()]
+state = ray._private.state.state
+answers = [gcs.get_all_job_info(), state.job_table(), state.actor_table(None), state.node_table()]
 answers += [gcs.internal_kv_get(key, None) for key in gcs.internal_kv_keys(b"", None)]
 answers.append(ray.get(ray.remote(lambda: ray.get_runtime_context().runtime_env).remote()))
 open(sys.argv[1], "w").write(repr(answers))

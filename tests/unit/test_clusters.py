@@ -129,7 +129,7 @@ def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disk
     folder, module = re.fullmatch(r"cd (\S+); nohup setsid python -m (\S+) > .* &", watch).groups()
     assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
     # Ray spills to a folder of the instance's own disks, which its container sees.
-    assert start.endswith(" --object-spilling-directory=/spill")
+    assert start.endswith(" --object-spilling-directory=/spill/ray")  # Ray makes this one readable for all
     assert "-v /opt/dlami/nvme/spill:/spill" in AWS["docker"]["run_options"]
     assert AWS["initialization_commands"] == ["sudo install -d -m 0700 -o 1000 /opt/dlami/nvme/spill"]
 
