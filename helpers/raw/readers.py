@@ -101,7 +101,8 @@ class Parquet(Reader):
         with self.open(path) as file:
             for group in range(file.metadata.num_row_groups):
                 first = 0
-                for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=columns):
+                options = {"row_groups": [group], "columns": columns, "use_threads": False}
+                for batch in file.iter_batches(batch_size=GROUP_ROWS, **options):
                     rows = np.arange(first, first + len(batch), dtype=np.int32)
                     first += len(batch)
                     table = pa.Table.from_batches([batch]).append_column(ROW, pa.array(rows))
