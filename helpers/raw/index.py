@@ -93,7 +93,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         report["read"] += len(rows)
         report["filtered"] += int(np.count_nonzero(~kept))
         rows = rows.filter(pa.array(kept))
-        ids, buckets, reasons = assess(rows, config, validation_share)
+        buckets, reasons, ids = assess(rows, config, validation_share)
         is_good = pc.equal(reasons, "")
         found = pa.table([ids, reasons, pa.repeat(name, len(ids))], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
@@ -124,7 +124,7 @@ def deciding_columns(config: OnlineConfig) -> list[str]:
 
 
 def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
-    """`(id, bucket, why the row cannot be used or "")` of each row, from its columns alone."""
+    """`(bucket, why the row cannot be used or "", id)` of each row, from its columns alone."""
     ids = inputs.row_ids(rows[config.id_column])
     captions = [of_row[0] for of_row in inputs.captions_of(rows, config)]
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)
@@ -135,7 +135,7 @@ def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tup
         columns, reason = columns_of(size, config)
         buckets.append(schema.bucket_name(columns, is_held_out))
         reasons.append(inputs.text_reason(row_id, caption) or reason)
-    return ids, pa.array(buckets, pa.string()), pa.array(reasons, pa.string())
+    return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), ids
 
 
 def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str]:
