@@ -106,7 +106,8 @@ CAPTIONS = {
     "null character": "a\0b",
     "control characters": "".join(map(chr, range(1, 32))) + "x",
     "lines": "one\ntwo\r\nthree",
-    "long": "word " * 20_000,
+    "long": "word " * 13_000,
+    "too long": "word " * 20_000,
     "one long word": "x" * 200_000,
     "number": "42",
     "not a number": "nan",
@@ -124,6 +125,8 @@ REJECTED_CAPTIONS = {
     "empty": "empty caption",
     "blanks": "empty caption",
     "wide blanks": "empty caption",
+    "too long": "caption of more than 65536 bytes",
+    "one long word": "caption of more than 65536 bytes",
 }
 IDS = {
     "null id": None,
