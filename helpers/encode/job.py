@@ -167,9 +167,10 @@ class Job:
 
     @property
     def rows_per_file(self) -> int:
-        """Rows that the write stage takes at a time. More shapes need more rows, to fill row groups of each shape.
+        """Rows per call of the write stage, which writes one file.
 
-        With 2 % held out and equally many pictures of each shape, a row group has at least 48 rows on average.
+        The number grows with the number of shapes, so that each shape fills its row groups. If 2% of the rows are held
+        out and the shapes are equally frequent, a row group has at least 48 rows on average.
         """
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
@@ -209,8 +210,8 @@ class Job:
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
         """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray itself retries the pipeline's tasks and replaces its actors, but not its internal actors that read Parquet
-        footers, nor blocks that it cannot recompute.
+        Ray retries the pipeline's tasks and restarts its actors. It does not restart its own actors that read Parquet
+        footers, and it cannot restore blocks that it cannot recompute. The segment is retried for these cases.
         """
         for failures in itertools.count(1):
             try:
@@ -244,7 +245,7 @@ class Job:
         return entry
 
     def check_counts(self, entry: dict) -> None:
-        """Raises RuntimeError if rows are missing, and no filter can have left them out."""
+        """Raises RuntimeError if rows are missing and the job has no row filter, or if more came out than were read."""
         if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
             raise RuntimeError(
                 f"Segment {entry['index']}: {entry['read']} rows read, {entry['written']} written and "

@@ -60,9 +60,9 @@ def check_class(name: str | None, known: dict[str, type], what: str) -> None:
 def pin_model(model: str, earlier: str | None = None, parameter: str = "model") -> str:
     """ "hub/id@commit" for a hub id or "hub/id@revision"; a model of this package, a folder or a URI as it is.
 
-    `earlier`: the model of a job that goes on, whose commit is kept unless `model` names a revision. If the hub cannot
-    be reached, the commit in this machine's cache is taken. Raises ValueError, naming the `parameter`, if the hub has
-    no such model, or if neither the hub nor the cache gives a commit.
+    `earlier`: the pinned model of the job that is being resumed. Its commit is kept unless `model` names a revision. If
+    the hub cannot be reached, the commit in this machine's cache is taken. Raises ValueError, naming the `parameter`,
+    if the hub has no such model, or if neither the hub nor the cache gives a commit.
     """
     name, _, revision = model.partition("@")
     if not is_hub_id(model):

@@ -4,9 +4,9 @@ The plan is made over an index of the raw files (`raw.index`). Each epoch's crop
 (seed, epoch, id), so that a run is reproducible and resumes exactly. The transform, the encoder and the training loop
 are those of stored latents.
 
-Rows that the index leaves out or holds out are in no batch. Rows that only decoding shows to be unusable are masked and
-listed in the run's rejects: broken pictures, pictures whose size contradicts their columns and, without such columns,
-pictures that are too small.
+Rows that the index leaves out or holds out are in no batch. Some rows prove unusable only when they are decoded. They
+are masked, and listed in the run's rejects. Such rows have a broken picture or one whose size differs from the size
+columns. If there are no size columns, too small a picture is also found only here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     Columns: those of a raw row (`inputs.to_raw_rows`), `shape` (the latents column that the row is trained on) and
     `unit` (the unit's number in the run).
 
-    If Parquet row groups are larger than a quarter of a chunk, the most recent `config.read_ahead_bytes` of them are
-    cached in Ray's object store. An epoch then reads each only once per bucket of its rows.
+    If Parquet row groups are larger than a quarter of a chunk, Ray's object store caches the most recently read ones,
+    up to `config.read_ahead_bytes`. An epoch then reads a row group once for each bucket that its rows are in.
     """
     uris = {source.files.uri for source in plan.sources}
     largest = max(read_manifest(uri).job["raw_group_bytes"] for uri in uris)

@@ -97,14 +97,15 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
 
 
 def leave_out(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those that `LEFT_OUT` names."""
+    """`values` without the entries that `LEFT_OUT` lists with the same value."""
     return {name: value for name, value in values.items() if (name, value) not in LEFT_OUT.items()}
 
 
 def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
     """The config with a commit in the name of each model of the hub (`models.pin_model`).
 
-    `earlier`: `Manifest.encoder` of the job or run that goes on, whose commits are kept; None for a new one.
+    `earlier`: `Manifest.encoder` of the job or run that is being resumed; None for a new one. Its commits are kept
+    unless the config names a revision.
     """
     vae = earlier and earlier["model"]
     text_encoder = earlier and earlier.get("text_encoder_model", vae)
@@ -170,8 +171,8 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
 def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
     """The maximum number of tokens of a caption, for the tokenizer and the text encoder with config `text`.
 
-    Raises Unsupported if the text encoder takes fewer than `maximum_tokens` or, if that is None, than the tokenizer
-    pads to.
+    The length is `maximum_tokens` or, if that is None, the length that the tokenizer pads to. Raises Unsupported if it
+    is more than the tokenizer or the text encoder takes.
     """
     model = config.model_of("text_encoder")
     padded_to = captions.load_tokenizer(model).model_max_length

@@ -44,8 +44,9 @@ def transform(
         reason: empty for a good row
         caption, caption_ids: of each caption of the raw rows (`schema.numbered`), its text and L int32 token ids; with
             `config.maximum_tokens`, -1 stands in place of padding
-        pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes; null if another shape of
-            that resolution is nearer to the picture's, or if the picture is smaller and `config.upscale` is False
+        pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
+            the same resolution fits the picture better. Also null if the picture is smaller than the shape and
+            `config.upscale` is False.
         transform_seconds: of the call, in its first row
 
     Args:
@@ -135,8 +136,8 @@ def write_latents(
 ) -> pa.Table:
     """Write encoded rows as one Parquet file of latents and one of rejects; returns one row that reports them.
 
-    A row group's rows are all of one bucket (`manifest.Manifest`): held out are those whose ids hash below
-    `validation_share`. Each try writes files with new names, which begin with `segment_index`. So a retried task never
+    All rows of a row group are of one bucket (`manifest.Manifest`). Rows whose ids hash below `validation_share` go to
+    held-out buckets. Each try writes files with new names, which begin with `segment_index`. So a retried task never
     leaves a half-written file under a committed name. The report: `rows`, their number, and `report`, for
     `job.segment_entry`.
     """

@@ -78,8 +78,8 @@ class ValidationSet:
     """All rows of a validation set that have latents of a resolution, read while they are validated on.
 
     This process holds `GROUPS_AHEAD` + 2 row groups of at most 64 rows, however many rows there are: 45 MB of Stable
-    Diffusion 2's latents at 256 pixels, 57 MB at 512. A row costs eight forward passes, so N rows take as long as
-    training on 2.7 N, divided among the ranks: a few thousand are enough.
+    Diffusion 2's latents at 256 pixels, 57 MB at 512. Each row is validated with eight forward passes, which cost as
+    much as training on 2.7 rows. The ranks share this work. A few thousand rows are enough.
 
     Args:
         uri: a folder of stored latents.

@@ -1,8 +1,9 @@
 """What a latents folder says about itself: `manifest.json` and `files.json`.
 
 `files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
-rows of each of its "row_groups", and its "buckets": how many of these row groups, in their order, are of each bucket.
-All rows of a bucket have latents in the same columns (`schema.bucket_name`), and are trained on or held out.
+rows of each of its "row_groups", and its "buckets": {bucket: number of row groups}. The row groups of the first bucket
+come first, then those of the second, and so on. All rows of a bucket have latents in the same columns
+(`schema.bucket_name`), and are trained on or held out.
 
 `manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
 folder that has one is complete.

@@ -13,16 +13,16 @@ The plan is a pure function of the data sets' row groups, their proportions, the
     micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
 
 The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
-first unit. If `units_per_step` is not a multiple of the number of workers, some get one unit more than others in a
-step; the others compute masked rows meanwhile (`TrainStep.step`). An epoch leaves out the last rows that do not fill a
-step. An epoch of a mixture ends with the first data set that runs out; it leaves out the rest of the others.
+first unit. If `units_per_step` is not a multiple of the number of workers, some workers get one more unit in a step.
+Meanwhile the other workers compute a unit of masked rows (`TrainStep.step`). An epoch leaves out the last rows that do
+not fill a step. An epoch of a mixture ends with the first data set that runs out; it leaves out the rest of the others.
 
 A step trains on images of one shape. A row group holds rows of one bucket (`manifest.Manifest`). A bucket may reach
 several resolutions; its rows are then allocated to them (`allocate_rows`), and an epoch uses a row at one of them only.
 Each shape has its own sequence of row groups. A step's shape depends only on the step's number: each resolution gets
 its share of the steps, and each shape a number of these in proportion to its rows, evenly spread over the epoch. An
-epoch ends when a resolution runs out. It leaves out less than a batch of each shape, except in resolutions with more
-rows than their share needs. A chunk holds the rows of its steps, of all shapes.
+epoch ends when a resolution runs out. It leaves out less than one batch of each shape, or more if the shape's
+resolution has more rows than its share needs. A chunk holds the rows of its steps, of all shapes.
 
 If rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
 """
@@ -189,7 +189,8 @@ class ShapeRows(NamedTuple):
     Args:
         shape: number of the shape in the plan.
         first_row: the first of them, counted in rows of that shape through the epoch; the others follow it.
-        positions: (rows,) the chunk's rows at this shape, rising; their order is drawn apart.
+        positions: (rows,) positions in the chunk of its rows at this shape, ascending; the shuffle inside the chunk is
+            drawn separately (`chunk_rows`).
     """
 
     shape: int
@@ -253,10 +254,10 @@ class Plan:
         return np.array([shape.most_steps(self.batch_rows) for shape in self.shapes], dtype=float)
 
     def steps_of_mixture(self) -> np.ndarray:
-        """(shapes,) limit on the steps of each shape: a mixture keeps its proportions over all shapes together.
+        """(shapes,) the most steps of each shape for which a mixture keeps its proportions.
 
-        All shapes of a resolution end with the first of its sources that runs out. A resolution of one shape has no
-        further limit.
+        The proportions are those of the rows summed over the shapes of a resolution. When one data set runs out, all
+        shapes of the resolution end. For a resolution of one shape there is no such limit: inf.
         """
         steps = np.full(len(self.shapes), np.inf)
         for numbers in self.by_resolution:
@@ -271,8 +272,8 @@ class Plan:
     def shape_steps(self) -> np.ndarray:
         """(shapes,) steps per epoch of each.
 
-        An epoch ends when the first resolution has no steps left for its share. Shapes get steps of their resolution in
-        proportion to what rows and mixture allow.
+        An epoch ends as soon as any resolution runs out of rows for its share of the steps. The steps of a resolution
+        are divided among its shapes in proportion to the lower of the limits `steps_of_rows` and `steps_of_mixture`.
         """
         allowed = np.minimum(self.steps_of_rows(), self.steps_of_mixture())
         shares = [self.shapes[numbers[0]].share for numbers in self.by_resolution]
@@ -352,8 +353,8 @@ class Plan:
     def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
         """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
 
-        All blocks have the same number of rows and hold the same units wherever a run starts; -1 stands for a unit that
-        is not needed, and for none at the end of an epoch.
+        All blocks have the same number of rows. Which block a unit belongs to does not depend on where the run starts.
+        An entry of -1 marks a unit that these steps do not need, or a place past the end of the epoch.
         """
         units = np.array(self.unit_range(chunk))
         if self.block_steps > 1:
@@ -383,7 +384,10 @@ class Plan:
         return range(first_unit + (rank - blocks_before) % world_size, first_unit + self.units_per_step, world_size)
 
     def padding_blocks(self, first_step: int, end_step: int) -> int:
-        """Blocks to append to those of these steps: `streaming_split` drops what it cannot split equally."""
+        """Number of padding blocks to append after the blocks of these steps.
+
+        Without them, `streaming_split(equal=True)` would drop the last blocks that do not divide equally.
+        """
         first_unit, last_unit = first_step * self.units_per_step, end_step * self.units_per_step - 1
         num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
         return max(-num_blocks % num_workers for num_workers in self.worker_counts)
@@ -436,9 +440,9 @@ class Plan:
 
 
 def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
-    """The number, from 1, of the caption that an epoch uses of a row or a row group; n with a share of `shares[n - 1]`.
+    """The number of the caption that an epoch uses for a row or a row group, counted from 1.
 
-    `name`: of the row or the row group.
+    Caption n is drawn with a probability proportional to `shares[n - 1]`. `name`: of the row or the row group.
     """
     if len(shares) == 1:
         return 1
@@ -470,7 +474,7 @@ def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
-    """`total` split into whole numbers in proportion to `weights`, each less than 1 off."""
+    """`total` split into whole numbers, each of which differs from its exact part, by `weights`, by less than 1."""
     exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
     parts = np.floor(exact + 1e-9).astype(np.int64)
     parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
@@ -478,7 +482,10 @@ def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
 
 
 def spread(counts: Sequence[int]) -> np.ndarray:
-    """Each number n `counts[n]` times, evenly spread: occurrence j of c is at (j + 1/2) / c of the way."""
+    """A sequence that holds each number n `counts[n]` times, evenly spread.
+
+    The occurrences are sorted by (j + 1/2) / c, where c is how often the number occurs and j counts these from 0.
+    """
     times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
     return np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
 
@@ -586,9 +593,9 @@ def allocate_rows(
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """{column: {bucket: (start, stop)}}: an allocation of each bucket's rows, in an epoch's order, to columns.
 
-    A row that reaches several resolutions is trained on at one of them. The largest resolution takes what its share of
-    `most_rows` needs, the same part of each bucket that reaches it. The smallest gets the rest, because smaller images
-    cannot be used elsewhere.
+    A row that reaches several resolutions is trained on at one of them. Resolutions take rows in turn, the largest
+    first. Each takes its share of `most_rows`, as the same fraction of what is left of every bucket that reaches it.
+    The smallest resolution takes all remaining rows that reach it, because smaller images cannot be used elsewhere.
 
     Example: of buckets {"32": 100, "32+64": 300}, shares {32: 0.5, 64: 0.5} make `most_rows` 400. So 64 pixels get 200
     rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
@@ -619,8 +626,8 @@ def allocate_rows(
 def most_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> float:
     """The largest number of rows of which every resolution can get its share.
 
-    Rows that reach a resolution or a larger one must be enough for the shares of these together. `reaching`: as in
-    `allocate_rows`.
+    For each resolution, take it and all larger ones together. The rows that reach any of these must cover the sum of
+    their shares. `reaching`: as in `allocate_rows`.
     """
     limits, reached, share = [], set(), 0.0
     for size, names in reaching.items():

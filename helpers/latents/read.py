@@ -55,7 +55,9 @@ ReadRows = Callable[[list[RowRange], Source], pa.Table]
 
 
 def latents_dataset(plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
-    """Stored latents in the plan's order, of steps `first_step` to `end_step`, as a Ray dataset of the plan's blocks.
+    """A Ray dataset of the stored latents for steps `first_step` to `end_step` (exclusive).
+
+    Its blocks are the plan's, in the plan's order.
 
     Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (True) and `unit` (the unit's number
     in the run).
@@ -88,7 +90,9 @@ def build_dataset(
 
 
 def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle) -> ray.data.Dataset:
-    """The numbers of a long plan's chunks, a block for each reading task, made not long before the task starts.
+    """A dataset of the chunk numbers of a long plan, one block per reading task.
+
+    The blocks are made up to `LISTED_TASKS` at a time, not long before their tasks start (`wait_for_reader`).
 
     Ray Data bounds its queues in bytes only. A chunk number has eight bytes, so Ray Data would never hold back the
     tasks that make these numbers.
@@ -113,7 +117,10 @@ class ReadPosition:
 
 
 def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
-    """For `map_batches`: the batch, once the readers are at most one batch of chunk numbers behind it."""
+    """For `map_batches`: returns the batch of chunk numbers unchanged, but not too early.
+
+    Waits until the readers have come within one batch's length of the batch's first number.
+    """
     while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
         time.sleep(1)
     return batch
@@ -141,7 +148,8 @@ def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
 def fetch(shared: list[ray.ObjectRef]) -> None:
     """Fetch what `share_plan` returned, so that this process reads without delay later.
 
-    `shared`: in a list, because Ray replaces a reference that is itself an argument by its value.
+    `shared`: a list with one reference. Ray resolves a top-level `ObjectRef` argument to its value, but not one inside
+    a list.
     """
     _fetch(*shared)
 
@@ -292,9 +300,10 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
-    """Columns of row ranges of a folder's Parquet files, concatenated; ranges of a file in a row open it once.
+    """Columns of row ranges of a folder's Parquet files, concatenated.
 
-    The caption and its embedding are those of the caption that a range names.
+    Consecutive ranges of the same file open it once. Each range gives the number of the caption whose text and
+    embedding are read.
     """
     tables = []
     for file_name, of_file in itertools.groupby(row_ranges, key=lambda rows: rows.file_name):
@@ -317,7 +326,10 @@ def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
-    """`column.take(rows)`, which would copy the whole column first; for tensors, this copies only these rows."""
+    """The same rows as `column.take(rows)`, which would first copy the whole column.
+
+    Of a tensor column, this copies only the rows that it takes.
+    """
     is_fixed = pa.types.is_fixed_size_binary(column.type)
     if not is_fixed and not pa.types.is_large_binary(column.type):
         return column.take(rows)

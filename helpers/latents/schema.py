@@ -42,7 +42,7 @@ def numbered(column: str, number: int) -> str:
 
 
 def numbers(column: str, names: Iterable[str]) -> range:
-    """The numbers, from 1, of the captions for which a row with the columns `names` has a `column`."""
+    """The caption numbers, from 1, whose columns are among `names`: `column`, `column_2`, ... (`numbered`)."""
     return range(1, 1 + sum(bool(re.fullmatch(rf"{column}(_\d+)?", name)) for name in names))
 
 
@@ -103,7 +103,10 @@ class ColumnSpec:
         return self.bytes_of(self.shape[0])
 
     def bytes_of(self, num: Any) -> Any:
-        """Bytes of a row that holds `num` of `shape[0]`, such as tokens; `num` may be an array."""
+        """Bytes of a row whose first dimension is `num` instead of `shape[0]`, such as a caption of `num` tokens.
+
+        `num` may be an array.
+        """
         return num * math.prod(self.shape[1:]) * DTYPE().itemsize
 
     @property

@@ -25,7 +25,8 @@ class Adapter:
         kind: the class.
         parts: names of the modules that own parameters, in the order of the forward pass; a list stands for its items.
         blocks: the `parts` that are sharded and compiled one by one.
-        depth: the config's name for the number of blocks; None: all buffers of the class are in its state dict.
+        depth: the config key for the number of blocks. `rebuild_buffers` sets it to 0 to compute the buffers that the
+            state dict lacks. None if the state dict holds all buffers.
         text_width: the config's name for the width of caption embeddings.
         text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
         masks_padding: whether captions come without padding and with a mask.
@@ -34,7 +35,8 @@ class Adapter:
         pipeline, component: diffusers' pipeline, and its name for the denoiser.
         left_out: arguments that build the pipeline without its optional models.
         samplers: values of the parameter `sampler` that the pipeline can use.
-        fixed: values that the config must have; with others, the model takes arguments that the pipeline lacks.
+        fixed: required config values, {key: value}. With any other value, the model would need arguments that its
+            pipeline does not pass.
         note: a sentence for users of the exported pipeline.
     """
 
@@ -216,7 +218,10 @@ def denoise(
 
 
 def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook for sampling: a timestep for every row, where a pipeline gives one; see `PRX.note`."""
+    """Forward pre-hook for sampling: expand the pipeline's timestep to one per row of the batch (see `PRX.note`).
+
+    If the pipeline passes several, all rows get the first.
+    """
     if "timestep" in named:
         latents = arguments[0] if arguments else named["hidden_states"]
         named = {**named, "timestep": named["timestep"].flatten()[:1].expand(len(latents))}

@@ -48,11 +48,13 @@ def noise_schedule(
 class FlowSchedule:
     """Rectified flow (Liu et al., 2023): straight lines from latents to noise, whose direction is predicted.
 
-    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t, from 0 to 999, is at s = (t + 1) / 1000
-    of the line, shifted towards noise to shift s / (1 + (shift - 1) s) (Esser et al., 2024, equation 23).
+    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t (0 to 999) has the unshifted position
+    s = (t + 1) / 1000 between latents (0) and noise (1). Its position is `shift * s / (1 + (shift - 1) * s)`, which is
+    closer to noise if shift > 1 (Esser et al., 2024, equation 23).
 
     Args:
-        shift: of latents with `num_positions`. It grows with the square root of the number of positions.
+        shift: the timestep shift for latents of `num_positions` positions. For other sizes it is multiplied by
+            sqrt(height * width / num_positions).
         num_positions: height times width of latents.
     """
 
@@ -210,8 +212,9 @@ def timestep_density(schedule: Schedule, gamma: float | None, sampling: str) -> 
             - "uniform".
             - "logit_normal": the logit of the position between latents and noise is normal, so the middle is sampled
               most (Esser et al., 2024, section 3.1).
-            - "importance": proportional to the square root of the loss weights. Training divides losses by it, so
-              that gradients have the same expectation and less variance (Nichol and Dhariwal, 2021, section 3.3).
+            - "importance": proportional to the square root of the loss weights. Training divides each row's loss by the
+              relative frequency of its timestep, so that gradients have the same expectation and less variance (Nichol
+              and Dhariwal, 2021, section 3.3).
     """
     if sampling == "uniform":
         return None
@@ -255,8 +258,8 @@ def row_losses(
 class EMA:
     """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
 
-    It starts as a copy of the parameters after step `start` (MosaicML's started near the end of training). Before, it
-    takes neither time nor memory, and checkpoints hold the parameters in its place.
+    It starts as a copy of the parameters after step `start` (MosaicML's started near the end of training). Before
+    that step, the average takes neither time nor memory, and checkpoints hold the parameters in its place.
 
     Args:
         model: the module with the parameters.

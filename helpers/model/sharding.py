@@ -42,8 +42,9 @@ def build_model(
         seed: of the weights.
         strategy: what is spread over the ranks.
             - "ddp": nothing but the batch; every rank holds everything, and gradients are averaged.
-            - "fsdp": gradients and optimizer state; weights stay gathered after the forward pass (SHARD_GRAD_OP).
-            - "fsdp-full": weights too; they are gathered block by block (FULL_SHARD).
+            - "fsdp": stored weights, gradients and optimizer state. Weights stay gathered between the forward pass and
+              the step's last backward pass (SHARD_GRAD_OP).
+            - "fsdp-full": the same; weights are gathered block by block in each pass, then freed (FULL_SHARD).
             - "hsdp": "fsdp" within a node, "ddp" across nodes; see `shard_size`.
         precision: "fp32", or "bf16": see `autocast` and `apply_fsdp`.
         compile_unet: see `compile_blocks`.
@@ -95,7 +96,8 @@ def compile_blocks(denoiser: ModelMixin) -> None:
 def is_sharded(strategy: str, precision: str) -> bool:
     """Whether `build_model` applies FSDP2.
 
-    One rank has nothing to shard. In a process group, it applies FSDP2 for its bf16 beside fp32 weights.
+    A single rank has nothing to shard, but in a process group with bf16 it still uses FSDP2. FSDP2 then computes in
+    bf16 and keeps fp32 weights. "ddp" never uses FSDP2.
     """
     return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
 
@@ -180,7 +182,8 @@ def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.d
 def apply_channels_last(denoiser: ModelMixin, sharded: bool) -> None:
     """Let convolutions compute on (B, H, W, C) in memory, which tensor cores are fastest on.
 
-    A convolution takes the layout of its weights. FSDP2 needs contiguous weights: there it takes that of its inputs.
+    Without FSDP2, the weights are converted to channels_last. FSDP2 needs contiguous weights, so with it each
+    convolution's inputs are converted instead.
     """
     if not sharded:
         denoiser.to(memory_format=torch.channels_last)

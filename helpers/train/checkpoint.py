@@ -49,7 +49,8 @@ def list_checkpoints(run_uri: str) -> list[str]:
 def find_corruption(checkpoint_uri: str) -> str | None:
     """What is wrong with a checkpoint folder, in a few words; None if all files are there, in full size.
 
-    `last_sound` reads their bytes too, and leaves a note here.
+    `last_sound` also reads the bytes; it marks a damaged checkpoint with `damaged.json`, which this function then
+    reports.
     """
     try:
         progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))

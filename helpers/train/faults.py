@@ -28,8 +28,9 @@ HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
-    A worker that waits forever, in a collective or for a file system, looks alive from outside. The limit is ten times
-    as long after a slow beat, and until the first beat, for compilation and the first batch.
+    A worker that waits forever, in a collective or for a file system, looks alive from outside. The limit is
+    10 * `timeout` before the first beat, which includes compilation and the first batch. It is also 10 * `timeout`
+    after `beat(slow=True)`.
 
     Args:
         timeout: seconds.
@@ -102,7 +103,9 @@ def check_links(device: torch.device) -> str | None:
 
 
 def end_if_sick(run_uri: str, device: torch.device) -> bool:
-    """Whether some worker's device or links compute wrongly; then return from the training function. For all ranks.
+    """Return True if a device or link of any worker computes wrongly.
+
+    The caller must then return from the training function. Call it on all ranks.
 
     The sick workers' machines are excluded, and these workers raise RuntimeError. Ray Train then starts the group
     again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker raises.
@@ -154,8 +157,8 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
 class PreemptionNotice:
     """Asks Ray Train every few seconds whether a node of the run is about to be preempted, to save a checkpoint.
 
-    All workers must ask at the same steps. So they agree on an interval in steps: after the first step, and again after
-    the twentieth, because the first ones are slower.
+    All workers must ask at the same steps. So they agree on how many steps lie between two requests. They choose this
+    number after their step 1, and again after their step 20, because the first steps are slower.
     """
 
     def __init__(self, device: torch.device | str, every_seconds: float = 2.0):
@@ -182,8 +185,8 @@ class PreemptionNotice:
 class LostCheckpoint(ray.train.Checkpoint):
     """What rank 0 reports to Ray Train in place of a checkpoint that a worker could not upload; `why`: a sentence.
 
-    Our own code asks `isinstance`. Ray Train registers a reported checkpoint if it is true; a false one replaces no
-    older checkpoint.
+    It is falsy. Ray Train registers only truthy checkpoints, so a lost one replaces no older checkpoint. This project's
+    code recognises it by `isinstance`.
     """
 
     def __init__(self, path: str, filesystem: fs.FileSystem, why: str):

@@ -47,7 +47,11 @@ NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose bytes are not those that were saved, or that holds what no checkpoint of DCP holds."""
+    """A checkpoint that is not used, because its bytes are not those that were saved, or because of what it holds.
+
+    Its metadata may name classes that PyTorch's checkpoints do not contain, or a file outside of its folder; or an
+    entry that is no tensor may hold more than numbers and texts.
+    """
 
 
 class MetadataUnpickler(pickle.Unpickler):

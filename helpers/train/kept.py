@@ -7,11 +7,11 @@ checkpoints:
     at its end      rows left over by its plan -> transform -> encode -> write; then manifest.json
     later epochs    runs/{run_name}/latents -> trainers
 
-`keep_block` commits each block of the plan before passing it on: first its file, then its entry, which is a segment
-entry of `encode.job` named after the block's first unit. So all rows that a checkpoint covers are committed before
-it is saved. Blocks depend neither on the step that a run starts at nor on the number of workers: a resumed run encodes
-the blocks after its checkpoint again and writes those that are missing. A file holds one block, a few megabytes;
-preprocessing writes 1,024 rows or more.
+`keep_block` commits each block before the trainers get it. It writes the block's file, then its entry. The entry has
+the format of `encode.job`'s segment entries and is named by the number of the block's first unit. So all rows that a
+checkpoint covers are committed before it is saved. Blocks depend neither on the step that a run starts at nor on the
+number of workers: a resumed run encodes the blocks after its checkpoint again and writes those that are missing. A file
+holds one block, a few megabytes; preprocessing writes 1,024 rows or more.
 
 Order: the first epoch has the order of an online run. Later epochs have that of a run over stored latents, here
 `runs/{run_name}/latents`: row groups, each from one block, are shuffled by seed and epoch, then the rows of each chunk.
@@ -129,7 +129,7 @@ def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
 
     Args:
         rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
-        plan: tells the block's first unit; its sources need no files.
+        plan: gives the number of the block's first unit. Its sources may have empty file lists.
         arguments: what `job.Job.write_arguments` returns.
     """
     units = rows[UNIT].to_numpy()
@@ -185,7 +185,7 @@ def finish_epoch(job: Job, plan: Plan, config: TrainingConfig, stream: Callable)
 def left_over(plan: Plan) -> dict[int, Plan]:
     """{segment number: one-epoch plan} for the rows of each source that the first epoch of `plan` leaves over.
 
-    Their blocks are as large as those of `plan`: each row is a step, and padding fills up the last block.
+    In these plans a step is one row. A block holds as many rows as a block of `plan`, and the last block is padded.
     """
     plans, block_rows = [], plan.block_rows
     chunk_rows = max(1, plan.chunk_units * plan.unit_rows // block_rows) * block_rows

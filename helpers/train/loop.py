@@ -132,7 +132,8 @@ def has_spare_gpu(device: torch.device, accelerator_type: str | None = None) -> 
 class MetricsWriter:
     """Writes a step's metrics with the ids of its global batch, in a thread while the next step runs.
 
-    Each step waits for the line of the step before: a worker that dies takes unwritten lines with it.
+    Each step waits until the previous step's line is written to `log`. So a worker that dies loses at most one line,
+    and on an object store also those that `MetricsLog` still holds.
 
     `log`: rank 0's; None on the other ranks.
     """

@@ -29,10 +29,11 @@ class MetricsLog:
 
     On a disk each line is appended to `metrics.jsonl` at once.
 
-    An object store cannot append. There the lines are in objects `metrics-{attempt}-{first step}.jsonl`. A thread
-    replaces the newest object by a longer one, `FLUSH_SECONDS` after the first line that it lacks; after `OBJECT_LINES`
-    lines, the next object begins. So a step's metrics can be read within 30 seconds, if the store takes a write within
-    15, and a killed worker loses no more than these seconds. Lines that the store refuses are written later.
+    An object store cannot append. There the lines are in objects `metrics-{attempt}-{first step}.jsonl`. The first
+    unwritten line starts a timer. After `FLUSH_SECONDS`, a thread rewrites the newest object with all of its lines.
+    After `OBJECT_LINES` lines, a new object begins. If a write takes at most 15 seconds, a step's metrics can be read
+    within 30 seconds. A killed worker then loses at most the last 30 seconds of metrics. Lines that the store refuses
+    are written later.
     """
 
     def __init__(self, run_uri: str):

@@ -1,12 +1,22 @@
 """Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
 
-Keys of a file: step; validation_loss, unweighted and rows (`evaluation.validation_loss`); loss_by_noise, {timestep:
-unweighted loss}; for a `validation_uri`, the same four as validation_set_loss, validation_set_unweighted,
-validation_set_rows and validation_set_loss_by_noise, and validation_set_uri; prompts, the number of pictures drawn;
-clip_score, cmmd, agreement and agreement_by_attribute, if they were asked for; seconds. After failures: failed, {what:
-a sentence}. A checkpoint that was skipped for a newer one has step and skipped, a sentence. `unfinished` is true while
-an evaluation runs; to_score, {ranks, prompts}, is there until what the trainers drew is scored
-(`evaluation.at_checkpoints.OnWorkers`).
+Keys of a file; an evaluation has those that apply to it:
+
+- `step`: of the checkpoint.
+- `validation_loss`, `unweighted`: see `evaluation.validation_loss`.
+- `rows`: the number of validation rows.
+- `loss_by_noise`: {timestep: unweighted loss}.
+- `validation_set_loss`, `validation_set_unweighted`, `validation_set_rows`, `validation_set_loss_by_noise`: the same
+  four for a `validation_uri`.
+- `validation_set_uri`: that `validation_uri`.
+- `prompts`: the number of pictures drawn.
+- `clip_score`, `cmmd`, `agreement`, `agreement_by_attribute`: if they were asked for.
+- `seconds`: that the evaluation took.
+- `failed`: {what: a sentence}, after failures.
+- `skipped`: a sentence, for a checkpoint that was not evaluated, such as one skipped for a newer one.
+- `unfinished`: true while an evaluation runs.
+- `to_score`: {ranks, prompts} of pictures that the trainers drew (`evaluation.at_checkpoints.OnWorkers`); it is removed
+  when the pictures are scored.
 """
 
 from __future__ import annotations

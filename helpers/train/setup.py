@@ -92,7 +92,7 @@ def open_run(config: TrainingConfig) -> DataSets:
 def reconcile_checkpoints(run_uri: str) -> list[str]:
     """Delete what the next attempt cannot use; returns sentences about checkpoints that cannot be used.
 
-    Ray Train does not start with a list of checkpoints that it cannot read, or that names missing folders. Without a
+    Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
     list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
     the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
     while nothing trains under this name.
@@ -146,7 +146,8 @@ def describe_shapes(plan: Plan) -> list[dict]:
 def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
 
-    An earlier run of this name must have had the same data, and the same parameters except those that fix nothing.
+    An earlier run of this name must have had the same data, and the same values of the parameters that `config.fixed`
+    returns for "rows", "latents" and "run". The other parameters may change.
     """
     check_mixture(data.manifests)
     for uri, manifest in data.manifests.items():

@@ -35,7 +35,8 @@ class StepSource:
     Args:
         config: of the run.
         stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset.
-        first_step, end_step: the run's steps that come from here (None: to the last); the plan counts from them.
+        first_step, end_step: the range of the run's steps that this source yields; `end_step` None means to the last
+            step. Step 0 of the plan is step `first_step` of the run.
     """
 
     def __init__(

@@ -281,8 +281,8 @@ class TrainStep:
         """The denoiser with the averaged weights, to evaluate between two steps. Call it on all ranks.
 
         The averaged weights take the place of the trained ones until the block ends, in the same memory. Compiled
-        blocks run eagerly, because another number of rows would compile them again. Each module's mode is restored:
-        the compiled blocks fit that mode alone.
+        blocks run eagerly, because another number of rows would compile them again. Afterwards each module's
+        train/eval mode is restored, because the blocks were compiled for that mode.
         """
         modes = {module: module.training for module in self.denoiser.modules()}
         with self.ema.swapped(), torch.compiler.set_stance("force_eager"):

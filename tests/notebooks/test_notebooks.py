@@ -263,7 +263,7 @@ def test_a_cell_that_is_run_too_early_says_what_to_run_first():
     """After the cells that import and check parameters, one from the middle."""
     notebook = read("Preprocessing.ipynb")
     cells = code_cells("Preprocessing.ipynb")
-    notebook.cells = [*cells[:3], next(cell for cell in cells if "def pipeline(" in cell.source)]
+    notebook.cells = [*cells[:4], next(cell for cell in cells if "def pipeline(" in cell.source)]
     with pytest.raises(CellExecutionError, match="(?s)'job' is not defined.*Run the cells above this one first"):
         NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
 

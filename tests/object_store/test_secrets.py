@@ -17,11 +17,14 @@ SECRET, HUB_TOKEN = "canary/of+the/store", "hf_canaryOfTheHub"
 SCRIPT = """
 import sys, ray
 from helpers.runtime import session
+from helpers.train import monitor
 from tests.pipelines import draw_and_encode, fit, short_run
 
 session.connect("local", num_cpus=4)
 storage = draw_and_encode("s3://bucket/secrets", 96)
-fit(short_run(storage, "run", max_steps=10, trackers=["tensorboard"]))
+config = short_run(storage, "run", max_steps=10, trackers=["tensorboard"])
+with monitor.monitor_run(config):
+    fit(config)
 gcs = ray._private.worker.global_worker.gcs_client
 state = ray._private.state.state
 answers = [gcs.get_all_job_info(), state.job_table(), state.actor_table(None), state.node_table()]
