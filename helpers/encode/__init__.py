@@ -1,5 +1,5 @@
 """In: raw rows. Out: latents and caption embeddings, in a folder (`job`) or on their way to the trainers (`online`).
 
-Read `encoder` first: the actor. `prepare` and `prepare_online` are what the driver does before a job or run.
-To copy: `encoder` with `captions`, `models` and `latents.schema`.
+Read `encoder` first: the actor. The driver runs `prepare` or `prepare_online` before a job or a run; CPU tasks run
+`stages`. To copy: `encoder` with `models`, `latents.schema` and `distributed`.
 """

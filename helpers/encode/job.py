@@ -1,8 +1,8 @@
 """The commit protocol of a preprocessing job.
 
-The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists;
-without it, files that a killed job left are ignored. When all segments are committed, their entries become
-`manifest.json`, which is written last. Rerunning a job does the missing segments; rerunning a finished job does
+The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists.
+Files without such an entry were left by a killed job, and are deleted. When all segments are committed, their entries
+become `manifest.json`, which is written last. A job that is run again does the missing segments; a finished job does
 nothing.
 """
 
@@ -36,7 +36,7 @@ FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writ
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive input files that are committed together. `limit`: the most rows to take from them, None for all."""
+    """Consecutive input files that are committed together. `limit`: the maximum number of their rows; None: all."""
 
     index: int
     paths: list[str]
@@ -45,9 +45,9 @@ class Segment:
 
 
 def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEGMENT) -> list[Segment]:
-    """Divide files into segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
+    """The files in segments of about `rows_per_segment` rows, up to `config.limit` rows in all.
 
-    A pure function of the files' row counts. Raises ValueError if there are no rows.
+    The segments depend only on the files' row counts. Raises ValueError if there are no rows.
     """
     segments, sources, rows = [], [], 0
     for path, taken, is_cut in inputs.rows_to_read(paths, config):
@@ -67,7 +67,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
 
 
 def begun_with(latents_uri: str) -> dict | None:
-    """`Job.parameters` of the job that is finished or unfinished at `latents_uri`; None without one."""
+    """`Job.parameters` of the job at `latents_uri`, finished or not; None if there is none."""
     if storage.exists(storage.join(latents_uri, MANIFEST)):
         return read_manifest(latents_uri).job
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
@@ -79,16 +79,16 @@ Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of it
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """One preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
+    """A preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
 
     Args:
         latents_uri: where the latents go.
-        parameters: those that affect the output, to check that a rerun is the same job.
+        parameters: those that fix the output; a rerun must have the same ones.
         description: the encoder's part of the manifest (`prepare.describe_encoder`).
-        plan: returns the segments (`plan_segments`). It reads the footers of the whole input, so it is called once per
-            job; a rerun reads its result from `segments/job.json`.
+        plan: returns the segments (`plan_segments`). It is called once per job, because it reads the footers of the
+            whole input; a rerun reads the segments from `segments/job.json`.
         id_type: Arrow type of the stored ids.
-        max_failures: how often a segment is restarted after losing a node, an actor or a worker; -1: always.
+        max_failures: restarts of a segment that loses a node, an actor or a worker; -1: no limit.
         config: the job's parameters with the commits of its models (`prepare.prepare_job`), for its pipeline.
 
     Raises ValueError if `latents_uri` holds something else.
@@ -115,9 +115,9 @@ class Job:
         return storage.exists(self.uri(MANIFEST))
 
     def known_segments(self) -> list[Segment]:
-        """The segments planned by an earlier run; [] without one.
+        """The segments that an earlier run planned; [] without one.
 
-        Raises ValueError if the folder holds other files, or was made with other parameters, naming the first.
+        Raises ValueError if the folder holds other files, or data that was made with other parameters.
         """
         if (earlier := begun_with(self.latents_uri)) is not None:
             self.check_same(earlier)
@@ -145,7 +145,7 @@ class Job:
             )
 
     def save(self) -> None:
-        """Write what a rerun needs to know of the job."""
+        """Write the segments and parameters, which a rerun reads."""
         segments = [dataclasses.asdict(segment) for segment in self.segments]
         storage.write_json(self.uri(SEGMENTS, JOB), {"parameters": self.parameters, "segments": segments})
 
@@ -154,14 +154,14 @@ class Job:
         return storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
 
     def committed(self) -> dict[int, dict]:
-        """Entries of an unfinished job's committed segments by index, in order."""
+        """{index: entry} of an unfinished job's committed segments, in order."""
         uris = [uri for uri in storage.list_files(self.uri(SEGMENTS), ".json") if storage.name(uri) != JOB]
         with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
             entries = pool.map(storage.read_json, uris)
         return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
 
     def pending(self) -> list[Segment]:
-        """The segments that are still to do."""
+        """The segments that are not committed."""
         done = self.committed()
         return [segment for segment in self.segments if segment.index not in done]
 
@@ -185,11 +185,11 @@ class Job:
         return arguments if segment is None else {**arguments, "segment_index": segment.index}
 
     def run(self, pipeline: Pipeline, progress: Callable[[int, int], None] | None = None) -> Manifest:
-        """Run the missing segments, one at a time, and return the manifest.
+        """Run the missing segments, one at a time; returns the manifest.
 
-        Iterating over the dataset that `pipeline(segment)` returns runs the pipeline.
-        `progress(rows, of_rows)` is called as files are written. An interrupted segment's files are deleted. Raises
-        RuntimeError if another driver is running this job (`runtime.lease`).
+        `pipeline(segment)`: a lazy dataset, which this job iterates over. `progress(rows, of_rows)`: called as files
+        are written. An interrupted segment's files are deleted. Raises RuntimeError if another driver is running this
+        job (`runtime.lease`).
         """
         if self.finished:
             manifest = read_manifest(self.latents_uri)
@@ -232,7 +232,7 @@ class Job:
                 print(f"Segment {segment.index} is restarted ({which}): {retries.summarize_error(str(error))}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
-        """Run one segment's pipeline and return the segment's entry, the sum of its write tasks' reports."""
+        """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports."""
         started, tables, rows = time.time(), [], 0
         # Closed explicitly, because an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
@@ -266,7 +266,7 @@ class Job:
         return len(left)
 
     def finish(self) -> Manifest:
-        """Write the manifest, which marks the job as finished, and delete the entries that it replaces."""
+        """Write the manifest, which marks the job as finished, and delete the segments' entries."""
         self.delete_uncommitted()
         entries = list(self.committed().values())
         manifest = Manifest.of(
@@ -282,11 +282,11 @@ class Job:
 
 
 def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
-    """A segment's entry: the sum of its write tasks' reports, which `stages.write_latents` returns as tables.
+    """A segment's entry: the sum of its write tasks' reports, the tables that `stages.write_latents` returns.
 
     `filtered` counts the rows that were neither written nor rejected: read = written + sum(rejected) + filtered.
-    `transform_seconds`, `encode_seconds` and `write_seconds` are sums over each stage's workers; `encoding_seconds` is
-    the time from the first encoder call to the last; `seconds`, from start to end, is set by the caller.
+    `transform_seconds`, `encode_seconds` and `write_seconds` are sums over each stage's workers. `encoding_seconds` is
+    the time from the first encoder call to the last. The caller sets `seconds`, the time from start to end.
     """
     reports = [json.loads(text) for table in tables for text in table["report"].to_pylist()]
 
@@ -317,7 +317,7 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
 def timeline(calls: list[dict]) -> list[list[float]]:
     """[[seconds since the first call, share of the encoders that compute, rows/s]] over the calls of a segment.
 
-    At most `TIMELINE` points, each the mean over a second or more; a call's rows are spread evenly over its time.
+    There are at most `TIMELINE` points, each the mean over a second or more. A call's rows spread evenly over its time.
     """
     starts, ends, rows = (np.array([call[name] for call in calls]) for name in ("started", "ended", "rows"))
     num_encoders, took = len({call["encoder"] for call in calls}), np.maximum(ends - starts, 1e-6)

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from PIL import Image
 
 from .. import storage
 from ..config.preprocessing import OnlineConfig
@@ -88,7 +87,7 @@ def transform_for_epoch(
     units = rows[UNIT].to_numpy()
     is_used, epochs = units >= 0, (np.maximum(units, 0) // units_per_epoch).tolist()
     ids_and_epochs = list(zip(rows[inputs.ID].to_pylist(), epochs, strict=True))
-    crops = [crop_of(row_id, epoch, config, seed) for row_id, epoch in ids_and_epochs]
+    crops = [augment_crop(row_id, epoch, config, seed) for row_id, epoch in ids_and_epochs]
     numbers = np.array([draw_caption(caption_shares, seed, epoch, str(row_id)) for row_id, epoch in ids_and_epochs])
     sizes = {schema.latents_column(*shape): shape for shapes in config.shapes.values() for shape in shapes}
     shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
@@ -102,18 +101,11 @@ def transform_for_epoch(
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
 
 
-def augment_crop(
-    picture: Image.Image, ratio: float, *, row_id: int | str, epoch: int, config: OnlineConfig, seed: int
-) -> Image.Image:
-    """The crop of a picture for one epoch; it depends only on (seed, epoch, id), the picture's size and `ratio`.
+def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
+    """The function that crops a row's picture in one epoch. The crop depends only on the seed, the epoch and the id.
 
-    `ratio`: the crop's width over its height. `config`: see `transform_for_epoch`.
+    `config`: see `transform_for_epoch`.
     """
-    return crop_of(row_id, epoch, config, seed)(picture, ratio)
-
-
-def crop_of(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
-    """`augment_crop` of a row in an epoch, as a function of plain values."""
     seeds = seed, epoch, zlib.crc32(str(row_id).encode())
     options = {"smallest": config.random_crop, "may_mirror": config.horizontal_flip}
     return functools.partial(images.random_crop, seeds=seeds, **options)

@@ -288,7 +288,7 @@ def test_the_augmentation_changes_with_the_epoch_alone():
     def cut(row_id, epoch, seed=0, **changes):
         values = {"random_crop": 0.7, "horizontal_flip": True, **changes}
         config = OnlineConfig(**values)
-        return online.augment_crop(picture, 1.0, row_id=row_id, epoch=epoch, config=config, seed=seed).tobytes()
+        return online.augment_crop(row_id, epoch, config, seed)(picture, 1.0).tobytes()
 
     assert cut(5, 0) == cut(5, 0)
     assert len({cut(5, epoch) for epoch in range(6)}) == 6

@@ -38,7 +38,7 @@ def copied_lines(*modules):
         pytest.param(lambda: copied_lines("train.loop"), 3_086, id="to copy: the training loop"),
         pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_397, id="lesson"),
         pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_375, id="all but lesson"),
-        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_767, id="tests"),
+        pytest.param(lambda: folder_lines(ROOT / "tests"), 14_770, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1550, id="words of README.md"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().splitlines()), 150, id="lines of README.md"),
     ],
