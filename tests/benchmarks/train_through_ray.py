@@ -57,7 +57,7 @@ class SameBatch(sources.StepSource):
     def resume_point(self):
         return resume.choose_resume_point(self.config)
 
-    def steps(self, step, rejects):
+    def steps(self, step):
         batch = first_batch(self.config, read_manifest(self.config.latents_uri))
         for _ in range(step, self.end_step):
             yield [batch], 0.0
