@@ -13,7 +13,7 @@ from ..config.parameters import first_difference
 from ..config.preprocessing import OnlineConfig
 from ..config.training import TrainingConfig
 from ..latents import held_out, schema
-from ..latents.manifest import MANIFEST, Manifest, add_up, read_manifest, write_manifest
+from ..latents.manifest import MANIFEST, Manifest, add_up, read_files, read_manifest, write_manifest
 from ..latents.plan import CHUNK_BYTES
 from ..raw import index, inputs
 from ..runtime import lease
@@ -113,7 +113,7 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     uri, num_rows = training.latents_uri, held_out.NUM_ROWS
     latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config)
     segment, reports = Segment(0, [], 0), []
-    if ranges := held_out.first_ranges(manifest, uri, training.largest_resolution, num_rows):
+    if ranges := held_out.first_ranges(manifest, read_files(uri), training.largest_resolution, num_rows):
         rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX))[:num_rows]
         segment = dataclasses.replace(segment, rows=len(rows))
         # On a CPU, use all threads: nothing else runs in this process yet.

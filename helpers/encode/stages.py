@@ -12,6 +12,7 @@ import itertools
 import json
 import time
 import uuid
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
-from ..latents import schema
+from ..latents import digests, schema
 from ..raw import images, inputs, isolation
 from .captions import caption_ids
 
@@ -150,10 +151,12 @@ def write_latents(
         layout = schema.latents_schema(id_type, columns)
         stored = rows.select(layout.names)
         tables = (stored.filter(pa.array(mask_B)).cast(layout) for mask_B in masks.values())  # one in memory at a time
-        num_bytes = write_parquet(tables, storage.join(latents_uri, "data", name))
+        num_bytes, digest = write_parquet(tables, storage.join(latents_uri, "data", name))
         groups = {bucket: schema.row_groups(count) for bucket, count in counts.items()}
         row_groups = list(itertools.chain.from_iterable(groups.values()))
-        files = [{"name": name, "row_groups": row_groups, "buckets": {b: len(sizes) for b, sizes in groups.items()}}]
+        buckets = {bucket: len(sizes) for bucket, sizes in groups.items()}
+        file = {"name": name, "row_groups": row_groups, "buckets": buckets, "bytes": num_bytes, "digest": digest}
+        files = [file]
     bad = rows.filter(pc.not_equal(rows[schema.REASON], ""))
     if len(bad):
         layout = schema.rejects_schema(id_type)
@@ -192,18 +195,21 @@ def bucket_masks(rows: pa.Table, columns: list[schema.ColumnSpec], validation_sh
     return masks
 
 
-def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
-    """Write a Parquet file, in which each table begins a row group; returns its bytes.
+def write_parquet(tables: Iterable[pa.Table], uri: str) -> tuple[int, int]:
+    """Write a Parquet file, in which each table begins a row group; returns its bytes and its digest (`digests`).
 
     Without compression, dictionaries and statistics: 16-bit floats hardly shrink, and reading has nothing to decode.
     """
     filesystem, path = storage.open_filesystem(uri)
     if storage.is_local(uri):
         filesystem.create_dir(path.rsplit("/", 1)[0])
-    tables = iter(tables)
+    tables, sums, size = iter(tables), [], schema.ROWS_PER_ROW_GROUP
     first = next(tables)
     layout = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
         for table in itertools.chain([first], tables):
-            file.write_table(table, row_group_size=schema.ROWS_PER_ROW_GROUP)
-    return filesystem.get_file_info(path).size
+            file.write_table(table, row_group_size=size)
+            sums += [digests.sum_columns(table.slice(start, size)) for start in range(0, len(table), size)]
+        text = json.dumps(sums)
+        file.add_key_value_metadata({digests.KEY: text})
+    return filesystem.get_file_info(path).size, zlib.crc32(text.encode())

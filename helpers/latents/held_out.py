@@ -50,8 +50,9 @@ def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
             manifest = read_manifest(uri)
         latents = [spec.name for spec in manifest.latents_at(resolution)]
         columns = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS]
-        read = functools.partial(read_row_ranges, columns=columns, folder_uri=storage.join(uri, "data"))
-        ranges = first_ranges(manifest, uri, resolution, wanted)
+        files = read_files(uri)
+        read = functools.partial(read_row_ranges, columns=columns, files=files)
+        ranges = first_ranges(manifest, files, resolution, wanted)
         with ThreadPoolExecutor(16) as pool:  # a few rows of each file
             parts = list(pool.map(read, ([one] for one in ranges)))
         if parts:
@@ -59,9 +60,9 @@ def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
     return pa.concat_tables(tables) if tables else None
 
 
-def first_ranges(manifest: Manifest, uri: str, resolution: int, wanted: int) -> list[RowRange]:
+def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:
     """The first held-out row groups with latents at a resolution: enough for `wanted` rows, or all there are."""
-    files, latents = read_files(uri), {spec.name for spec in manifest.latents_at(resolution)}
+    latents = {spec.name for spec in manifest.latents_at(resolution)}
     groups = groups_with(files, latents, schema.HELD_OUT)
     groups = groups[: np.searchsorted(np.cumsum(files.group_rows[groups]), wanted) + 1]
     return [files.row_range(group, 0, files.group_rows[group]) for group in groups]
@@ -108,7 +109,7 @@ class ValidationSet:
         counted, numbers = numbers < len(groups), numbers.clip(max=len(groups) - 1)
         ranges = [self.files.row_range(groups[number], 0, sizes[number]) for number in numbers]
         columns = [schema.ID, latents.name, schema.EMBEDDINGS]
-        read = functools.partial(read_row_ranges, columns=columns, folder_uri=storage.join(self.uri, "data"))
+        read = functools.partial(read_row_ranges, columns=columns, files=self.files)
         for rows, number, counts in zip(read_ahead(read, ranges), numbers, counted, strict=True):
             yield rows, first_rows[number] + np.arange(len(rows)), np.full(len(rows), counts)
 

@@ -3,7 +3,7 @@
 `files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
 rows of each of its "row_groups", and its "buckets": {bucket: number of row groups}. The row groups of the first bucket
 come first, then those of the second, and so on. All rows of a bucket have latents in the same columns
-(`schema.bucket_name`), and are trained on or held out.
+(`schema.bucket_name`), and are trained on or held out. A file of latents also has its "bytes" and "digest" (`digests`).
 
 `manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
 folder that has one is complete.
@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from .. import storage
-from . import schema
+from . import digests, schema
 
 SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
 MANIFEST, FILES = "manifest.json", "files.json"
@@ -197,13 +197,17 @@ def encode_embedding(array: np.ndarray) -> str:
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of one row group of a file; `caption`: the number, from 1, of the caption that they use."""
+    """Consecutive rows of one row group of a file.
+
+    `caption`: the number, from 1, of the caption that they use. `digest`: of the file (`digests`).
+    """
 
     file_name: str
     row_group: int
     first_row: int
     num_rows: int
     caption: int = 1
+    digest: int = digests.UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,6 +220,8 @@ class Files:
         group_rows: (row groups,) int32: rows in each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
         bucket_names, group_buckets: the buckets, and (row groups,) which of them each row group holds.
+        digests: (files,) of the files (`digests`).
+        layout: the columns that each file has; None if that is not checked.
     """
 
     uri: str
@@ -224,9 +230,11 @@ class Files:
     first_group: np.ndarray
     bucket_names: list[str]
     group_buckets: np.ndarray
+    digests: np.ndarray
+    layout: pa.Schema | None = None
 
     @classmethod
-    def of(cls, uri: str, files: list[dict]) -> Files:
+    def of(cls, uri: str, files: list[dict], layout: pa.Schema | None = None) -> Files:
         """`files`: those of the segments in `files.json`."""
         bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
         numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
@@ -239,6 +247,8 @@ class Files:
             np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
             bucket_names,
             np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
+            np.array([file.get("digest", digests.UNKNOWN) for file in files], np.int64),
+            layout,
         )
 
     def groups_of(self, bucket: str) -> np.ndarray:
@@ -250,7 +260,7 @@ class Files:
         """Rows of row group number `group`."""
         file = np.searchsorted(self.first_group, group, side="right") - 1
         name, number = self.names[file].as_py(), int(group - self.first_group[file])
-        return RowRange(name, number, int(first_row), int(num_rows))
+        return RowRange(name, number, int(first_row), int(num_rows), digest=int(self.digests[file]))
 
 
 def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:
@@ -278,7 +288,23 @@ def read_segments(latents_uri: str) -> list[dict]:
 
 def read_files(latents_uri: str) -> Files:
     """The files of a finished job, in the order of its segments."""
-    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
+    manifest = read_manifest(latents_uri)
+    layout = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns)
+    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]], layout)
+
+
+def find_changed_file(latents_uri: str) -> str | None:
+    """A sentence about the first file that is gone or has another size than was written; None if there is none.
+
+    It lists the folder once, and takes a second for each thousand files on an object store.
+    """
+    sizes = storage.sizes(storage.join(latents_uri, "data"))
+    for file in (file for segment in read_segments(latents_uri) for file in segment["files"]):
+        name, size = file["name"], file.get("bytes")
+        if name not in sizes or size not in (None, sizes[name]):
+            found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
+            return f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}."
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,17 @@ class PlainParquetFile(pq.ParquetFile):
         """Raises ValueError for a column of an extension type. `columns`: None for all."""
         check_types(self.schema_arrow, self.uri, columns)
 
+    def check_layout(self, layout: pa.Schema | None, columns: list[str]) -> None:
+        """Raises ValueError for a column that is missing or has another type than in `layout`; None: no check."""
+        self.check_columns(columns)
+        for name in columns if layout else ():
+            found = self.schema_arrow.field(name).type if name in self.schema_arrow.names else "missing"
+            if found != layout.field(name).type:
+                raise ValueError(
+                    f"{self.uri}: the column {name!r} is {found}, and {layout.field(name).type} by the manifest: "
+                    "restore the file from a copy, or encode the data again into another latents_uri."
+                )
+
     def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:
         return self.read_plain(super().read, columns, **options)
 
@@ -95,7 +106,10 @@ def open_parquet(uri: str | os.PathLike, **options: Any) -> PlainParquetFile:
     Page checksums are verified where the file has them, as latents have.
     """
     filesystem, path = storage.open_filesystem(uri)
-    file = PlainParquetFile(path, filesystem=filesystem, page_checksum_verification=True, **options)
+    try:
+        file = PlainParquetFile(path, filesystem=filesystem, page_checksum_verification=True, **options)
+    except pa.ArrowInvalid as error:  # no footer: it was cut short, or is no Parquet file
+        raise pa.ArrowInvalid(f"{uri} cannot be read: {error}") from None
     file.uri = str(uri)
     return file
 

@@ -29,8 +29,8 @@ from ray.actor import ActorHandle
 
 from .. import storage
 from ..runtime import throttle
-from . import schema
-from .manifest import RowRange, read_files
+from . import digests, schema
+from .manifest import Files, RowRange, read_files
 from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
 
@@ -293,25 +293,29 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
     Of a row's captions, only the one that the plan drew is read, as if it were the only one.
     """
     columns = [schema.ID, schema.CAPTION, source.latents.name, schema.EMBEDDINGS]
-    rows = read_row_ranges(row_ranges, columns, storage.join(source.files.uri, "data"))
+    rows = read_row_ranges(row_ranges, columns, source.files)
     if padded_to:
         rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[source.latents.name], padded_to))
     return rows.append_column(KEEP, pa.array(np.ones(len(rows), dtype=bool)))
 
 
-def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: str) -> pa.Table:
-    """Columns of row ranges of a folder's Parquet files, concatenated.
+def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files) -> pa.Table:
+    """Columns of row ranges of latents files, concatenated.
 
     Consecutive ranges of the same file open it once. Each range gives the number of the caption whose text and
-    embedding are read.
+    embedding are read. Raises ValueError that names the file if it holds other columns or values than were encoded.
     """
     tables = []
-    for file_name, of_file in itertools.groupby(row_ranges, key=lambda rows: rows.file_name):
+    for (file_name, digest), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.digest)):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
-        with open_parquet(storage.join(folder_uri, file_name), pre_buffer=True) as file:
+        with open_parquet(storage.join(files.uri, "data", file_name), pre_buffer=True) as file:
+            sums = digests.read_sums(file, digest)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
+                file.check_layout(files.layout, stored)
                 group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
+                if sums:
+                    digests.check_rows(group, sums[rows.row_group], file.uri)
                 group = group.select(stored).rename_columns(columns)
                 tables.append(group.slice(rows.first_row, rows.num_rows))
     return pa.concat_tables(tables)
@@ -320,9 +324,9 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], folder_uri: 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
     files = read_files(latents_uri)
-    with open_parquet(storage.join(latents_uri, "data", files.names[0].as_py())) as file:
-        num_groups = min(file.num_row_groups, -(-num_rows // int(files.group_rows[0])))
-        return file.read_row_groups(range(num_groups)).slice(0, num_rows)
+    num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
+    ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
+    return read_row_ranges(ranges, files.layout.names, files)[:num_rows]
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:

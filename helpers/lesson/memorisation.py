@@ -24,7 +24,6 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from .. import storage
 from ..config.training import TrainingConfig
 from ..latents import schema
 from ..latents.held_out import first
@@ -93,7 +92,7 @@ def search(
     tables = []
     for number, group, row in nearest[POSITION].itertuples(index=False):
         files, columns = data_sets[number].files, [schema.ID, schema.CAPTION, spec.name]
-        tables.append(read_row_ranges([files.row_range(group, row, 1)], columns, storage.join(files.uri, "data")))
+        tables.append(read_row_ranges([files.row_range(group, row, 1)], columns, files))
     rows = pa.concat_tables(tables)
     nearest["id"], nearest["caption"] = rows[schema.ID].to_pylist(), rows[schema.CAPTION].to_pylist()
     nearest["latents_uri"] = [data_sets[number].files.uri for number in nearest["data_set"]]
@@ -164,7 +163,7 @@ def read_groups(data_set: DataSet, groups: np.ndarray, spec: schema.ColumnSpec) 
     """`(columns group and row, (B, D) means)` of the rows of these row groups that are searched."""
     counts = data_set.files.group_rows[groups]
     ranges = [data_set.files.row_range(group, 0, count) for group, count in zip(groups, counts, strict=True)]
-    rows = read_row_ranges(ranges, [spec.name], storage.join(data_set.files.uri, "data"))
+    rows = read_row_ranges(ranges, [spec.name], data_set.files)
     row_numbers = np.concatenate([np.arange(count) for count in counts])
     return pd.DataFrame({"group": np.repeat(groups, counts), "row": row_numbers}), read_means(rows, spec)
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import pickle
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from .. import storage
 
 METADATA = ".metadata"
-Pieces = dict[str, list[tuple[int, int, int]]]  # file -> (offset, bytes, CRC-32) of each of its pieces
+Piece = tuple[int, int, int]  # offset, bytes, CRC-32
+Pieces = dict[str, list[Piece]]  # file -> its pieces, in the order of their offsets
 THREADS = 8  # that read and check pieces; zlib and reads release the interpreter lock
+SPAN_BYTES = 64 * 2**20
 # What `.metadata` is made of. The unpickler makes nothing else.
 KNOWN_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -82,19 +85,35 @@ def crc32(path: str | os.PathLike, offset: int, length: int) -> int:
 
 
 def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
-    """Read a whole checkpoint, on a disk or an object store; which file is damaged, in a few words; None if none is."""
+    """Which file of a checkpoint is damaged, in a few words; None if none is. It reads the whole checkpoint."""
     filesystem, folder = storage.open_filesystem(checkpoint_uri)
 
-    def check(piece: tuple[str, int, int, int]) -> str | None:
-        name, offset, length, expected = piece
+    def check(span: tuple[str, list[Piece]]) -> str | None:
+        name, of_span = span
+        start, (last, length, _) = of_span[0][0], of_span[-1]
         with filesystem.open_input_file(f"{folder}/{name}") as file:
-            file.seek(offset)
-            found = zlib.crc32(file.read(length))
-        return None if found == expected else f"its file {name} is damaged at byte {offset:,}"
+            file.seek(start)
+            data = memoryview(file.read(last + length - start))
+        for offset, length, expected in of_span:
+            if zlib.crc32(data[offset - start : offset - start + length]) != expected:
+                return f"its file {name} is damaged at byte {offset:,}"
+        return None
 
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(check, ((name, *piece) for name, of_file in pieces.items() for piece in of_file))
-        return next(filter(None, found), None)
+        return next(filter(None, pool.map(check, split_spans(pieces))), None)
+
+
+def split_spans(pieces: Pieces) -> Iterator[tuple[str, list[Piece]]]:
+    """`(file, consecutive pieces)`: about `SPAN_BYTES` each, which an object store sends on one request."""
+    for name, of_file in pieces.items():
+        span = []
+        for piece in of_file:
+            if span and piece[0] + piece[1] - span[0][0] > SPAN_BYTES:
+                yield name, span
+                span = []
+            span.append(piece)
+        if span:
+            yield name, span
 
 
 class CheckedReader(dcp.FileSystemReader):

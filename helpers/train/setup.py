@@ -14,7 +14,7 @@ from .. import storage
 from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
-from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
+from ..latents.manifest import MANIFEST, DataSets, Manifest, find_changed_file, read_manifest
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
@@ -22,6 +22,7 @@ from ..runtime import lease
 from . import checkpoint, metrics, resume
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+LISTED_ROWS = 10**8  # of a data set whose files are looked at before a run; those of larger ones are checked when read
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 
 
@@ -59,11 +60,15 @@ def open_run(config: TrainingConfig) -> DataSets:
 
     Deletes unusable checkpoints and prints which. Writes `config.json`. Sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
-    changing anything, raises what `check_run` raises, and RuntimeError if another driver holds the run.
+    changing anything, raises what `check_run` raises, ValueError for a latents file that is missing or cut short, and
+    RuntimeError if another driver holds the run.
     """
     data = DataSets.open(config.proportions)
     shapes = describe_shapes(check_run(config, data))
     for uri, manifest in data.manifests.items():
+        is_listed = not manifest.online and manifest.written <= LISTED_ROWS
+        if is_listed and (sentence := find_changed_file(uri)):
+            raise ValueError(sentence)
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")

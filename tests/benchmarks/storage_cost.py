@@ -38,7 +38,7 @@ def bytes_on_disk(latents, resolution, rows=128):
         values = random.integers(0, 255, (rows, 2 * math.prod(shape)), np.uint8)  # as fp16
         table[column] = schema.to_binary(values, dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
-        return stages.write_parquet([pa.table(table)], storage.join(folder, "a.parquet")) / rows
+        return stages.write_parquet([pa.table(table)], storage.join(folder, "a.parquet"))[0] / rows
 
 
 def main():

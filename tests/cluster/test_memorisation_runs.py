@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from helpers import storage
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.held_out import first
@@ -30,7 +29,7 @@ def stored(uri, spec):
     """(ids, (N, D) means) of the rows that are trained on, read without the manifest's buckets."""
     files = read_files(uri)
     ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows)]
-    rows = read_row_ranges(ranges, [schema.ID, spec.name], storage.join(uri, "data"))
+    rows = read_row_ranges(ranges, [schema.ID, spec.name], files)
     rows = rows.filter(rows[spec.name].is_valid())
     keep = ~schema.held_out_mask(rows["id"].to_pylist(), 0.1)
     means = spec.decode(rows[spec.name])[0][:, 0].reshape(len(rows), -1).astype(np.float64)

@@ -90,7 +90,7 @@ def read_ids(row_ranges, source):
     """In place of reading rows: their places as ids."""
     ids = [
         f"{source.files.uri}/{file}/{group}/{first + row}"
-        for file, group, first, count, _ in row_ranges
+        for file, group, first, count, *_ in row_ranges
         for row in range(count)
     ]
     return pa.table({"id": pa.array(ids, pa.string())})

@@ -77,7 +77,7 @@ def test_row_groups_are_numbered_through_all_files(folder):
     assert files.names.to_pylist() == ["a", "b", "c"] and files.group_rows.tolist() == [64, 3, 5, 60, 4]
     assert files.groups_of("32").tolist() == [0, 1, 3] and files.groups_of("held out 32").tolist() == [2, 4]
     assert files.groups_of("64").tolist() == []
-    assert files.row_range(1, 2, 1) == ("a", 1, 2, 1, 1) and files.row_range(4, 0, 4) == ("c", 1, 0, 4, 1)
+    assert files.row_range(1, 2, 1) == ("a", 1, 2, 1, 1, -1) and files.row_range(4, 0, 4) == ("c", 1, 0, 4, 1, -1)
 
 
 def test_planning_on_a_worker_reads_a_few_kilobytes(folder):

@@ -1,7 +1,7 @@
 """Nothing in a Parquet file is run: columns of extension types are refused before a value is touched."""
 
 import ast
-import json
+import dataclasses
 import pathlib
 import pickle
 import uuid
@@ -14,9 +14,10 @@ import ray.data  # registers the extension type whose values Ray unpickles
 
 from helpers.config.notebook import PreprocessingConfig
 from helpers.latents import held_out, read
-from helpers.latents.manifest import RowRange
+from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet
 from helpers.raw import checks, inputs
+from tests.conftest import build_segment
 from tests.copy_table import MODULES
 
 PICKLED = {b"ARROW:extension:name": b"ray.data.arrow_pickled_object", b"ARROW:extension:metadata": b""}
@@ -101,16 +102,15 @@ def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
         list(inputs.convert_block(block, config=config))
 
 
-def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(hostile, tmp_path):
-    with pytest.raises(ValueError, match=REFUSED):
-        read.read_row_ranges([RowRange(hostile.name, 0, 0, 1)], ["hash", "caption"], str(hostile.parent))
+def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(hostile, tmp_path, build_manifest):
     folder = tmp_path / "latents"
     (folder / "data").mkdir(parents=True)
     (folder / "data" / hostile.name).write_bytes(hostile.read_bytes())
-    files = [{"name": hostile.name, "row_groups": [1], "buckets": {"32": 1}}]
-    (folder / "files.json").write_text(json.dumps([{"index": 0, "files": files}]))
+    segment = build_segment([(hostile.name, [1])])
+    write_manifest(str(folder), build_manifest(segments=[segment]), [segment])
+    files = dataclasses.replace(read_files(str(folder)), layout=None)
     with pytest.raises(ValueError, match=REFUSED):
-        read.first_latents(str(folder), 1)
+        read.read_row_ranges([RowRange(hostile.name, 0, 0, 1)], ["hash", "caption"], files)
     assert held_out.read_parquet is read_parquet
 
 

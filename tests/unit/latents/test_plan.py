@@ -124,7 +124,7 @@ def dealt(plan, first_step, end_step):
         rows = [
             (source.files.uri, name, group, start + i)
             for source, of_source in ranges
-            for name, group, start, count, _ in of_source
+            for name, group, start, count, *_ in of_source
             for i in range(count)
         ]
         first_unit = plan.unit_range(chunk).start

@@ -12,7 +12,7 @@ import ray
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import read, schema
-from helpers.latents.manifest import RowRange, write_manifest
+from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.read import (
     CHUNKS_AHEAD,
     join_blocks,
@@ -52,7 +52,7 @@ def write_latents(folder, table, build_manifest):
 def test_row_ranges_are_read_in_their_order(latents_uri):
     planned = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
     ranges = [RowRange(*rows) for rows in planned]
-    found = read_row_ranges(ranges, [schema.ID, schema.EMBEDDINGS], f"{latents_uri}/data")
+    found = read_row_ranges(ranges, [schema.ID, schema.EMBEDDINGS], read_files(latents_uri))
     assert found["id"].to_pylist() == [37, 38, 39, 20, 21, 22, 23, 24, 34, 0, 1]
     assert found.column_names == [schema.ID, schema.EMBEDDINGS]
 
@@ -92,7 +92,7 @@ def numbered(plan):
 
     def read(row_ranges, source):
         calls.append(row_ranges)
-        rows = [f"{name} {group} {first + row}" for name, group, first, count, _ in row_ranges for row in range(count)]
+        rows = [f"{name} {group} {first + row}" for name, group, first, count, *_ in row_ranges for row in range(count)]
         return pa.table({"row": rows})
 
     return read, calls

@@ -1,0 +1,66 @@
+"""Seconds to load a checkpoint of 10 GB with its checksums and without, and to compute them after saving.
+
+    python -m tests.benchmarks.checkpoint_cost [--gigabytes 10] [--rounds 3] [--folder /tmp]
+
+One process saves a dictionary of tensors, then loads it in turns: as `torch.distributed.checkpoint` (DCP) does alone, and
+as a run does that resumes, which reads the whole checkpoint to choose it (`integrity.find_damage`) and checks each piece
+again before its bytes are used. The checksums of a save are computed in the thread that writes the files, while training
+goes on. Needs one and a half times the memory. Reads come from the page cache, as far as it reaches.
+
+Goal: resuming takes at most 1.5 times as long as loading.
+"""
+
+import json
+import pathlib
+import tempfile
+import time
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from helpers.train import checkpoint, integrity
+from tests.benchmarks import record
+
+PIECE = 2**24  # numbers in a tensor: 64 MiB
+
+
+def timed(work):
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main():
+    given = record.options(__doc__, gigabytes=10.0, rounds=3, folder=tempfile.gettempdir())
+    num_tensors = max(1, int(given.gigabytes * 1e9 / 4 / PIECE))
+    state = {f"{number}": torch.randn(PIECE) for number in range(num_tensors)}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        metadata = []
+        save = timed(
+            lambda: metadata.append(dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True))
+        )
+        pieces = {}
+        sums = timed(lambda: pieces.update(integrity.sum_pieces(folder, metadata[0])))
+        pathlib.Path(folder, checkpoint.PROGRESS).write_text(json.dumps({"step": 1, "checksums": pieces}))
+        measures = {
+            "DCP alone": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True),
+            "choosing": lambda: integrity.find_damage(folder, pieces),
+            "checked": lambda: checkpoint.read(folder, state, no_dist=True),
+        }
+        seconds = {name: [] for name in measures}
+        for _ in range(given.rounds):
+            for name, measure in measures.items():
+                seconds[name].append(timed(measure))
+                print(f"{name}: {seconds[name][-1]:.1f} s", flush=True)
+    alone, choosing, checked = (sorted(found)[len(found) // 2] for found in seconds.values())
+    summary = {
+        f"loading {given.gigabytes:g} GB: DCP alone, with every piece checked, with the choice of the checkpoint": (
+            f"{alone:.1f}, {checked:.1f}, {checked + choosing:.1f} s; {(checked + choosing) / alone:.2f} times DCP alone"
+        ),
+        "saving it, and then its checksums beside the training": f"{save:.1f}, {sums:.1f} s",
+    }
+    record.write("checkpoint_cost", summary, seconds=seconds, save=save, sums=sums)
+
+
+if __name__ == "__main__":
+    main()
