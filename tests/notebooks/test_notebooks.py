@@ -75,6 +75,15 @@ def test_parameters_are_not_assigned_again_below_their_cell(name):
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
+def test_what_a_notebook_imports_keeps_its_meaning(name):
+    """A name that is assigned again would mean something else when its cell runs twice."""
+    nodes = [node for cell in code_cells(name) for node in ast.walk(ast.parse(cell.source))]
+    imported = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assert not imported & assigned
+
+
+@pytest.mark.parametrize("name", MOST_CELLS)
 def test_cells_are_short_plain_python_with_prose_before_them(name):
     cells = read(name).cells
     assert len(cells) <= MOST_CELLS[name]
