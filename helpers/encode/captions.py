@@ -51,9 +51,10 @@ def clean(caption: str, cleaning: str) -> str:
 def tokenize(
     captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, maximum_tokens: int | None = None
 ) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, truncated or padded to L, the tokenizer's `model_max_length`.
+    """B captions -> (B, L) int32 token ids, truncated to L.
 
-    `maximum_tokens`: L, if captions are not padded; -1 then stands in place of padding.
+    `maximum_tokens`: L; shorter captions are filled up with -1. None: L is the tokenizer's `model_max_length`, and
+    shorter captions are filled up with padding tokens.
     """
     most = maximum_tokens or tokenizer.model_max_length
     ids_BL = np.full((len(captions), most), -1, dtype=np.int32)

@@ -1,7 +1,7 @@
 """Pixels and token ids -> latents and caption embeddings: the actor of the encoding stage, and the networks in it.
 
-`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. Nothing else runs the VAE's encoder or
-the text encoder while data is prepared: the trainers hold only the denoiser.
+`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. While data is prepared, only this
+module's code runs the VAE's encoder and the text encoder. The trainers hold only the denoiser.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class LatentEncoder:
     def __call__(self, rows: pa.Table) -> pa.Table:
         """The same rows with stored columns in place of pixels and token ids, and with `encoder_call`.
 
-        Rejected rows are null in every stored column, and so is a picture at the resolutions that it is too small for.
-        A row with a value that is not finite is rejected here: half precision may overflow, and training would stop.
+        Rejected rows are null in every stored column. A latents column is also null for rows without pixels of its
+        shape (`stages.transform`). Rows with non-finite values are rejected here. Half precision may overflow, and a
+        non-finite value would stop training.
         """
         started = time.time()
         good_B = pc.equal(rows[schema.REASON], "").to_numpy()
@@ -95,7 +96,7 @@ class LatentEncoder:
 
 
 def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
-    """(B, L) int32: the token ids behind a column of embeddings; -1 in place of padding."""
+    """(B, L) int32: the token ids behind a column of embeddings; -1 where there is no token."""
     return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]
 
 
@@ -111,8 +112,9 @@ class Encoder:
         text_encoder_model: as `model`, for the text encoder; None: `model`.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
-        compiled: whether to `torch.compile` the VAE's encoder, once for each shape. Give `batch_size` too, because a
-            smaller batch is filled up with black pictures.
+        compiled: whether to `torch.compile` the VAE's encoder, once for each shape. Give `batch_size` too: smaller
+            batches are then filled up to it with black images. Without `batch_size`, each new number of rows is
+            compiled again.
         channels_last: whether the VAE's memory layout is (B, H, W, C).
     """
 
@@ -147,9 +149,9 @@ class Encoder:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A batch with latents in place of pixels and embeddings in place of token ids; other values stay.
 
-        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8). Further sizes have names that begin alike:
-        "pixels_512" becomes "latents_512". "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False
-        for rows with a value that is not finite, because half precision may overflow.
+        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8). Further sizes have a suffix: "pixels_512"
+        becomes "latents_512". "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False for rows with
+        a non-finite value, because half precision may overflow.
         """
         encoded, finite = dict(batch), []
         for name in batch:
@@ -162,11 +164,11 @@ class Encoder:
         return {**encoded, "finite": np.all(finite, axis=0)}
 
     def encode_images(self, pixels_BHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`(moments, finite (B,) bool)` of NumPy arrays, at least one row: see `moments`."""
+        """`(moments, finite (B,) bool)` as NumPy arrays, from an array of at least one row: see `moments`."""
         return self.in_batches(self.moments, pixels_BHWC)
 
     def encode_captions(self, caption_ids_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`(embeddings, finite (B,) bool)` of NumPy arrays, at least one row: see `embeddings`."""
+        """`(embeddings, finite (B,) bool)` as NumPy arrays, from an array of at least one row: see `embeddings`."""
         return self.in_batches(self.embeddings, caption_ids_BL)
 
     @torch.no_grad()
@@ -200,7 +202,7 @@ class Encoder:
 def normalize(pixels: Any) -> Any:
     """uint8 [0, 255] -> float32 [-1, 1], any shape, of a NumPy array or a torch tensor.
 
-    The encoder normalises, not the transform, because bytes are a quarter of the size of floats to transfer.
+    The encoder normalises, because the transform then sends uint8, a quarter of the bytes of float32.
     """
     return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
 
@@ -208,7 +210,7 @@ def normalize(pixels: Any) -> Any:
 def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
     """(B, 3, H, W) in [-1, 1] -> (B, 2, C, H/8, W/8): the posterior's mean and standard deviation, unscaled.
 
-    An `AutoencoderDC` has no posterior: (B, 1, C, H/32, W/32), its latents.
+    An `AutoencoderDC` has no posterior. For it, the latents come back: (B, 1, C, H/32, W/32).
     """
     encoded = vae.encode(pixels_BCHW)
     if isinstance(vae, AutoencoderDC):
@@ -219,8 +221,8 @@ def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
 def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
     """(B, L) token ids -> (B, L, D): the text encoder's last hidden state.
 
-    An id of -1 stands in place of padding: it is masked, and its state is zero. Padding tokens are not masked, because
-    Stable Diffusion does not mask them.
+    Positions with id -1 hold no token: they are masked, and their states are zero. Positions with a padding token are
+    not masked, as in Stable Diffusion.
     """
     mask_BL = caption_ids_BL >= 0
     if mask_BL.all():
@@ -255,7 +257,7 @@ def vae_config(model: str) -> dict[str, Any]:
 
 
 def downsampling(vae_config: dict[str, Any]) -> int:
-    """Pixels along a side of the picture for each position of the latents."""
+    """The VAE's downsampling factor: the image's side over the latents' side."""
     names = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
     return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
 

@@ -91,7 +91,7 @@ class Job:
         max_failures: restarts of a segment that loses a node, an actor or a worker; -1: no limit.
         config: the job's parameters with the commits of its models (`prepare.prepare_job`), for its pipeline.
 
-    Raises ValueError if `latents_uri` holds something else.
+    Raises ValueError if `latents_uri` holds other files, or data that was made with other parameters.
     """
 
     latents_uri: str
@@ -175,7 +175,7 @@ class Job:
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
     def write_arguments(self, segment: Segment | None = None) -> dict:
-        """Arguments of `stages.write_latents`; without a segment, all but its index."""
+        """Arguments of `stages.write_latents` besides the rows. `segment`: None leaves out `segment_index`."""
         arguments = {
             "latents_uri": self.latents_uri,
             "columns": self.description["columns"],
@@ -210,8 +210,8 @@ class Job:
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
         """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray retries the pipeline's tasks and restarts its actors. It does not restart its own actors that read Parquet
-        footers, and it cannot restore blocks that it cannot recompute. The segment is retried for these cases.
+        Ray retries the pipeline's tasks and restarts its actors. But Ray does not restart its own actors that read
+        Parquet footers, and it loses blocks that it cannot recompute. In both cases the segment is retried.
         """
         for failures in itertools.count(1):
             try:
@@ -282,7 +282,7 @@ class Job:
 
 
 def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
-    """A segment's entry: the sum of its write tasks' reports, the tables that `stages.write_latents` returns.
+    """A segment's entry, the sum of its write tasks' reports. `tables`: what `stages.write_latents` returned.
 
     `filtered` counts the rows that were neither written nor rejected: read = written + sum(rejected) + filtered.
     `transform_seconds`, `encode_seconds` and `write_seconds` are sums over each stage's workers. `encoding_seconds` is
@@ -317,7 +317,8 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
 def timeline(calls: list[dict]) -> list[list[float]]:
     """[[seconds since the first call, share of the encoders that compute, rows/s]] over the calls of a segment.
 
-    There are at most `TIMELINE` points, each the mean over a second or more. A call's rows spread evenly over its time.
+    There are at most `TIMELINE` points, each the mean over a second or more. Each call is assumed to finish its rows at
+    a constant rate.
     """
     starts, ends, rows = (np.array([call[name] for call in calls]) for name in ("started", "ended", "rows"))
     num_encoders, took = len({call["encoder"] for call in calls}), np.maximum(ends - starts, 1e-6)

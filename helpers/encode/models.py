@@ -1,4 +1,4 @@
-"""The folder of a model: one of this package's, a local one, or one of the hub, whose commit is looked up once."""
+"""The folder of a model: in this package, local, or downloaded from the hub at a commit that is looked up once."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ def is_hub_id(model: str) -> bool:
 def model_folder(model: str, *patterns: str) -> str:
     """The folder of a model on this machine: in this package, as given, or in the hub's cache (`HF_HOME`).
 
-    The cache gets those files of "hub/id@commit" (`pin_model`) that match `patterns` and that it lacks. A node's
-    processes take turns by a lock, so each file is downloaded once, and a file in the cache needs no request. Raises
+    For "hub/id@commit" (`pin_model`), the files that match `patterns` are downloaded, unless the cache has them. A lock
+    makes a node's processes take turns, so each file is downloaded once. A file in the cache needs no request. Raises
     ValueError for a model that is not there and cannot be downloaded.
     """
     if model in IN_PACKAGE:
@@ -52,17 +52,18 @@ class Unsupported(ValueError):
 
 
 def check_class(name: str | None, known: dict[str, type], what: str) -> None:
-    """Raises Unsupported for a class that is not in `known`. `what`: the beginning of the sentence."""
+    """Raises Unsupported for a class that is not in `known`. `what`: the beginning of the error message."""
     if name not in known:
         raise Unsupported(f"{what} of class {name}, and this code takes {', '.join(known)}: give another model.")
 
 
 def pin_model(model: str, earlier: str | None = None, parameter: str = "model") -> str:
-    """ "hub/id@commit" for a hub id or "hub/id@revision"; a model of this package, a folder or a URI as it is.
+    """A model's name with its commit: "hub/id@commit" for "hub/id" or "hub/id@revision".
 
-    `earlier`: the pinned model of the job that is being resumed. Its commit is kept unless `model` names a revision. If
-    the hub cannot be reached, the commit in this machine's cache is taken. Raises ValueError, naming the `parameter`,
-    if the hub has no such model, or if neither the hub nor the cache gives a commit.
+    A model of this package, a folder or a URI comes back unchanged. `earlier`: the pinned model of the job that is
+    being resumed. Its commit is kept unless `model` names a revision. If the hub cannot be reached, the commit in this
+    machine's cache is taken. Raises ValueError, naming the `parameter`, if the hub has no such model, or if neither the
+    hub nor the cache gives a commit.
     """
     name, _, revision = model.partition("@")
     if not is_hub_id(model):

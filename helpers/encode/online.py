@@ -1,12 +1,12 @@
 """Raw rows in the order of a plan, transformed for an epoch: what an online run encodes on the way to the trainers.
 
-The plan is made over an index of the raw files (`raw.index`). Each epoch's crop and caption of a row are drawn from
+The plan is made over an index of the raw files (`raw.index`). Each epoch's crop and caption of a row are sampled from
 (seed, epoch, id), so that a run is reproducible and resumes exactly. The transform, the encoder and the training loop
 are those of stored latents.
 
-Rows that the index leaves out or holds out are in no batch. Some rows prove unusable only when they are decoded. They
-are masked, and listed in the run's rejects. Such rows have a broken picture or one whose size differs from the size
-columns. If there are no size columns, too small a picture is also found only here.
+Rows that the index leaves out or holds out are in no batch. Some rows prove unusable only when they are decoded: their
+picture is broken, or its size differs from the size columns. Without size columns, pictures that are too small are also
+found only when they are decoded. Such rows are masked, and listed in the run's rejects.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def transform_for_epoch(
 
     Args:
         rows: raw rows with `shape` and `unit`.
-        config: `random_crop` is the smallest side of the crop, as a share of the largest possible (1: the centre crop);
-            `horizontal_flip` mirrors half of the pictures.
+        config: `random_crop` is the minimum side of the crop, relative to the largest possible crop's (1: the centre
+            crop). `horizontal_flip` mirrors half of the pictures.
         units_per_epoch, caption_shares: as in the plan.
         seed: the run's.
     """

@@ -57,7 +57,7 @@ def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None
 
 @dataclasses.dataclass(frozen=True)
 class CheckedInput:
-    """What a job is made of.
+    """Raw data and encoder of a job, as `check` found them.
 
     Args:
         config: the parameters, with the commits of the models.
@@ -77,7 +77,7 @@ class CheckedInput:
 
 
 def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedInput:
-    """Check raw data and encoder before any worker starts; the models are pinned (`pin_models`).
+    """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
@@ -169,10 +169,10 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
 
 
 def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
-    """The maximum number of tokens of a caption, for the tokenizer and the text encoder with config `text`.
+    """L, the number of token ids that captions are truncated or filled up to. `text`: the text encoder's config.
 
-    The length is `maximum_tokens` or, if that is None, the length that the tokenizer pads to. Raises Unsupported if it
-    is more than the tokenizer or the text encoder takes.
+    L is `maximum_tokens` or, if that is None, the length that the tokenizer pads to. Raises Unsupported if L is more
+    than the tokenizer or the text encoder takes.
     """
     model = config.model_of("text_encoder")
     padded_to = captions.load_tokenizer(model).model_max_length
@@ -187,10 +187,11 @@ def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
 
 
 def describe_encoder(config: PreprocessingConfig) -> dict:
-    """The encoder's part of the manifest; the models are pinned. Encodes an empty caption here, on the CPU.
+    """The encoder's part of the manifest. Encodes an empty caption here, on the CPU.
 
-    Keys: encoder, columns, scaling_factor, shift_factor, empty_caption_embedding. Raises ValueError for a model that is
-    not in diffusers layout or has an unknown class, and for parameters that do not fit the models.
+    `config`: with pinned models (`pin_models`). Keys: encoder, columns, scaling_factor, shift_factor,
+    empty_caption_embedding. Raises ValueError for a model that is not in diffusers layout or has an unknown class, and
+    for parameters that do not fit the models.
     """
     model, text_model = config.model_of("vae"), config.model_of("text_encoder")
     try:

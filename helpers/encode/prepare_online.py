@@ -69,7 +69,10 @@ def read_if_there(latents_uri: str) -> Manifest | None:
 
 
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
-    """Whether two manifests describe the same rows and encoder; how many workers prepare them does not matter."""
+    """Whether two manifests describe the same rows and encoder.
+
+    Parameters that decide neither, such as the number of workers, are not compared.
+    """
 
     def comparable(manifest: Manifest) -> dict:
         job = {name: value for name, value in manifest.job.items() if name != "online"}
@@ -91,7 +94,7 @@ def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
 
 
 def segment_of(key: str, reports: list[dict]) -> dict:
-    """An index as the manifest's segment entry; files are named as in the index."""
+    """The manifest's only segment entry, made from an index. File names: see `index.read_indexed_rows`."""
     files = [
         {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
         for report in reports

@@ -1,6 +1,7 @@
 """The CPU stages of the preprocessing pipeline, before and after the encoder: `transform` and `write_latents`.
 
-No PyTorch: Ray keeps the processes that run these stages for the next tasks, and PyTorch would cost each 230 MiB.
+This module does not import PyTorch, which would cost 230 MiB in each process: Ray reuses the processes of these stages
+for later tasks.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def transform(
     Tensors are plain bytes, so that nothing is parsed between the stages. Columns:
         id, source
         reason: empty for a good row
-        caption, caption_ids: of each caption of the raw rows (`schema.numbered`), its text and L int32 token ids; with
-            `config.maximum_tokens`, -1 stands in place of padding
+        caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`). With
+            `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the picture better. Also null if the picture is smaller than the shape and
             `config.upscale` is False.
@@ -52,7 +53,7 @@ def transform(
 
     Args:
         crops: how each row is cropped (functions that can be pickled); None: to the largest centre crop.
-        shapes: the (width, height) that each row is wanted at; None: every shape that it reaches.
+        shapes: the one (width, height) to make of each row; None: one for each resolution, see `pixels_...`.
     """
     started = time.perf_counter()
     done = transform_pictures(rows, config, crops, shapes)
@@ -139,8 +140,8 @@ def write_latents(
 
     All rows of a row group are of one bucket (`manifest.Manifest`). Rows whose ids hash below `validation_share` go to
     held-out buckets. Each try writes files with new names, which begin with `segment_index`. So a retried task never
-    leaves a half-written file under a committed name. The report: `rows`, their number, and `report`, for
-    `job.segment_entry`.
+    leaves a half-written file under a committed name. Columns of the returned row: `rows` (the number of rows)
+    and `report` (JSON, for `job.segment_entry`).
     """
     started = time.perf_counter()
     name = f"{segment_index:06d}-{uuid.uuid4().hex[:12]}.parquet"
@@ -180,7 +181,7 @@ def write_latents(
 
 
 def bucket_masks(rows: pa.Table, columns: list[schema.ColumnSpec], validation_share: float) -> dict[str, np.ndarray]:
-    """{bucket: (B,) bool, which encoded rows are in it}: buckets that are trained on first, rejected rows in none."""
+    """{bucket: (B,) bool mask of its rows}: training buckets, then held-out buckets. Rejected rows are in none."""
     good_B = pc.equal(rows[schema.REASON], "").to_numpy()
     latents = [spec for spec in columns if spec.resolution]
     names = [spec.name for spec in sorted(latents, key=lambda spec: spec.size[0] != spec.size[1])]  # squares first

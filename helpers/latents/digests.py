@@ -1,4 +1,4 @@
-"""Checksums of a latents file's values, by which a reader notices other contents under the same name. No Ray.
+"""Checksums of the values in a latents file, by which a reader detects a file that was replaced or changed. No Ray.
 
 The footer of a file lists the CRC-32 of each column in each row group. `files.json` keeps the CRC-32 of that list, the
 file's "digest". So a file that was written again, in another order or with other values, is noticed when it is read.

@@ -1,4 +1,4 @@
-"""Held-out rows of latents, and validation sets of their own, which a run is validated on.
+"""The rows that a run is validated on: held-out rows of its latents, and separate validation sets.
 
 No PyTorch: the processes that read latents need none.
 """
@@ -69,22 +69,25 @@ def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int)
 
 
 def groups_with(files: Files, columns: set[str], prefix: str = "") -> np.ndarray:
-    """The row groups with latents in one of these columns, in order; of buckets whose names begin with `prefix`."""
+    """The row groups with latents in at least one of `columns`, in order.
+
+    Only buckets whose names begin with `prefix` are searched.
+    """
     buckets = [name for name in files.bucket_names if name.startswith(prefix)]
     buckets = [name for name in buckets if not columns.isdisjoint(schema.bucket_columns(name))]
     return np.sort(np.concatenate([files.groups_of(bucket) for bucket in buckets] or [np.zeros(0, np.int32)]))
 
 
 class ValidationSet:
-    """All rows of a validation set that have latents of a resolution, read while they are validated on.
+    """The rows of a validation set that have latents at a resolution, streamed while they are validated on.
 
-    This process holds `GROUPS_AHEAD` + 2 row groups of at most 64 rows, however many rows there are: 45 MB of Stable
-    Diffusion 2's latents at 256 pixels, 57 MB at 512. Each row is validated with eight forward passes, which cost as
-    much as training on 2.7 rows. The ranks share this work. A few thousand rows are enough.
+    A process holds `GROUPS_AHEAD` + 2 row groups of at most 64 rows, for a set of any size. With Stable Diffusion 2
+    these take 45 MB at 256 pixels and 57 MB at 512. Each row is validated with eight forward passes, which cost as much
+    as training on 2.7 rows. The ranks share this work. A few thousand rows are enough.
 
     Args:
         uri: a folder of stored latents.
-        resolution: what is validated at.
+        resolution: the resolution to validate at.
         rank, world_size: of the processes that share the rows.
 
     Raises FileNotFoundError if the folder holds no latents.
@@ -96,11 +99,12 @@ class ValidationSet:
         self.num_rows = self.manifest.rows_at(resolution)
 
     def __call__(self, latents: schema.ColumnSpec) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
-        """`(rows, their positions (B,), whether they count (B,) bool)`, a row group at a time: those of this rank.
+        """Yield `(rows, positions (B,), counts (B,) bool)` for each row group of this rank.
 
         Positions number the rows that have these latents, in the order of the files. A rank gets every `world_size`-th
         row group, so a row is computed in the same batch on any number of ranks. All ranks compute the same number of
-        batches, because sharded weights are gathered by all together: the last one is repeated and does not count.
+        batches, because they gather sharded weights together. A rank that runs out of row groups repeats the set's last
+        one, with `counts` False.
         """
         groups = groups_with(self.files, {latents.name})
         sizes = self.files.group_rows[groups]

@@ -3,7 +3,8 @@
 `files.json` lists the segments of the job, in order, each with its counts and its `files`. A file has a "name", the
 rows of each of its "row_groups", and its "buckets": {bucket: number of row groups}. The row groups of the first bucket
 come first, then those of the second, and so on. All rows of a bucket have latents in the same columns
-(`schema.bucket_name`), and are trained on or held out. A file of latents also has its "bytes" and "digest" (`digests`).
+(`schema.bucket_name`). Either all of them are trained on, or all are held out. A file of latents also has its "bytes"
+and "digest" (`digests`).
 
 `manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
 folder that has one is complete.
@@ -83,7 +84,7 @@ class Manifest:
         return next(spec for spec in self.columns if spec.name == name)
 
     def latents(self, resolution: int) -> schema.ColumnSpec:
-        """The column of squares."""
+        """The latents column of square images at a resolution."""
         return self.column(schema.latents_column(resolution))
 
     def latents_at(self, resolution: int) -> list[schema.ColumnSpec]:
@@ -91,7 +92,7 @@ class Manifest:
         return [spec for spec in self.columns if spec.resolution == resolution]
 
     def rows_at(self, resolution: int) -> int | None:
-        """Rows that have latents at a resolution; None if only encoding them will tell (online, without sizes)."""
+        """Number of rows with latents at a resolution; None if not known before encoding (online, no size columns)."""
         if self.online and not self.online.get("width_column"):
             return None
         names = {spec.name for spec in self.latents_at(resolution)}
@@ -108,7 +109,7 @@ class Manifest:
 
     @property
     def empty_tokens(self) -> np.ndarray:
-        """(tokens of its own, width) fp16: the embedding of the empty caption, as it is stored."""
+        """(tokens, width) fp16: the empty caption's embedding as stored, without padding if captions are ragged."""
         values = np.frombuffer(base64.b64decode(self.empty_caption_embedding), schema.DTYPE)
         return values.reshape(-1, self.embeddings.shape[1])
 
@@ -165,7 +166,7 @@ class Manifest:
 
     @property
     def made_with(self) -> dict:
-        """`job` without what may differ for the same data: its location and how many workers encoded it."""
+        """`job` without entries that may differ for the same data: `input_uri`, `online`, `raw_row_bytes`."""
         return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
 
     @property
@@ -219,7 +220,8 @@ class Files:
         names: Parquet files, relative to its `data/` folder.
         group_rows: (row groups,) int32: rows in each.
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
-        bucket_names, group_buckets: the buckets, and (row groups,) which of them each row group holds.
+        bucket_names: the buckets.
+        group_buckets: (row groups,) the number in `bucket_names` of each row group's bucket.
         digests: (files,) of the files (`digests`).
         layout: the columns that each file has; None if that is not checked.
     """
@@ -309,7 +311,7 @@ def find_changed_file(latents_uri: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class DataSets:
-    """The data sets that a run trains on, opened once: its plan and its batches need nothing else of them.
+    """The data sets that a run trains on, opened once. The run's plan and batches are made from this object.
 
     Args:
         manifests: URI -> manifest.

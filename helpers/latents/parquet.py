@@ -1,7 +1,7 @@
 """Parquet files on a disk or an object store: what this package reads from Parquet is opened here.
 
 A column may have an Arrow extension type, whose values some libraries make by unpickling. Such columns are refused
-before a value is touched, but for UUIDs, which become text.
+before a value is read. UUIDs are the exception: they become text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import storage
 
 
 class PlainParquetFile(pq.ParquetFile):
-    """A file of which only columns of plain types are read; the methods that read raise ValueError for others."""
+    """A Parquet file that reads only columns of plain types. Its read methods raise ValueError for other columns."""
 
     uri = ""
 
@@ -103,7 +103,7 @@ def uuids_to_text(table: pa.Table) -> pa.Table:
 def open_parquet(uri: str | os.PathLike, **options: Any) -> PlainParquetFile:
     """A file to read, for a `with` statement. `options`: those of `pyarrow.parquet.ParquetFile`.
 
-    Page checksums are verified where the file has them, as latents have.
+    Page checksums are verified if the file has them; files of latents do.
     """
     filesystem, path = storage.open_filesystem(uri)
     try:

@@ -4,7 +4,7 @@ The plan is a pure function of the data sets' row groups, their proportions, the
 
     row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        in the order of the Parquet files
                         shuffled in every epoch, concatenated
-    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        in a mixture: drawn from each data set by proportion
+    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        in a mixture: taken from each data set by proportion
     chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
     units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
     steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
@@ -17,14 +17,16 @@ first unit. If `units_per_step` is not a multiple of the number of workers, some
 Meanwhile the other workers compute a unit of masked rows (`TrainStep.step`). An epoch leaves out the last rows that do
 not fill a step. An epoch of a mixture ends with the first data set that runs out; it leaves out the rest of the others.
 
-A step trains on images of one shape. A row group holds rows of one bucket (`manifest.Manifest`). A bucket may reach
-several resolutions; its rows are then allocated to them (`allocate_rows`), and an epoch uses a row at one of them only.
-Each shape has its own sequence of row groups. A step's shape depends only on the step's number: each resolution gets
-its share of the steps, and each shape a number of these in proportion to its rows, evenly spread over the epoch. An
-epoch ends when a resolution runs out. It leaves out less than one batch of each shape, or more if the shape's
-resolution has more rows than its share needs. A chunk holds the rows of its steps, of all shapes.
+A step trains on images of one shape. A row group holds rows of one bucket (`manifest.Manifest`). A bucket reaches a
+resolution if its rows have latents at this resolution. `allocate_rows` divides the rows of a bucket among the
+resolutions that the bucket reaches. An epoch uses each row at one resolution only.
 
-If rows have several captions, each epoch draws one for a whole row group, so a task reads one embedding a row.
+Each shape has its own sequence of row groups. A step's shape depends only on the step's number. Each resolution gets
+its share of the steps. Each shape gets steps of its resolution in proportion to its rows. The steps of a shape are
+spread evenly over the epoch. An epoch ends when a resolution runs out. It leaves out less than one batch of each shape.
+A resolution with more rows than its share needs leaves out more. A chunk holds the rows of its steps, of all shapes.
+
+If rows have several captions, each epoch samples one for a whole row group, so a task reads one embedding a row.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class BucketRows(NamedTuple):
     key: tuple[int, ...]
 
     def order(self, group_rows: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """`(row groups, rows used of each, first row used of the first)` in an epoch."""
+        """`(row groups, number of rows used in each, first used row of the first row group)` in an epoch."""
         groups = np.random.default_rng([seed, epoch, *self.key]).permutation(self.groups)
         ends = np.cumsum(group_rows[groups])
         first, last = np.searchsorted(ends, self.start, side="right"), np.searchsorted(ends, self.stop)
@@ -78,7 +80,7 @@ class EpochOrder(NamedTuple):
 
     Args:
         groups: (G,) their numbers.
-        ends: (G,) rows of the source that the epoch has used at the end of each.
+        ends: (G,) cumulative number of rows that the epoch uses, each row group included.
         first_rows: {row group: its first row that is used}, if that is not row 0.
     """
 
@@ -107,7 +109,7 @@ class Source:
     Args:
         files: of the data set; None if the plan is not for reading.
         latents: the latents column of that shape.
-        buckets: the rows.
+        buckets: the rows, by bucket.
         proportion: weight in a step of this shape, relative to the other sources.
     """
 
@@ -138,7 +140,7 @@ class Shape:
 
     Args:
         sources: at most one of each data set.
-        share: of the steps that the shape's resolution gets.
+        share: the share of an epoch's steps that the shape's resolution gets.
     """
 
     sources: list[Source]
@@ -188,9 +190,9 @@ class ShapeRows(NamedTuple):
 
     Args:
         shape: number of the shape in the plan.
-        first_row: the first of them, counted in rows of that shape through the epoch; the others follow it.
-        positions: (rows,) positions in the chunk of its rows at this shape, ascending; the shuffle inside the chunk is
-            drawn separately (`chunk_rows`).
+        first_row: number of the first row among the shape's rows in the epoch. The rows are consecutive.
+        positions: (rows,) positions of these rows in the chunk, ascending. `chunk_rows` shuffles the rows over these
+            positions.
     """
 
     shape: int
@@ -254,10 +256,10 @@ class Plan:
         return np.array([shape.most_steps(self.batch_rows) for shape in self.shapes], dtype=float)
 
     def steps_of_mixture(self) -> np.ndarray:
-        """(shapes,) the most steps of each shape for which a mixture keeps its proportions.
+        """(shapes,) maximum steps of each shape with which a mixture keeps its proportions.
 
-        The proportions are those of the rows summed over the shapes of a resolution. When one data set runs out, all
-        shapes of the resolution end. For a resolution of one shape there is no such limit: inf.
+        A mixture keeps its proportions over all shapes of a resolution together, not in each shape. When one data set
+        runs out, all shapes of the resolution end. A resolution with one shape has no such limit: inf.
         """
         steps = np.full(len(self.shapes), np.inf)
         for numbers in self.by_resolution:
@@ -434,7 +436,7 @@ class Plan:
         return ranges, permutation
 
     def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
-        """Rows of a row group, with the caption that the epoch draws for it."""
+        """Rows of a row group, with the caption that the epoch samples for it."""
         place = f"{rows.file_name}/{rows.row_group}"
         return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
 
@@ -442,7 +444,7 @@ class Plan:
 def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
     """The number of the caption that an epoch uses for a row or a row group, counted from 1.
 
-    Caption n is drawn with a probability proportional to `shares[n - 1]`. `name`: of the row or the row group.
+    Caption n is sampled with a probability proportional to `shares[n - 1]`. `name`: of the row or the row group.
     """
     if len(shares) == 1:
         return 1
@@ -474,7 +476,7 @@ def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
-    """`total` split into whole numbers, each of which differs from its exact part, by `weights`, by less than 1."""
+    """`total` divided into whole numbers in proportion to `weights`, each less than 1 away from its exact quota."""
     exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
     parts = np.floor(exact + 1e-9).astype(np.int64)
     parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
@@ -484,7 +486,7 @@ def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
 def spread(counts: Sequence[int]) -> np.ndarray:
     """A sequence that holds each number n `counts[n]` times, evenly spread.
 
-    The occurrences are sorted by (j + 1/2) / c, where c is how often the number occurs and j counts these from 0.
+    Occurrence j (from 0) of a number that occurs c times is sorted by (j + 1/2) / c.
     """
     times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
     return np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
@@ -594,11 +596,12 @@ def allocate_rows(
     """{column: {bucket: (start, stop)}}: an allocation of each bucket's rows, in an epoch's order, to columns.
 
     A row that reaches several resolutions is trained on at one of them. Resolutions take rows in turn, the largest
-    first. Each takes its share of `most_rows`, as the same fraction of what is left of every bucket that reaches it.
-    The smallest resolution takes all remaining rows that reach it, because smaller images cannot be used elsewhere.
+    first. Each resolution takes its share of `most_rows`: the same fraction of the remaining rows of every bucket that
+    reaches it. The smallest resolution comes last and takes all remaining rows that reach it, because no other
+    resolution will use them.
 
-    Example: of buckets {"32": 100, "32+64": 300}, shares {32: 0.5, 64: 0.5} make `most_rows` 400. So 64 pixels get 200
-    rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
+    Example: with buckets {"32": 100, "32+64": 300} and shares {32: 0.5, 64: 0.5}, `most_rows` is 400. So 64 pixels get
+    200 rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
 
     Args:
         buckets: bucket -> rows.
@@ -624,7 +627,7 @@ def allocate_rows(
 
 
 def most_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> float:
-    """The largest number of rows of which every resolution can get its share.
+    """The maximum total number of rows such that every resolution can get its share of the total.
 
     For each resolution, take it and all larger ones together. The rows that reach any of these must cover the sum of
     their shares. `reaching`: as in `allocate_rows`.

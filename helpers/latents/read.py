@@ -6,8 +6,8 @@ size, so several units are sent together: a block holds the units at the same po
 steps. Ray's documentation does not guarantee this order, so each row carries its unit's number and `worker_units`
 checks it.
 
-Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows that
-turn out to be unusable only there, such as broken pictures online, are masked out of the loss instead.
+Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. If a stage
+finds a row unusable (online: a broken picture), it keeps the row, and the row is masked out of the loss.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def build_dataset(
 def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle) -> ray.data.Dataset:
     """A dataset of the chunk numbers of a long plan, one block per reading task.
 
-    The blocks are made up to `LISTED_TASKS` at a time, not long before their tasks start (`wait_for_reader`).
+    At most `LISTED_TASKS` blocks are made at a time, shortly before their tasks start (`wait_for_reader`).
 
     Ray Data bounds its queues in bytes only. A chunk number has eight bytes, so Ray Data would never hold back the
     tasks that make these numbers.
@@ -127,7 +127,7 @@ def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
 
 
 def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
-    """For `map_batches`: `read_planned(batch)`; `wait_for_reader` learns how far it is."""
+    """For `map_batches`: tells `position` the batch's last chunk number, and returns `read_planned(batch)`."""
     position.advance_to.remote(int(batch["id"][-1]))
     return read_planned(batch)
 
@@ -161,7 +161,7 @@ def _fetch(shared: ray.ObjectRef) -> Any:
 
 
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
-    """The rows in the plan's blocks again, if the blocks are so large that Ray Data split them after a stage."""
+    """`rows` in the plan's blocks: blocks so large that Ray Data split them after a stage are joined again."""
     largest = rows.context.target_max_block_size
     if largest is None or plan.block_rows * row_bytes <= largest:
         return rows
@@ -203,7 +203,10 @@ def read_chunks(
 
 
 def take_ahead(items: Iterator, count: int) -> Iterator:
-    """The items of an iterator that starts some work with each; the next `count` are started before one is used."""
+    """The items of an iterator whose `next` starts an item's work.
+
+    The work of the next `count` items is started before an item is used.
+    """
     started = collections.deque(itertools.islice(items, 1 + count))
     while started:
         yield started.popleft()
@@ -258,7 +261,7 @@ _seconds = collections.deque([0.25], maxlen=64)  # durations of this process's r
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
     """`read()`, called a second time in parallel if the first call takes much longer than usual or fails.
 
-    An object store answers some of many requests only after seconds, in part or not at all. Raises the third failure.
+    An object store answers a few of many requests seconds late, incompletely or never. Raises the third failure.
     """
 
     def timed():
@@ -290,7 +293,7 @@ def latents_reader(plan: Plan) -> ReadRows:
 def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
     """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows.
 
-    Of a row's captions, only the one that the plan drew is read, as if it were the only one.
+    Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """
     columns = [schema.ID, schema.CAPTION, source.latents.name, schema.EMBEDDINGS]
     rows = read_row_ranges(row_ranges, columns, source.files)
@@ -332,7 +335,7 @@ def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
     """The same rows as `column.take(rows)`, which would first copy the whole column.
 
-    Of a tensor column, this copies only the rows that it takes.
+    Only the taken rows of a tensor column are copied.
     """
     is_fixed = pa.types.is_fixed_size_binary(column.type)
     if not is_fixed and not pa.types.is_large_binary(column.type):

@@ -1,8 +1,8 @@
 """The columns of latents on disk: their names, shapes and bytes. Nothing else builds a column's name or bytes.
 
 A latents folder holds `data/*.parquet` (one row per sample), `rejects/*.parquet` (one row per rejected input row) and
-what `manifest` describes. Tensors are the plain bytes of arrays in `fixed_size_binary` columns, so reading copies
-nothing; captions without padding, whose length varies, are `large_binary`.
+what `manifest` describes. Tensors are stored as the plain bytes of arrays, in `fixed_size_binary` columns, so reading
+copies nothing. Embeddings of captions without padding vary in length and are `large_binary`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def input_column(column: str) -> str:
 
 
 def numbered(column: str, number: int) -> str:
-    """The column of caption `number`, from 1, of a row: `caption`, `caption_2`, ...; likewise its ids and embedding."""
+    """The name of `column` for a row's caption `number`, from 1: `caption`, `caption_2`, ...
+
+    Token ids and embeddings are numbered likewise.
+    """
     return column if number == 1 else f"{column}_{number}"
 
 
@@ -136,7 +139,7 @@ class ColumnSpec:
     def decode(self, column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         """`(values (B, *shape) fp16, valid (B,) bool)`; the values of null rows are arbitrary.
 
-        Only variable-length rows are copied: zeros follow the tokens of each row (`num_tokens`).
+        Rows of variable length are copied, and zeros follow their tokens (`num_tokens`). Other rows are not copied.
         """
         if not pa.types.is_fixed_size_binary(column.type):
             column = pad(column, self.row_bytes)

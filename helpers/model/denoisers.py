@@ -23,13 +23,14 @@ class Adapter:
 
     Attributes:
         kind: the class.
-        parts: names of the modules that own parameters, in the order of the forward pass; a list stands for its items.
+        parts: names of the modules that own parameters, in the order of the forward pass. The name of a `ModuleList`
+            stands for its items.
         blocks: the `parts` that are sharded and compiled one by one.
         depth: the config key for the number of blocks. `rebuild_buffers` sets it to 0 to compute the buffers that the
             state dict lacks. None if the state dict holds all buffers.
         text_width: the config's name for the width of caption embeddings.
         text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
-        masks_padding: whether captions come without padding and with a mask.
+        masks_padding: True: captions come without padding and with a mask; False: captions come padded.
         vaes, text_encoders: the classes of autoencoders and text encoders that the pipeline accepts.
         shifts: whether the pipeline applies an autoencoder's `shift_factor`.
         pipeline, component: diffusers' pipeline, and its name for the denoiser.
@@ -64,7 +65,7 @@ class Adapter:
         raise NotImplementedError
 
     def call_options(self, max_tokens: int) -> dict[str, Any]:
-        """The arguments with which the pipeline's call prepares captions and sizes as in training."""
+        """Arguments of the pipeline's call that make it prepare captions and sizes as training does."""
         return {}
 
 
@@ -229,7 +230,7 @@ def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, A
 
 
 def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
-    """{name: module} of a denoiser's parts; a list is replaced by its items, "name.0", "name.1"."""
+    """{name: module} of a denoiser's parts; a `ModuleList` is replaced by its items, "name.0", "name.1"."""
     found = {}
     for name in names:
         module = getattr(model, name)
@@ -244,7 +245,7 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def rebuild_buffers(model: torch.nn.Module) -> None:
-    """Compute, in place, the buffers outside of the state dict of a model that was made on the "meta" device."""
+    """Fill, in place, the buffers that the state dict lacks. For models that were made on the "meta" device."""
     adapter = adapter_of(model)
     if adapter.depth is None:
         return

@@ -46,10 +46,10 @@ def noise_schedule(
 
 @dataclasses.dataclass(frozen=True)
 class FlowSchedule:
-    """Rectified flow (Liu et al., 2023): straight lines from latents to noise, whose direction is predicted.
+    """Rectified flow (Liu et al., 2023): the denoiser predicts the direction of the line from latents to noise.
 
-    It has the methods of a `DDPMScheduler` that `row_losses` calls. Timestep t (0 to 999) has the unshifted position
-    s = (t + 1) / 1000 between latents (0) and noise (1). Its position is `shift * s / (1 + (shift - 1) * s)`, which is
+    It has the methods of a `DDPMScheduler` that `row_losses` calls. Without a shift, timestep t (0 to 999) is at
+    s = (t + 1) / 1000 between latents (0) and noise (1). The shift moves it to `shift * s / (1 + (shift - 1) * s)`,
     closer to noise if shift > 1 (Esser et al., 2024, equation 23).
 
     Args:
@@ -165,7 +165,7 @@ def sample_latents(
 ) -> torch.Tensor:
     """Latents, (B, C, H, W) fp32: sampled from the VAE's posterior, shifted and scaled.
 
-    `moments_B2CHW`: mean and standard deviation. Means alone, (B, 1, C, H, W), are taken as the sample.
+    `moments_B2CHW`: mean and standard deviation. If it holds the mean alone, (B, 1, C, H, W), the mean is the sample.
     """
     if moments_B2CHW.shape[1] == 1:
         return (moments_B2CHW[:, 0].float() - shift_factor) * scaling_factor
@@ -180,9 +180,10 @@ def drop_captions(
     empty_L: torch.Tensor | None,
     dropped_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`(captions, masks)`, the empty caption where `dropped_B`: classifier-free guidance (Ho and Salimans, 2022).
+    """`(captions, masks)` with the empty caption in the rows of `dropped_B`.
 
-    `mask_BL`, `empty_L`: True for tokens; None if captions are padded.
+    Classifier-free guidance needs training with dropped captions (Ho and Salimans, 2022). `mask_BL`, `empty_L`: True
+    for tokens; None if captions are padded.
     """
     text_BLD = torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
     return text_BLD, None if mask_BL is None else torch.where(dropped_B[:, None], empty_L, mask_BL)
@@ -191,8 +192,8 @@ def drop_captions(
 def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
     """Min-SNR-gamma weights, (B,) (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
 
-    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction. With these, an error of
-    the clean latents has the same weight for both.
+    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction. Both weigh a squared
+    error of the predicted clean latents by min(SNR, gamma).
     """
     if gamma is None:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
@@ -273,7 +274,7 @@ class EMA:
         self.shadow = None
 
     def update(self, step: int, skipped: bool = False) -> None:
-        """Call after the optimizer's step number `step`, from 1; `skipped`: that step changed no parameter."""
+        """Update the average after the optimizer's step `step`, from 1. `skipped`: whether the step changed nothing."""
         if step <= self.start:
             return
         if self.shadow is None:

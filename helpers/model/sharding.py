@@ -40,8 +40,8 @@ def build_model(
     Args:
         name: a preset or a config.json, see `denoisers.load_denoiser_config`.
         seed: of the weights.
-        strategy: what is spread over the ranks.
-            - "ddp": nothing but the batch; every rank holds everything, and gradients are averaged.
+        strategy: what is sharded over the ranks.
+            - "ddp": the batch alone. Every rank holds all weights and optimizer state, and gradients are averaged.
             - "fsdp": stored weights, gradients and optimizer state. Weights stay gathered between the forward pass and
               the step's last backward pass (SHARD_GRAD_OP).
             - "fsdp-full": the same; weights are gathered block by block in each pass, then freed (FULL_SHARD).
@@ -96,8 +96,8 @@ def compile_blocks(denoiser: ModelMixin) -> None:
 def is_sharded(strategy: str, precision: str) -> bool:
     """Whether `build_model` applies FSDP2.
 
-    A single rank has nothing to shard, but in a process group with bf16 it still uses FSDP2. FSDP2 then computes in
-    bf16 and keeps fp32 weights. "ddp" never uses FSDP2.
+    A single rank uses FSDP2 only in a process group with bf16, although it has nothing to shard: FSDP2 computes in bf16
+    and keeps fp32 weights. "ddp" never uses FSDP2.
     """
     return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
 
@@ -120,7 +120,10 @@ def apply_fsdp(denoiser: ModelMixin, strategy: str, precision: str, device: torc
 
 
 def build_mesh(strategy: str, device: torch.device | str) -> DeviceMesh:
-    """All ranks as one dimension, "shard"; under "hsdp" over several nodes as two, "replicate" and "shard"."""
+    """The ranks' device mesh. It has one dimension, "shard".
+
+    Under "hsdp" with several groups of `shard_size` ranks, it has two, "replicate" and "shard".
+    """
     kind, world = torch.device(device).type, world_size()
     size = shard_size(device) if strategy == "hsdp" else world
     if size == world:
@@ -131,8 +134,9 @@ def build_mesh(strategy: str, device: torch.device | str) -> DeviceMesh:
 def shard_size(device: torch.device | str) -> int:
     """Number of consecutive ranks that share one copy of the weights under "hsdp": the ranks of a node.
 
-    If nodes differ in size, it is their greatest common divisor, so that no copy spans two nodes. If the divisor is 1,
-    it is all ranks, as under "fsdp", because whole weights may not fit into a rank's memory. Rank 0 prints the choice.
+    If nodes differ in size, the number is the greatest common divisor of their sizes, so that no copy spans two nodes.
+    If the divisor is 1, all ranks share one copy, as under "fsdp": a rank's memory may be too small for whole weights.
+    Rank 0 prints the choice.
     """
     nodes = node_sizes(device)
     size = math.gcd(*nodes)
@@ -159,7 +163,7 @@ def node_sizes(device: torch.device | str) -> list[int]:
 def cast_inputs(denoiser: ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:
     """Forward pre-hook: inputs in bf16, except for the timestep, which bf16 would round to 8 bits.
 
-    The timestep is the second positional argument, or the one of that name.
+    The timestep is the second positional argument or the keyword argument `timestep`.
     """
 
     def cast(name, value):
@@ -180,7 +184,7 @@ def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.d
 
 
 def apply_channels_last(denoiser: ModelMixin, sharded: bool) -> None:
-    """Let convolutions compute on (B, H, W, C) in memory, which tensor cores are fastest on.
+    """Let convolutions use the memory layout (B, H, W, C), on which tensor cores are fastest.
 
     Without FSDP2, the weights are converted to channels_last. FSDP2 needs contiguous weights, so with it each
     convolution's inputs are converted instead.
@@ -201,9 +205,10 @@ def apply_channels_last(denoiser: ModelMixin, sharded: bool) -> None:
 
 
 def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str) -> contextlib.AbstractContextManager:
-    """Context manager for a micro-batch: gradients are reduced over the ranks in the `last` one's backward pass only.
+    """Context manager for a micro-batch: only the backward pass of the `last` one reduces gradients over the ranks.
 
-    Under "fsdp" and "hsdp", weights stay gathered until then: one all-gather a step for any number of micro-batches.
+    Under "fsdp" and "hsdp", weights stay gathered until the end of that pass. So a step needs one all-gather, whatever
+    the number of micro-batches.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()

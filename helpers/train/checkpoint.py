@@ -36,7 +36,7 @@ BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `Tr
 
 
 def checkpoint_name(step: int, attempt: int) -> str:
-    """Unique for each save: a step that is done again never writes into the folder of an earlier attempt."""
+    """A folder name that is unique for each save: a repeated step never writes into an earlier attempt's folder."""
     return f"checkpoint-{step:09d}-{attempt:03d}"
 
 
@@ -79,9 +79,10 @@ def last_complete(run_uri: str) -> str | None:
 
 
 def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
-    """`(URI of the newest checkpoint whose bytes are those that were saved, sentences about newer ones)`.
+    """`(URI of the newest intact checkpoint or None, sentences about newer, damaged checkpoints)`.
 
-    It reads whole checkpoints. A damaged one is marked: `find_corruption` finds it without reading it again.
+    It reads whole checkpoints. It marks each damaged checkpoint, so that `find_corruption` reports the damage without
+    reading the bytes again.
     """
     sentences = []
     while uri := last_complete(run_uri):
@@ -96,7 +97,7 @@ def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
 
 
 def checksums(checkpoint_uri: str) -> Pieces:
-    """Of a checkpoint's pieces; {} for one without `progress.json`, or of a version that saved none."""
+    """The checksums of a checkpoint's pieces; {} if `progress.json` is missing or, in older versions, holds none."""
     uri = storage.join(checkpoint_uri, PROGRESS)
     return storage.read_json(uri).get("checksums", {}) if storage.exists(uri) else {}
 
@@ -107,7 +108,7 @@ def step_of(checkpoint_uri: str) -> int:
 
 
 def keep_as_best(run_uri: str, folder: str, name: str) -> None:
-    """Copy a checkpoint to `best/` of its run, then delete the one that was there."""
+    """Copy a checkpoint to its run's `best/`, then delete the earlier best checkpoint."""
     best_uri = storage.join(run_uri, BEST)
     storage.copy_folder(folder, storage.join(best_uri, name))
     for uri in list_checkpoints(best_uri):
@@ -116,9 +117,9 @@ def keep_as_best(run_uri: str, folder: str, name: str) -> None:
 
 
 def open_stager() -> DefaultStager:
-    """What copies state to CPU memory. Use one for all `async_save`s: it copies into the same memory again.
+    """A DCP stager, which copies state to CPU memory. Use one stager for all `async_save`s: it reuses its memory.
 
-    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus; allocating it takes long.
+    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus, but allocating it is slow.
     """
     pinned = torch.cuda.is_available()
     options = StagingOptions(
@@ -128,7 +129,7 @@ def open_stager() -> DefaultStager:
 
 
 class TrainingState(Protocol):
-    """What a checkpoint holds; `step.TrainStep` has it."""
+    """The state that a checkpoint saves, such as a `step.TrainStep`."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -141,8 +142,8 @@ def async_save(
     """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
 
     The state is copied to CPU memory; a thread then writes the files, each rank its own part. Call `finish` on every
-    rank, from any thread, before the next `async_save`. In it, rank 0 adds `progress.json` with the sizes and
-    checksums of all ranks' files, by which `find_corruption` and `last_sound` judge a copy.
+    rank, from any thread, before the next `async_save`. `finish` also makes rank 0 write `progress.json`, with the
+    sizes and checksums of all ranks' files. `find_corruption` and `last_sound` check copies against these numbers.
 
     Args:
         stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
@@ -179,7 +180,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def load(folder: str, state: TrainingState) -> int:
-    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may be another one."""
+    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed."""
     weights, moments = get_state_dict(state.model, state.optimizer)
     loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
     read(folder, loaded, no_dist=distributed.world_size() == 1)
@@ -191,7 +192,7 @@ def load(folder: str, state: TrainingState) -> int:
 
 
 def read(folder: str, state: dict, no_dist: bool) -> None:
-    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint; nothing in the files is run."""
+    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint. No code from the files is run."""
     reader = CheckedReader(folder, checksums(folder))
     try:
         dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=no_dist)
@@ -202,7 +203,7 @@ def read(folder: str, state: dict, no_dist: bool) -> None:
 
 @torch.no_grad()
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
-    """Load the weights of a checkpoint, "ema" or "model", into a denoiser of one process or sharded over the ranks."""
+    """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
     state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
     read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which])

@@ -69,7 +69,7 @@ class Watchdog:
 
 
 def record_hang(run_uri: str, seconds: float) -> None:
-    """For `Watchdog(on_hang=...)`."""
+    """For `Watchdog(on_hang=...)`: record in the run's `failures/` that this worker made no step for `seconds`."""
     error = f"worker {distributed.rank()} made no step in {seconds:.0f} s (hang_timeout) and was ended"
     write_failure(run_uri, error)
 
@@ -77,8 +77,8 @@ def record_hang(run_uri: str, seconds: float) -> None:
 def check_device(device: torch.device) -> str | None:
     """The problem with this worker's device; None if there is none.
 
-    Multiplies matrices of integers that any precision represents, for a second on a GPU. The product is known exactly:
-    a Sylvester-Hadamard matrix times itself is its size times the identity.
+    Multiplies integer matrices, on a GPU for a second. Every precision holds these integers exactly, and the product is
+    known: a Sylvester-Hadamard matrix times itself is its size times the identity.
     """
     on_gpu = device.type == "cuda"
     matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
@@ -127,9 +127,10 @@ def end_if_sick(run_uri: str, device: torch.device) -> bool:
 def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
 
-    In three cases it ends the run with an error that names them, and returns []: the head is sick, which the driver
-    needs; all workers get wrong sums from each other, so that no machine can be named; `MOST_EXCLUDED` nodes are
-    excluded already, so that the check itself may be wrong.
+    It ends the run and returns [] in three cases. The error then names the sick workers.
+        - A sick worker is on the head node, which the driver needs.
+        - More than `MOST_EXCLUDED` nodes would be excluded, so the check itself may be wrong.
+        - All workers get wrong sums and no device is sick, so the machine that causes them is unknown.
 
     Args:
         everyone: for each rank {"device", "links": problems or None, "text": a sentence, "node": its id}.
@@ -198,7 +199,10 @@ class LostCheckpoint(ray.train.Checkpoint):
 
 
 def write_failure(run_uri: str, error: str) -> None:
-    """Print why workers or a checkpoint were lost, and record it in the run's `failures/` if the storage takes it."""
+    """Print why workers or a checkpoint were lost, and record it in the run's `failures/`.
+
+    If the storage refuses the record, the reason is only printed.
+    """
     print(error)
     try:
         errors = read_failures(run_uri)

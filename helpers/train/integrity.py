@@ -50,15 +50,15 @@ NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not used, because its bytes are not those that were saved, or because of what it holds.
+    """Raised for a checkpoint that is not safe to use: its bytes have changed, or its content is not allowed.
 
-    Its metadata may name classes that PyTorch's checkpoints do not contain, or a file outside of its folder; or an
-    entry that is no tensor may hold more than numbers and texts.
+    Not allowed are metadata that names classes which PyTorch's checkpoints do not contain, metadata that names a file
+    outside of the folder, and non-tensor entries that hold more than numbers and texts.
     """
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's classes and dtypes, and raises DamagedCheckpoint for all else, before anything is called."""
+    """Unpickles only `KNOWN_CLASSES` and dtypes. Raises DamagedCheckpoint for any other name before importing it."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -78,14 +78,14 @@ def sum_pieces(folder: str, metadata: dcp_metadata.Metadata) -> Pieces:
 
 
 def crc32(path: str | os.PathLike, offset: int, length: int) -> int:
-    """Of some bytes of a local file."""
+    """CRC-32 of `length` bytes of a local file, from byte `offset` on."""
     with open(path, "rb") as file:
         file.seek(offset)
         return zlib.crc32(file.read(length))
 
 
 def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
-    """Which file of a checkpoint is damaged, in a few words; None if none is. It reads the whole checkpoint."""
+    """The first damaged file of a checkpoint, in a few words; None if all are intact. Reads the whole checkpoint."""
     filesystem, folder = storage.open_filesystem(checkpoint_uri)
 
     def check(span: tuple[str, list[Piece]]) -> str | None:
@@ -117,7 +117,7 @@ def split_spans(pieces: Pieces) -> Iterator[tuple[str, list[Piece]]]:
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """Reads a local checkpoint; raises DamagedCheckpoint before a piece is used whose bytes have changed.
+    """Reads a local checkpoint. Raises DamagedCheckpoint for a piece whose bytes have changed, before it is used.
 
     `pieces`: of the checkpoint; {} for one without checksums, which is read unchecked.
     """
@@ -155,7 +155,7 @@ class CheckedReader(dcp.FileSystemReader):
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads entries that are no tensors, such as a learning rate, by PyTorch's unpickler for weights alone."""
+    """Loads non-tensor entries, such as a learning rate, only if PyTorch's weights-only unpickler accepts them."""
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
         try:

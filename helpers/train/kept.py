@@ -1,7 +1,6 @@
 """Online runs that keep their latents (`keep_latents=True`): the first epoch encodes, later epochs read.
 
-Such a run takes its steps from two sources, each for a `trainer.fit()`; they share the step count, the log and the
-checkpoints:
+Such a run has two sources of steps, one per `trainer.fit()`. They share the step count, the log and the checkpoints:
 
     first epoch     raw rows -> transform -> encode -> keep -> trainers
     at its end      rows left over by its plan -> transform -> encode -> write; then manifest.json
@@ -9,14 +8,14 @@ checkpoints:
 
 `keep_block` commits each block before the trainers get it. It writes the block's file, then its entry. The entry has
 the format of `encode.job`'s segment entries and is named by the number of the block's first unit. So all rows that a
-checkpoint covers are committed before it is saved. Blocks depend neither on the step that a run starts at nor on the
-number of workers: a resumed run encodes the blocks after its checkpoint again and writes those that are missing. A file
-holds one block, a few megabytes; preprocessing writes 1,024 rows or more.
+checkpoint covers are committed before it is saved. Blocks are the same for any first step and any number of workers. So
+a resumed run encodes the blocks after its checkpoint again, and writes only the missing blocks. A file holds one block,
+a few megabytes; preprocessing writes 1,024 rows or more.
 
-Order: the first epoch has the order of an online run. Later epochs have that of a run over stored latents, here
-`runs/{run_name}/latents`: row groups, each from one block, are shuffled by seed and epoch, then the rows of each chunk.
-Rows masked in the first epoch are not kept, so later epochs may have fewer steps. A row is trained on only at the sizes
-at which the first epoch encoded it.
+Order: the first epoch has the order of an online run. Later epochs have the order of a run over stored latents,
+`runs/{run_name}/latents`. Seed and epoch shuffle the row groups, each from one block, then the rows of each chunk. Rows
+masked in the first epoch are not kept, so later epochs may have fewer steps. A row is trained on only at the sizes at
+which the first epoch encoded it.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ WRITER = {"batch_format": "pyarrow", "num_cpus": 0.25}  # options of a writing s
 def run_sources(raw: OnlineConfig, config: TrainingConfig, stream: Callable) -> Iterator[StepSource]:
     """Yield the source of each `trainer.fit()` that a run still needs. Train with one before taking the next.
 
-    Without `keep_latents`, there is one source. `stream`: as `StepSource` takes it; it also encodes the first epoch's
-    leftover rows. Raises ValueError if the run was started with another `keep_latents`. Raises RuntimeError if
-    committed blocks are missing.
+    Without `keep_latents`, there is one source. `stream`: see `StepSource`; it also encodes the first epoch's leftover
+    rows. Raises ValueError if the run was started with another `keep_latents`. Raises RuntimeError if committed blocks
+    are missing.
     """
     check_begun(raw, config)
     if not raw.keep_latents:
@@ -128,8 +127,9 @@ def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     All captions of a row are kept; the returned block has the one that the epoch has sampled.
 
     Args:
-        rows: one unit for each of the block's steps; unit -1 marks rows that are not needed.
-        plan: gives the number of the block's first unit. Its sources may have empty file lists.
+        rows: a block: one unit for each of its steps. Rows with unit number -1 are not needed.
+        plan: the run's plan, which gives the number of the block's first unit. Its sources may have empty file lists,
+            because no file is read.
         arguments: what `job.Job.write_arguments` returns.
     """
     units = rows[UNIT].to_numpy()

@@ -34,9 +34,9 @@ def train_loop_per_worker(
     Args:
         config: of the run.
         source: of the steps; None: stored latents, `StepSource(config)`.
-        evaluate: `evaluate(denoiser, config, step)` evaluates the averaged weights, on all workers between two steps,
-            if no GPU is left for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None: such checkpoints
-            are not evaluated.
+        evaluate: `evaluate(denoiser, config, step)`, called on all workers between two steps to evaluate the averaged
+            weights, if no GPU is spare for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None:
+            without a spare GPU, only the last checkpoint is evaluated.
     """
     source = source or StepSource(config)
     source.start()
@@ -103,8 +103,8 @@ def prepare_validation(train_step: TrainStep, step: int, evaluate: Callable | No
     """Whether Ray Train validates the checkpoint of a step. Call it on all ranks.
 
     Ray Train's validation is a task beside the training. If no GPU is spare, the task would start when training ends,
-    and all checkpoints would be kept until then. So the workers do now what takes a GPU (`evaluate`), and the task does
-    the rest. The last checkpoint is left to the task, which gets a GPU of the trainers.
+    and all checkpoints would be kept until then. So the workers run the GPU part (`evaluate`) at once, and the task
+    does the rest. The last checkpoint is left to the task, because the trainers' GPUs are free by then.
     """
     config = train_step.config
     if not config.validates_at(step):
@@ -132,8 +132,8 @@ def has_spare_gpu(device: torch.device, accelerator_type: str | None = None) -> 
 class MetricsWriter:
     """Writes a step's metrics with the ids of its global batch, in a thread while the next step runs.
 
-    Each step waits until the previous step's line is written to `log`. So a worker that dies loses at most one line,
-    and on an object store also those that `MetricsLog` still holds.
+    Each step waits until the previous step's line is written to `log`. So a worker that dies loses at most one line. On
+    an object store, the lines that `MetricsLog` has not yet flushed are lost too.
 
     `log`: rank 0's; None on the other ranks.
     """
@@ -154,7 +154,7 @@ class MetricsWriter:
             self.log.write(step, metrics, itertools.chain.from_iterable(ranks), num_kept, **speed)
 
     def wait(self) -> None:
-        """Wait until the last line is written; raises what writing it raised."""
+        """Wait until the last line is written. Raises the writing thread's error."""
         if self.written:
             self.written.result()
 

@@ -30,8 +30,8 @@ Event = tuple[str, float, float]
 class Accelerator(NamedTuple):
     """One GPU, from NVIDIA's data sheet: dense tensor-core TFLOP/s.
 
-    MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. Its matrix
-    products do not, so this MFU stays low.
+    MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. PyTorch's
+    matrix products do not use TF32, so the MFU of fp32 training stays low.
     """
 
     name: str
@@ -66,7 +66,8 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
     """Profile a block; the list that it yields is filled when the block ends.
 
-    On a GPU it holds kernels and copies, on a CPU PyTorch's outermost operations and gloo's collectives.
+    On a GPU, the list holds kernels and copies. On a CPU, it holds PyTorch's outermost operations and gloo's
+    collectives.
     """
     on_gpu, events = torch.device(device).type == "cuda", []
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else PyTorch's profiler prints when it starts and stops
@@ -87,7 +88,7 @@ def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel or operation is a collective's, by its name. Compiled kernels are not."""
+    """Whether a kernel or operation belongs to a collective, by its name. Compiled (Triton) kernels never do."""
     name = name.lower()
     return not name.startswith("triton") and any(word in name for word in COLLECTIVES)
 
@@ -160,7 +161,8 @@ class Meter:
     - `peak_memory_gib` of this worker.
     - `data_wait_share`: share of the step's time waiting for data.
     - `communication_share`: share of the profiled step's time in collectives that do not overlap with compute; None
-      before. `config.profile_step=n` profiles the n-th step after each start of the worker; None: no step.
+      before that step, 0 with one worker. `config.profile_step=n` profiles the n-th step after each start of the
+      worker; None: no step.
     - `checkpoint_seconds` that training paused for a checkpoint before this step.
     """
 

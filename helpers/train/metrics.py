@@ -71,7 +71,7 @@ class MetricsLog:
                 self.timer.start()
 
     def flush_in_time(self) -> None:
-        """In the timer's thread; the next line starts another timer."""
+        """Flush in the timer's thread, and print an OSError. The next line starts another timer."""
         self.timer = None
         try:
             self.flush()
@@ -79,7 +79,10 @@ class MetricsLog:
             print(f"The newest metrics are written later: {error}")
 
     def flush(self) -> None:
-        """Write all lines so far to the object store, from any thread. Raises OSError; the lines are kept then."""
+        """Write all lines so far to the object store. Any thread may call it.
+
+        Raises OSError if the store refuses; the lines are then kept for the next flush.
+        """
         with self.flushing:
             lines = self.lines[:]  # meanwhile `write` may add others
             if lines:

@@ -33,7 +33,8 @@ def raise_end(run_uri: str) -> Iterator[None]:
 class RecordFailures(ray.train.UserCallback):
     """Ray Train's callback that records why workers were lost; `monitor_run` shows the records.
 
-    It ends the run when `MAX_LOST` checkpoints in a row are lost: the steps since the last complete one are not saved.
+    It ends the run when `MAX_LOST` checkpoints in a row are lost, because no step since the last complete checkpoint is
+    saved.
     """
 
     def __init__(self, run_uri: str):
@@ -57,7 +58,7 @@ class RecordFailures(ray.train.UserCallback):
 
 @contextlib.contextmanager
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
-    """Show a run's progress and what it lost, workers and checkpoints, while the block (`trainer.fit()`) runs.
+    """Show a run's progress, and its lost workers and checkpoints, while the block (`trainer.fit()`) runs.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and images go to `config.trackers`. The run's lease is held until the block ends. If the storage is

@@ -47,11 +47,11 @@ def after_warm_up(metrics: pd.DataFrame, skip: int) -> pd.DataFrame:
 
 
 def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
-    """The speed of runs: {name: metrics} -> a frame with a row per run, without warm-up (`skip`) as in `throughput`.
+    """The speed of runs as a frame: one row per run of {name: metrics}.
 
-    Columns: images/s (`throughput`), images/s per worker ("a worker"), MFU (NaN if the peak is not known), peak memory,
-    and shares of the elapsed time: waiting for data, in collectives that do not overlap with compute (NaN unless a step
-    was profiled), and paused for checkpoints.
+    The first `skip` steps are left out, as in `throughput`. Columns: images/s (`throughput`), images/s per worker ("a
+    worker"), MFU (NaN if the peak is not known), peak memory, and shares of the elapsed time: waiting for data, in
+    collectives that do not overlap with compute (NaN unless a step was profiled), and paused for checkpoints.
     """
     rows = {}
     for name, frame in metrics.items():

@@ -11,9 +11,9 @@ Keys of a file; an evaluation has those that apply to it:
 - `validation_set_uri`: that `validation_uri`.
 - `prompts`: the number of pictures drawn.
 - `clip_score`, `cmmd`, `agreement`, `agreement_by_attribute`: if they were asked for.
-- `seconds`: that the evaluation took.
-- `failed`: {what: a sentence}, after failures.
-- `skipped`: a sentence, for a checkpoint that was not evaluated, such as one skipped for a newer one.
+- `seconds`: duration of the evaluation.
+- `failed`: {part of the evaluation: why it failed}; absent if nothing failed.
+- `skipped`: why the checkpoint was not evaluated, for example because a newer one is evaluated instead.
 - `unfinished`: true while an evaluation runs.
 - `to_score`: {ranks, prompts} of pictures that the trainers drew (`evaluation.at_checkpoints.OnWorkers`); it is removed
   when the pictures are scored.

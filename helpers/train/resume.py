@@ -25,9 +25,10 @@ def last_step(config: TrainingConfig) -> int:
 def choose_resume_point(config: TrainingConfig) -> dict:
     """Choose the newest sound checkpoint (`checkpoint.last_sound`) and write the choice to the run's `resume.json`.
 
-    {"checkpoint": its name, None to start from step 0, "step": steps done}. Damaged checkpoints are noted as failures.
-    Called once for each group of workers: when its dataset is built, or by rank 0 if it has none. A checkpoint that is
-    completed later, by the upload of a worker that is being replaced, changes nothing for the group.
+    Returns {"checkpoint": name, "step": steps done}; the name is None if the run starts from step 0. Damaged
+    checkpoints are noted as failures. Called once for each group of workers: when the group's dataset is built, or by
+    rank 0 if the group has no dataset. A worker that is being replaced may complete an upload later. The group ignores
+    that checkpoint.
     """
     uri, sentences = checkpoint.last_sound(config.run_uri)
     for sentence in sentences:

@@ -33,7 +33,7 @@ def run_folder(config: TrainingConfig) -> dict[str, Any]:
 
 
 def training_config(parameters: dict[str, Any]) -> TrainingConfig:
-    """The config of a notebook's variables, completed by what the earlier run of this name began with.
+    """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
 
     `units_per_step=None` becomes the earlier run's number, so that a run resumes on any number of workers.
     `clip_model` gets its commit (`models.pin_model`), so that one CLIP computes all scores of a run.
@@ -95,12 +95,12 @@ def open_run(config: TrainingConfig) -> DataSets:
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
-    """Delete what the next attempt cannot use; returns sentences about checkpoints that cannot be used.
+    """Delete the checkpoints and the list that the next attempt cannot use; returns sentences about the damaged ones.
 
     Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
-    list it starts a new one. So a list that disagrees with the storage is deleted. Folders that are damaged, or that
-    the list does not name, are deleted too, except for the newest complete one, from which the run resumes. Call it
-    while nothing trains under this name.
+    list it starts a new one. So a list that disagrees with the storage is deleted. Damaged folders, and folders that
+    the list does not name, are deleted too. The newest complete folder is kept, because the run resumes from it. Call
+    `reconcile_checkpoints` while nothing trains under this name.
     """
     sentences, listed, snapshot_uri = [], [], storage.join(run_uri, SNAPSHOT)
     try:
@@ -127,10 +127,11 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
 
 
 def limit_health_checks(seconds: float) -> None:
-    """Let Ray Train, started from this process, replace workers that do not answer its health check within `seconds`.
+    """Let Ray Train replace workers that do not answer its health check within `seconds`.
 
-    A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers this only as an
-    environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+    This applies to the runs that this process starts. A stopped process (SIGSTOP, a frozen machine) cannot run its own
+    `Watchdog`. Ray Train offers this limit only as an environment variable, which its controller inherits from the
+    process that calls `trainer.fit()`.
     """
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
@@ -172,7 +173,7 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
-    """Raises ValueError that names what disagrees with `earlier`, the parameters that the run began with."""
+    """Raises ValueError, naming the parameter, if a fixed one differs from `earlier`, the run's first parameters."""
     now = config.fixed("rows", "latents", "run")
     if found := first_difference({**now, **earlier}, now, names=now):
         name, before, value = found
@@ -201,7 +202,7 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
-    """Raises ValueError if the denoiser cannot train on these latents, or no diffusers pipeline samples with both."""
+    """Raises ValueError unless the denoiser can train on these latents, and its pipeline fits the data's encoders."""
     denoiser = load_denoiser_config(config.unet_config)
     adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     check_pipeline(adapter, manifest, config, latents_uri)

@@ -51,9 +51,10 @@ class Unit:
 
     @classmethod
     def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
-        """A unit of the rows' latents in one column. Rows without latents in it, or whose `keep` is False, are masked.
+        """A unit of a table's rows, with their latents from one column.
 
-        `first_position`: the first row's position in the global batch.
+        Rows without latents in this column, or whose `keep` is False, are masked. `first_position`: the first row's
+        position in the global batch.
         """
         name = latents.name if latents.name in table.column_names else schema.LATENTS
         moments, valid = latents.decode(table[name])
@@ -97,16 +98,17 @@ def choose_kernels(config: TrainingConfig) -> None:
     """Apply `cudnn_benchmark`, `attention` and `deterministic` to the whole process.
 
     `deterministic` allows only operations that give the same bits each time; others raise. cuBLAS gets workspaces of a
-    fixed size (if nothing was multiplied on the GPU before), convolutions are not chosen by their time, and attention
-    is computed by plain matrix products, which keep all scores in memory. What is the same, bit by bit:
+    fixed size: call this function before the first matrix product on the GPU. cuDNN does not choose convolutions by
+    timing. Attention uses plain matrix products, which keep all attention scores in memory. What is the same, bit by
+    bit:
 
     | | CPUs, tested, eager | CUDA GPUs, untested |
     |---|---|---|
-    | rows, timesteps, dropped captions, first weights, on any number of workers | yes | yes: CPUs make them |
+    | rows, timesteps, dropped captions, first weights, on any number of workers | yes | yes: CPUs compute them |
     | a row's noise at a step, on any number of workers | yes | yes, on GPUs of one kind; a CPU's differs |
-    | a run that is done again on as many workers | yes | with `deterministic`, same GPUs and versions |
-    | a run that is resumed on as many workers | yes, but for "ddp" on more than two | likewise |
-    | a run on other workers, or with other micro-batches | no: losses within 1e-5 | no |
+    | a repeated run on the same number of workers | yes | with `deterministic`, same GPUs and versions |
+    | a resumed run on the same number of workers | yes, except "ddp" on more than two workers | likewise |
+    | a run on another number of workers, or with another micro-batch size | no: losses within 1e-5 | no |
     """
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     if config.deterministic:
@@ -205,7 +207,7 @@ class TrainStep:
         return losses * keep
 
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:
-        """Train on this worker's units of global batch number `step` (from 0), at least one, which may be masked.
+        """Train on this worker's units of global batch number `step`, from 0: at least one unit, perhaps a masked one.
 
         Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
         `num_kept` unmasked rows of the whole global batch, before this update. If the loss or the gradient is not
@@ -258,10 +260,10 @@ class TrainStep:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradient and update by AdamW; returns the whole loss and the gradient's norm before clipping.
+        """Clip the gradient and update by AdamW; returns the loss of all ranks and the gradient's norm before clipping.
 
-        All is queued on the device. If the loss or the gradient is not finite, nothing changes. `loss`: this rank's
-        part of it.
+        All work is queued on the device; the CPU does not wait. If the loss or the gradient is not finite, nothing
+        changes. `loss`: this rank's part; the parts are summed.
         """
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)

@@ -120,7 +120,7 @@ class EvaluationReader:
 
 
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
-    """The values to track of an evaluation: numbers, and the images as "evaluation"; {} if it was skipped."""
+    """An evaluation's values for the trackers: numbers, and the image grid as "evaluation"; {} if it was skipped."""
     values = results.numeric_values(result)
     grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
     if storage.exists(grid):

@@ -19,8 +19,8 @@ from .step import TrainStep
 class CheckpointManager:
     """Saves a worker's part of each checkpoint. Create it on all ranks, and call its methods on all of them.
 
-    `save` copies the state to CPU memory; training waits for that alone. A thread of Ray Train then writes the files
-    and uploads them to the run's folder. A checkpoint counts once all of its files are there
+    `save` copies the state to CPU memory. Training waits only for this copy. A thread of Ray Train then writes the
+    files and uploads them to the run's folder. A checkpoint counts once all of its files are there
     (`checkpoint.find_corruption`).
 
     A checkpoint is lost if a worker cannot upload its part after several attempts. Rank 0 then reports a
