@@ -1,5 +1,6 @@
 """Files in a local folder or an object store, by one path or URI: all access goes through `pyarrow.fs`."""
 
+import contextlib
 import functools
 import json
 import os
@@ -20,6 +21,10 @@ from pyarrow import fs
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
+
+
+class DamagedFile(ValueError):
+    """A JSON file that is cut short, or holds something else."""
 
 
 def resolve(uri: str | os.PathLike) -> str:
@@ -199,14 +204,15 @@ def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
             time.sleep(0.1)
 
 
-def write_text(uri: str | os.PathLike, text: str) -> None:
-    write_bytes(uri, text.encode())  # encoded before anything is opened
+def write_text(uri: str | os.PathLike, text: str, *, new: bool = False) -> None:
+    write_bytes(uri, text.encode(), new=new)  # encoded before anything is opened
 
 
-def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
+def write_bytes(uri: str | os.PathLike, data: bytes, *, new: bool = False) -> None:
     """Write a file atomically: a reader sees the whole new file or the old one.
 
-    Object stores show an object when its upload ends; a local file gets its name by a rename at the end.
+    Object stores show an object when its upload ends; a local file gets its name at the end. `new`: raises
+    FileExistsError if a local file is there already. Raises OSError that names the file, for example on a full disk.
     """
     filesystem, path = open_filesystem(uri)
     local = isinstance(filesystem, fs.LocalFileSystem)
@@ -214,22 +220,37 @@ def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     target = f"{path}.{uuid.uuid4().hex}.part" if local else path
     try:
-        with filesystem.open_output_stream(target) as stream:
+        with naming(uri), filesystem.open_output_stream(target) as stream:
             stream.write(data)
         if local:
-            os.replace(target, path)
-    except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+            (os.link if new else os.replace)(target, path)
+    finally:  # after an interrupt (KeyboardInterrupt) too
         if local:
             pathlib.Path(target).unlink(missing_ok=True)
-        raise
 
 
-def read_json(uri: str | os.PathLike) -> Any:
-    return json.loads(read_text(uri))
+@contextlib.contextmanager
+def naming(uri: str | os.PathLike) -> Iterator[None]:
+    """Write a file in this block: the error of a disk, for example a full one, is then one sentence with its path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not is_local(uri):  # a store names the object
+            raise
+        raise OSError(error.errno, f"{uri} cannot be written: {os.strerror(error.errno)}") from None
 
 
-def write_json(uri: str | os.PathLike, value: Any) -> None:
-    write_text(uri, json.dumps(value, indent=1))
+def read_json(uri: str | os.PathLike, remedy: str = "delete it, and start the same command again") -> Any:
+    """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`."""
+    data = read_bytes(uri)
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise DamagedFile(f"{uri} is damaged or cut short ({len(data):,} bytes): {remedy}.") from None
+
+
+def write_json(uri: str | os.PathLike, value: Any, *, new: bool = False) -> None:
+    write_text(uri, json.dumps(value, indent=1), new=new)
 
 
 def delete(uri: str | os.PathLike) -> None:

@@ -84,7 +84,7 @@ class GenerationJob:
             raise ValueError("There are no prompts: give at least one.")
         self.prompts, self.uri = prompts, storage.resolve(uri)
         job_uri = storage.join(self.uri, JOB)
-        before = storage.read_json(job_uri) if storage.exists(job_uri) else {}
+        before = read_job(self.uri) if storage.exists(job_uri) else {}
         models = {name: pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
@@ -203,6 +203,11 @@ def generate_all(
     return made
 
 
+def read_job(uri: str) -> dict:
+    """What a folder's images were made with."""
+    return storage.read_json(storage.join(uri, JOB), "give another folder, or delete this one")
+
+
 def embeddings(table: pa.Table, column: str) -> np.ndarray:
     """(N, D) float32."""
     return schema.from_binary(table[column], (-1,), np.float32)[0]
@@ -210,7 +215,7 @@ def embeddings(table: pa.Table, column: str) -> np.ndarray:
 
 def read_saved(uri: str, columns: list[str]) -> pa.Table:
     """Columns of all parts of a folder, in the order of the prompts. Raises ValueError if parts are missing."""
-    values = storage.read_json(storage.join(uri, JOB))
+    values = read_job(uri)
     files = storage.list_files(storage.join(uri, PARTS), ".parquet")
     expected = -(-values["prompts"] // values["rows_per_part"])
     if len(files) < expected:

@@ -16,6 +16,7 @@ row group can only be read whole.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import json
@@ -54,7 +55,7 @@ def build_index(
     made_of |= {"listing": sorted(listing.items()), "version": 1}
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)
-    if storage.exists(storage.join(uri, REPORT)):
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
         return key, storage.read_json(storage.join(uri, REPORT))
     if config.limit is None:
         files = [{"path": path, "limit": -1} for path in paths]

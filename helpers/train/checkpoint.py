@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import pathlib
 import re
@@ -57,11 +57,13 @@ def find_corruption(checkpoint_uri: str) -> str | None:
         expected = progress["files"]
     except FileNotFoundError:
         return f"it has no {PROGRESS}"
-    except (ValueError, KeyError):
+    except (storage.DamagedFile, KeyError):
         return f"its {PROGRESS} is cut short"
     sizes = storage.sizes(checkpoint_uri)
     if DAMAGED in sizes:
-        return storage.read_json(storage.join(checkpoint_uri, DAMAGED))["why"]
+        with contextlib.suppress(storage.DamagedFile):
+            return storage.read_json(storage.join(checkpoint_uri, DAMAGED))["why"]
+        return f"its {DAMAGED} is cut short"
     for name, size in expected.items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -168,7 +170,7 @@ def async_save(
                 {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)
             )
             progress = {"step": step, "files": files, "checksums": sums}
-            pathlib.Path(folder, PROGRESS).write_text(json.dumps(progress))
+            storage.write_json(storage.join(folder, PROGRESS), progress)
 
     return finish
 
