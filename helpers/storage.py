@@ -185,9 +185,9 @@ def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     return {below: item.size for below, item in found.items() if item.is_file}
 
 
-def read_text(uri: str | os.PathLike, offset: int = 0) -> str:
-    """A file from a byte on. Raises FileNotFoundError if it does not exist."""
-    return read_bytes(uri, offset).decode()
+def read_text(uri: str | os.PathLike) -> str:
+    """A whole file. Raises FileNotFoundError if it does not exist."""
+    return read_bytes(uri).decode()
 
 
 def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
@@ -284,5 +284,9 @@ def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:
         ):
             shutil.copyfileobj(data, written, 2**23)
 
+    def copy_in_attempts(file: fs.FileInfo) -> None:
+        with naming(resolve(target) + file.path[len(from_path) :]):
+            retry(functools.partial(copy, file))
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda file: retry(functools.partial(copy, file)), files))
+        list(pool.map(copy_in_attempts, files))

@@ -205,7 +205,7 @@ class Job:
 
         `pipeline(segment)`: a lazy dataset, which this job iterates over. `progress(rows, of_rows)`: called as files
         are written. An interrupted segment's files are deleted. Raises RuntimeError if another driver is running this
-        job (`runtime.lease`).
+        job (`runtime.lease`), or if a segment failed for good.
         """
         if self.finished:
             manifest = read_manifest(self.latents_uri)
@@ -219,7 +219,10 @@ class Job:
             pending = self.pending()
             done = total - sum(segment.rows for segment in pending)
             for segment in pending:
-                self.run_segment(pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total))
+                with retries.in_a_sentence(f"The same command resumes the job, whose segment {segment.index} failed"):
+                    self.run_segment(
+                        pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
+                    )
                 done += segment.rows
             return self.finish()
 

@@ -203,7 +203,7 @@ def write_parquet(tables: Iterable[pa.Table], uri: str) -> int:
     tables = iter(tables)
     first = next(tables)
     layout = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
-    with pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
+    with storage.naming(uri), pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
         for table in itertools.chain([first], tables):
             file.write_table(table, row_group_size=schema.ROWS_PER_ROW_GROUP)
     return filesystem.get_file_info(path).size

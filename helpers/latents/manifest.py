@@ -28,7 +28,7 @@ from . import schema
 SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
 MANIFEST, FILES = "manifest.json", "files.json"
 MADE_AGAIN = (
-    "run the notebook that encoded this data again with the same parameters: that makes the file, and encodes nothing"
+    "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
