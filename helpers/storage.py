@@ -240,13 +240,23 @@ def naming(uri: str | os.PathLike) -> Iterator[None]:
         raise OSError(error.errno, f"{uri} cannot be written: {os.strerror(error.errno)}") from None
 
 
-def read_json(uri: str | os.PathLike, remedy: str = "delete it, and start the same command again") -> Any:
-    """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`."""
+def read_json(
+    uri: str | os.PathLike,
+    remedy: str = "delete it, and start the same command again",
+    otherwise: Callable[[str], Any] | None = None,
+) -> Any:
+    """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`.
+
+    `otherwise(sentence)`: returns what takes the place of a damaged file's content, if it need not be raised.
+    """
     data = read_bytes(uri)
     try:
         return json.loads(data)
     except ValueError:
-        raise DamagedFile(f"{uri} is damaged or cut short ({len(data):,} bytes): {remedy}.") from None
+        sentence = f"{uri} is damaged or cut short ({len(data):,} bytes): {remedy}."
+    if otherwise is None:
+        raise DamagedFile(sentence)
+    return otherwise(sentence)
 
 
 def write_json(uri: str | os.PathLike, value: Any, *, new: bool = False) -> None:

@@ -62,12 +62,9 @@ class Lease(contextlib.AbstractContextManager):
 
     def read(self) -> dict:
         """The file's content; {} if there is none; of one that cannot be read, when it was written."""
-        try:
-            return storage.read_json(self.uri)
-        except FileNotFoundError:
-            return {}
-        except storage.DamagedFile:
-            return {"damaged": storage.version(self.uri)[1] / 1e9}
+        with contextlib.suppress(FileNotFoundError):
+            return storage.read_json(self.uri, otherwise=lambda _: {"damaged": storage.version(self.uri)[1] / 1e9})
+        return {}
 
     def is_held(self) -> bool:
         return self.read().get("token") == self.content["token"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
@@ -61,9 +60,8 @@ def find_corruption(checkpoint_uri: str) -> str | None:
         return f"its {PROGRESS} is cut short"
     sizes = storage.sizes(checkpoint_uri)
     if DAMAGED in sizes:
-        with contextlib.suppress(storage.DamagedFile):
-            return storage.read_json(storage.join(checkpoint_uri, DAMAGED))["why"]
-        return f"its {DAMAGED} is cut short"
+        unknown = {"why": f"its {DAMAGED} is cut short"}
+        return storage.read_json(storage.join(checkpoint_uri, DAMAGED), otherwise=lambda _: unknown)["why"]
     for name, size in expected.items():
         if name not in sizes:
             return f"its file {name} is missing"

@@ -74,11 +74,11 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     evaluations, metrics = tracking.EvaluationReader(config.run_uri), MetricsReader(config.run_uri)
     metrics.read()  # steps of an earlier driver
     recent = pd.DataFrame()
-    num_shown, num_torn = len(faults.read_failures(config.run_uri)), 0
+    num_shown = len(faults.read_failures(config.run_uri))
     warned = False  # that the storage is unreachable
 
     def show():
-        nonlocal num_shown, num_torn, recent
+        nonlocal num_shown, recent
         failures = faults.read_failures(config.run_uri)
         for failure in failures[num_shown:]:
             progress.message(f"lost: {failure}")
@@ -89,9 +89,9 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             if values := tracking.evaluation_values(config.run_uri, result):
                 track(result["step"], values)
         new = metrics.read()
-        if metrics.torn > num_torn:
+        if metrics.torn:
             progress.message(f"Lines of the metrics that are torn, and left out: {metrics.torn}")
-            num_torn = metrics.torn
+            metrics.torn = 0
         for record in new:
             values = results.numeric_values(record)
             track(values.pop("step"), values)

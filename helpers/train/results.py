@@ -49,10 +49,8 @@ def read_result(run_uri: str, step: int) -> dict[str, Any]:
 
 def read_file(uri: str) -> dict[str, Any]:
     """The result in a file; of a damaged file, one that says so."""
-    try:
-        return storage.read_json(uri, "its values are left out")
-    except storage.DamagedFile as error:
-        return {"step": int(storage.name(uri).removesuffix(".json")), "failed": {"reading": str(error)}}
+    step = int(storage.name(uri).removesuffix(".json"))
+    return storage.read_json(uri, "left out", lambda sentence: {"step": step, "failed": {"reading": sentence}})
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:

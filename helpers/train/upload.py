@@ -75,7 +75,7 @@ class CheckpointManager:
         Returns what Ray Train registers. An OSError of the storage is not raised: Ray Train would restart all workers.
         """
         try:
-            error = self.try_to_write(finish, local.path, name) or self.try_to_upload(local.path, name)
+            error = self.try_to_upload(finish, local.path, name)
             path = storage.open_filesystem(storage.join(self.run_uri, name))[1]
             errors = distributed.gather_objects(error, self.group)
             self.lost = next(filter(None, errors or []), None)
@@ -89,21 +89,16 @@ class CheckpointManager:
             shutil.rmtree(local.path)
             self.uploaded.set()
 
-    def try_to_write(self, finish: Callable[[], None], folder: str, name: str) -> str | None:
-        """Wait for the files of all workers; returns why they could not be written, None if they were."""
-        try:
-            finish()
-        except (CheckpointException, OSError) as error:  # PyTorch does not say that a disk is full
-            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free"
-            return f"{name} could not be written to {folder} ({free}): {str(error).strip().splitlines()[-1]}"
-        return None
-
-    def try_to_upload(self, folder: str, name: str) -> str | None:
+    def try_to_upload(self, finish: Callable[[], None], folder: str, name: str) -> str | None:
         """Upload this worker's files, with several attempts each; returns why it failed, None if it did not."""
         try:
+            finish()
             if self.log:
                 storage.retry(self.log.flush)  # a run that resumes continues the step's samples_seen
             storage.copy_folder(folder, storage.join(self.run_uri, name))
+        except CheckpointException as error:  # on all workers; PyTorch does not say that a disk is full
+            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free"
+            return f"{name} could not be written to {folder} ({free}): {str(error).strip().splitlines()[-1]}"
         except OSError as error:
             return f"{name} could not be uploaded: {type(error).__name__}: {error}"
         return None

@@ -220,7 +220,9 @@ KILLS = {
     "before the first epoch's last checkpoint": lambda patch: PER_EPOCH - 1,
     "in what was left over": lambda patch: kill_once(patch, storage, "write_json", segment(2 * PER_EPOCH)),
     "before the manifest": lambda patch: kill_once(patch, storage, "write_text", lambda uri, _: "manifest" in uri),
-    "between files and manifest": lambda patch: kill_once(patch, storage, "write_json", lambda uri, _: "manifest" in uri),
+    "between files and manifest": lambda patch: kill_once(
+        patch, storage, "write_json", lambda uri, _: "manifest" in uri
+    ),
     "in the second epoch": lambda patch: PER_EPOCH + 3,
     "in the third epoch": lambda patch: 2 * PER_EPOCH + 2,
 }
