@@ -20,6 +20,7 @@ from pyarrow import fs
 # raises an OSError with this text.
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
+REMEDY = "delete it, and start the same command again"  # for a damaged file
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
@@ -240,11 +241,7 @@ def naming(uri: str | os.PathLike) -> Iterator[None]:
         raise OSError(error.errno, f"{uri} cannot be written: {os.strerror(error.errno)}") from None
 
 
-def read_json(
-    uri: str | os.PathLike,
-    remedy: str = "delete it, and start the same command again",
-    otherwise: Callable[[str], Any] | None = None,
-) -> Any:
+def read_json(uri: str | os.PathLike, remedy: str = REMEDY, otherwise: Callable[[str], Any] | None = None) -> Any:
     """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`.
 
     `otherwise(sentence)`: returns what takes the place of a damaged file's content, if it need not be raised.

@@ -76,18 +76,10 @@ def begun_with(latents_uri: str) -> dict | None:
 
 
 def is_finished(latents_uri: str) -> bool:
-    """Whether the manifest of a job is there. A damaged one is not: the job makes it again from its segments' entries.
-
-    Raises DamagedFile where there are no entries, as in data of earlier versions.
-    """
-    try:
+    """Whether a job's manifest is there. A damaged one is not: the job makes it again from its segments' entries."""
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
         return bool(read_manifest(latents_uri) and read_segments(latents_uri))
-    except FileNotFoundError:
-        return False
-    except storage.DamagedFile:
-        if storage.exists(storage.join(latents_uri, SEGMENTS, JOB)):
-            return False
-        raise
+    return False
 
 
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
@@ -301,12 +293,7 @@ class Job:
 
 def read_entry(uri: str) -> dict | None:
     """A segment's entry; None for a damaged one, which is deleted."""
-    try:
-        return storage.read_json(uri, "its segment is encoded again")
-    except storage.DamagedFile as error:
-        print(error)
-        storage.delete(uri)
-        return None
+    return storage.read_json(uri, "its segment is encoded again", lambda said: print(said) or storage.delete(uri))
 
 
 def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:

@@ -52,11 +52,10 @@ def find_corruption(checkpoint_uri: str) -> str | None:
     reports.
     """
     try:
-        progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))
-        expected = progress["files"]
+        expected = storage.read_json(storage.join(checkpoint_uri, PROGRESS), otherwise=lambda _: {}).get("files")
     except FileNotFoundError:
         return f"it has no {PROGRESS}"
-    except (storage.DamagedFile, KeyError):
+    if expected is None:
         return f"its {PROGRESS} is cut short"
     sizes = storage.sizes(checkpoint_uri)
     if DAMAGED in sizes:
