@@ -211,7 +211,8 @@ class Job:
             pending = self.pending()
             done = total - sum(segment.rows for segment in pending)
             for segment in pending:
-                with retries.in_a_sentence(f"The same command resumes the job, whose segment {segment.index} failed"):
+                failed = f"The same command resumes the job, whose segment {segment.index} failed"
+                with retries.in_a_sentence(failed, OSError):
                     self.run_segment(
                         pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
                     )
@@ -231,11 +232,9 @@ class Job:
                 storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
                 return
             except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
-                try:
+                with contextlib.suppress(OSError):  # it cannot be reached
                     while self.delete_uncommitted():
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
-                except OSError:
-                    error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
                 if 0 <= self.max_failures < failures or not retries.was_lost(error):
                     raise
                 limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""

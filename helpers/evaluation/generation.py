@@ -29,7 +29,7 @@ from ..encode import encoder
 from ..encode.models import pin_model
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
-from ..runtime import session
+from ..runtime import retries, session
 from ..sample.pipeline import generate, load_pipeline, to_png
 from . import scores
 
@@ -195,7 +195,8 @@ def generate_all(
         accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
-    with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
+    failed = retries.in_a_sentence("The same command resumes the images, which failed")
+    with failed, contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
         for batch in batches:
             made += int(sum(batch["pictures"]))
             if progress:

@@ -33,6 +33,7 @@ from ..config.preprocessing import OnlineConfig
 from ..latents import schema
 from ..latents.manifest import RowRange
 from ..latents.parquet import read_parquet, write_table
+from ..runtime import retries
 from . import filters, images, inputs, readers
 from .readers import GROUP, rows_of
 
@@ -64,7 +65,8 @@ def build_index(
     report_of = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():
         tasks = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
-        done = tasks.map(functools.partial(as_row, report_of=report_of)).take_all()
+        with retries.in_a_sentence("The same command resumes the index of the raw data, which failed"):
+            done = tasks.map(functools.partial(as_row, report_of=report_of)).take_all()
         by_name = {report["name"]: report for report in (json.loads(row["report"]) for row in done)}
         reports = [by_name[inputs.name_of(file["path"], config)] for file in files]
     else:

@@ -62,6 +62,7 @@ def test_training_on_a_full_disk_goes_on_when_there_is_room(encoded, small_disk,
     assert found["step"].tolist() == list(range(1, 41)) and set(found["attempt"]) == {1}
 
 
+@slow
 def test_encoding_on_a_full_disk_is_one_sentence_and_goes_on_when_there_is_room(cluster, small_disk, tmp_path):
     folder, resize = small_disk
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents_uri=str(folder / "latents"))
@@ -79,13 +80,11 @@ def test_encoding_on_a_full_disk_is_one_sentence_and_goes_on_when_there_is_room(
     assert job.run(build_pipeline(job)).written == 600
 
 
-@pytest.mark.parametrize("harm", ["deleted", "shortened"])
-def test_deleted_or_shortened_latents_are_one_sentence_with_the_file(encoded, tmp_path, harm):
+def test_deleted_latents_are_one_sentence_with_the_file(encoded, tmp_path):
     latents = pathlib.Path(shutil.copytree(encoded[0].latents_uri, tmp_path / "latents"))
-    config = short_run(str(tmp_path), harm, latents_uri=str(latents), max_failures=0)
+    config = short_run(str(tmp_path), "deleted", latents_uri=str(latents), max_failures=0)
     for name in read_files(str(latents)).names.to_pylist():
-        path = latents / "data" / name
-        path.unlink() if harm == "deleted" else path.write_bytes(path.read_bytes()[:2000])
+        (latents / "data" / name).unlink()
     with pytest.raises(RuntimeError) as raised, monitor.monitor_run(config):
         fit(config)
     said = str(raised.value)
