@@ -63,7 +63,7 @@ class Lease(contextlib.AbstractContextManager):
     def read(self) -> dict:
         """The file's content; {} if there is none; of one that cannot be read, when it was written."""
         with contextlib.suppress(FileNotFoundError):
-            return storage.read_json(self.uri, otherwise=lambda _: {"damaged": storage.version(self.uri)[1] / 1e9})
+            return storage.read_json(self.uri, otherwise=lambda _: {"damaged": storage.version(self.uri)[1] or 0})
         return {}
 
     def is_held(self) -> bool:
@@ -84,7 +84,7 @@ class Lease(contextlib.AbstractContextManager):
             return not is_alive(*previous["process"])
         if self.content["job"] and previous.get("job") == self.content["job"]:
             return True
-        if time.time() - previous.get("damaged", math.inf) > STALE_SECONDS:
+        if time.time() - previous.get("damaged", math.inf) / 1e9 > STALE_SECONDS:
             return True
         print(f"{self.refusal()} Waiting {STALE_SECONDS} s for a heartbeat.")
         time.sleep(STALE_SECONDS)

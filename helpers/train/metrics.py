@@ -63,7 +63,8 @@ class MetricsLog:
             for name, value in record.items()
         }
         if self.file:
-            self.unwritten += json.dumps(finite).encode() + b"\n"
+            with self.flushing:
+                self.unwritten += json.dumps(finite).encode() + b"\n"
             self.flush_in_time()
         else:
             self.lines.append(json.dumps(finite) + "\n")

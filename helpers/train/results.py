@@ -49,8 +49,11 @@ def read_result(run_uri: str, step: int) -> dict[str, Any]:
 
 def read_file(uri: str) -> dict[str, Any]:
     """The result in a file; of a damaged file, one that says so."""
-    step = int(storage.name(uri).removesuffix(".json"))
-    return storage.read_json(uri, "left out", lambda sentence: {"step": step, "failed": {"reading": sentence}})
+
+    def failed(sentence: str) -> dict[str, Any]:
+        return {"step": int(storage.name(uri).removesuffix(".json")), "failed": {"reading": sentence}}
+
+    return storage.read_json(uri, "left out", failed)
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:

@@ -78,7 +78,9 @@ session.connect("local", num_cpus=1)
 first = ray.get_runtime_context().get_node_id()
 session.connect("local", num_cpus=1)
 assert ray.get_runtime_context().get_node_id() == first
-next(child for child in psutil.Process().children() if child.name() == "{name}").kill()
+process = next(child for child in psutil.Process().children() if child.name() == "{name}")
+process.kill()
+process.wait()
 session.connect("local", num_cpus=1)
 print(ray.get(ray.remote(lambda: "works").remote()), ray.get_runtime_context().get_node_id() != first)
 """
