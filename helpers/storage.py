@@ -1,5 +1,6 @@
 """Files in a local folder or an object store, by one path or URI: all access goes through `pyarrow.fs`."""
 
+import contextlib
 import functools
 import json
 import os
@@ -19,7 +20,12 @@ from pyarrow import fs
 # raises an OSError with this text.
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
+REMEDY = "delete it, and start the same command again"  # for a damaged file
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
+
+
+class DamagedFile(ValueError):
+    """A JSON file that is cut short, or holds something else."""
 
 
 def resolve(uri: str | os.PathLike) -> str:
@@ -180,9 +186,9 @@ def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     return {below: item.size for below, item in found.items() if item.is_file}
 
 
-def read_text(uri: str | os.PathLike, offset: int = 0) -> str:
-    """A file from a byte on. Raises FileNotFoundError if it does not exist."""
-    return read_bytes(uri, offset).decode()
+def read_text(uri: str | os.PathLike) -> str:
+    """A whole file. Raises FileNotFoundError if it does not exist."""
+    return read_bytes(uri).decode()
 
 
 def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
@@ -199,14 +205,15 @@ def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
             time.sleep(0.1)
 
 
-def write_text(uri: str | os.PathLike, text: str) -> None:
-    write_bytes(uri, text.encode())  # encoded before anything is opened
+def write_text(uri: str | os.PathLike, text: str, *, new: bool = False) -> None:
+    write_bytes(uri, text.encode(), new=new)  # encoded before anything is opened
 
 
-def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
+def write_bytes(uri: str | os.PathLike, data: bytes, *, new: bool = False) -> None:
     """Write a file atomically: a reader sees the whole new file or the old one.
 
-    Object stores show an object when its upload ends; a local file gets its name by a rename at the end.
+    Object stores show an object when its upload ends; a local file gets its name at the end. `new`: raises
+    FileExistsError if a local file is there already. Raises OSError that names the file, for example on a full disk.
     """
     filesystem, path = open_filesystem(uri)
     local = isinstance(filesystem, fs.LocalFileSystem)
@@ -214,22 +221,43 @@ def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     target = f"{path}.{uuid.uuid4().hex}.part" if local else path
     try:
-        with filesystem.open_output_stream(target) as stream:
+        with naming(uri), filesystem.open_output_stream(target) as stream:
             stream.write(data)
         if local:
-            os.replace(target, path)
-    except BaseException:  # an interrupted cell (KeyboardInterrupt) too
+            (os.link if new else os.replace)(target, path)
+    finally:  # after an interrupt (KeyboardInterrupt) too
         if local:
             pathlib.Path(target).unlink(missing_ok=True)
-        raise
 
 
-def read_json(uri: str | os.PathLike) -> Any:
-    return json.loads(read_text(uri))
+@contextlib.contextmanager
+def naming(uri: str | os.PathLike) -> Iterator[None]:
+    """Write a file in this block: the error of a disk, for example a full one, is then one sentence with its path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not is_local(uri):  # a store names the object
+            raise
+        raise OSError(error.errno, f"{uri} cannot be written: {os.strerror(error.errno)}") from None
 
 
-def write_json(uri: str | os.PathLike, value: Any) -> None:
-    write_text(uri, json.dumps(value, indent=1))
+def read_json(uri: str | os.PathLike, remedy: str = REMEDY, otherwise: Callable[[str], Any] | None = None) -> Any:
+    """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`.
+
+    `otherwise(sentence)`: returns what takes the place of a damaged file's content, if it need not be raised.
+    """
+    data = read_bytes(uri)
+    try:
+        return json.loads(data)
+    except ValueError:
+        sentence = f"{uri} is damaged or cut short ({len(data):,} bytes): {remedy}."
+    if otherwise is None:
+        raise DamagedFile(sentence)
+    return otherwise(sentence)
+
+
+def write_json(uri: str | os.PathLike, value: Any, *, new: bool = False) -> None:
+    write_text(uri, json.dumps(value, indent=1), new=new)
 
 
 def delete(uri: str | os.PathLike) -> None:
@@ -263,5 +291,9 @@ def copy_folder(source: str | os.PathLike, target: str | os.PathLike) -> None:
         ):
             shutil.copyfileobj(data, written, 2**23)
 
+    def copy_in_attempts(file: fs.FileInfo) -> None:
+        with naming(resolve(target) + file.path[len(from_path) :]):
+            retry(functools.partial(copy, file))
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda file: retry(functools.partial(copy, file)), files))
+        list(pool.map(copy_in_attempts, files))

@@ -40,7 +40,9 @@ Size = Annotated[Count, BeforeValidator(read_size)]
 SizeShares = Annotated[
     Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
 ]
-RunName = Annotated[Text, must_be("a plain folder name without slashes or spaces", pattern=r"^\.*[^/\\ .][^/\\ ]*$")]
+# Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
+PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
+RunName = Annotated[Text, must_be("a plain ASCII folder name without slashes or spaces", pattern=PLAIN)]
 Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a denoiser, or None")]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]

@@ -49,6 +49,8 @@ class LatentEncoder:
     def __init__(self, columns: list[schema.ColumnSpec], **options: Any):
         self.encoder, self.columns = Encoder(**options), columns
         self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
+        # A clock that all encoders share about, and that never goes back: the wall clock may be set while they run.
+        self.clock_start = time.time() - time.perf_counter()
         resolutions = [spec.resolution for spec in columns if spec.resolution]
         self.several_shapes = len(resolutions) > len(set(resolutions))
 
@@ -59,7 +61,7 @@ class LatentEncoder:
         shape (`stages.transform`). Rows with non-finite values are rejected here. Half precision may overflow, and a
         non-finite value would stop training.
         """
-        started = time.time()
+        started = time.perf_counter()
         good_B = pc.equal(rows[schema.REASON], "").to_numpy()
         encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
         finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
@@ -71,7 +73,8 @@ class LatentEncoder:
             if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
                 columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
         columns[schema.REASON] = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
-        call = {"encoder": self.name, "started": started, "ended": time.time(), "rows": len(rows)}
+        times = {"started": self.clock_start + started, "ended": self.clock_start + time.perf_counter()}
+        call = {"encoder": self.name, **times, "rows": len(rows)}
         return pa.table({**columns, "encoder_call": schema.once_per_call(call, len(rows), CALL)})
 
     def encode_column(

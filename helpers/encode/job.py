@@ -1,9 +1,9 @@
 """The commit protocol of a preprocessing job.
 
 The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists.
-Files without such an entry were left by a killed job, and are deleted. When all segments are committed, their entries
-become `manifest.json`, which is written last. A job that is run again does the missing segments; a finished job does
-nothing.
+Files without such an entry were left by a killed job, and are deleted. When all segments are committed, `manifest.json`
+is made of their entries. A job that is run again does the missing segments; a finished job does nothing. The entries
+stay: a damaged entry costs its segment, and a damaged manifest is made again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import ray
 from .. import storage
 from ..config.parameters import first_difference
 from ..config.preprocessing import PreprocessingConfig
-from ..latents.manifest import MANIFEST, SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
+from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..raw import inputs
 from ..runtime import lease, retries
 
@@ -68,10 +68,18 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
 
 def begun_with(latents_uri: str) -> dict | None:
     """`Job.parameters` of the job at `latents_uri`, finished or not; None if there is none."""
-    if storage.exists(storage.join(latents_uri, MANIFEST)):
+    if is_finished(latents_uri):
         return read_manifest(latents_uri).job
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
-    return storage.read_json(job_uri).get("parameters", {}) if storage.exists(job_uri) else None
+    remedy = f"give another latents_uri, or delete {latents_uri} and encode the data again"
+    return storage.read_json(job_uri, remedy).get("parameters", {}) if storage.exists(job_uri) else None
+
+
+def is_finished(latents_uri: str) -> bool:
+    """Whether a job's manifest is there. A damaged one is not: the job makes it again from its segments' entries."""
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
+        return bool(read_manifest(latents_uri) and read_segments(latents_uri))
+    return False
 
 
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
@@ -112,7 +120,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return storage.exists(self.uri(MANIFEST))
+        return is_finished(self.latents_uri)
 
     def known_segments(self) -> list[Segment]:
         """The segments that an earlier run planned; [] without one.
@@ -154,11 +162,11 @@ class Job:
         return storage.list_files(self.uri("data")) + storage.list_files(self.uri("rejects"))
 
     def committed(self) -> dict[int, dict]:
-        """{index: entry} of an unfinished job's committed segments, in order."""
+        """{index: entry} of the committed segments, in order. Damaged entries are deleted: `run` redoes them."""
         uris = [uri for uri in storage.list_files(self.uri(SEGMENTS), ".json") if storage.name(uri) != JOB]
         with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
-            entries = pool.map(storage.read_json, uris)
-        return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
+            entries = filter(None, pool.map(read_entry, uris))
+            return {entry["index"]: entry for entry in sorted(entries, key=lambda entry: entry["index"])}
 
     def pending(self) -> list[Segment]:
         """The segments that are not committed."""
@@ -189,7 +197,7 @@ class Job:
 
         `pipeline(segment)`: a lazy dataset, which this job iterates over. `progress(rows, of_rows)`: called as files
         are written. An interrupted segment's files are deleted. Raises RuntimeError if another driver is running this
-        job (`runtime.lease`).
+        job (`runtime.lease`), or if a segment failed for good.
         """
         if self.finished:
             manifest = read_manifest(self.latents_uri)
@@ -203,7 +211,11 @@ class Job:
             pending = self.pending()
             done = total - sum(segment.rows for segment in pending)
             for segment in pending:
-                self.run_segment(pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total))
+                failed = f"The same command resumes the job, whose segment {segment.index} failed"
+                with retries.in_a_sentence(failed, OSError):
+                    self.run_segment(
+                        pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
+                    )
                 done += segment.rows
             return self.finish()
 
@@ -220,11 +232,9 @@ class Job:
                 storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
                 return
             except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
-                try:
+                with contextlib.suppress(OSError):  # it cannot be reached
                     while self.delete_uncommitted():
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
-                except OSError:
-                    error.add_note(f"{self.latents_uri} cannot be reached: run the job again when it can.")
                 if 0 <= self.max_failures < failures or not retries.was_lost(error):
                     raise
                 limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
@@ -233,14 +243,14 @@ class Job:
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
         """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports."""
-        started, tables, rows = time.time(), [], 0
+        started, tables, rows = time.perf_counter(), [], 0
         # Closed explicitly, because an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
             for batch in batches:
                 tables.append(batch)
                 rows += sum(batch["rows"].to_pylist())
                 progress(rows)
-        entry = segment_entry(segment, tables) | {"seconds": time.time() - started}
+        entry = segment_entry(segment, tables) | {"seconds": time.perf_counter() - started}
         self.check_counts(entry)
         return entry
 
@@ -266,7 +276,7 @@ class Job:
         return len(left)
 
     def finish(self) -> Manifest:
-        """Write the manifest, which marks the job as finished, and delete the segments' entries."""
+        """Write the manifest, which marks the job as finished."""
         self.delete_uncommitted()
         entries = list(self.committed().values())
         manifest = Manifest.of(
@@ -277,8 +287,12 @@ class Job:
             job=self.parameters,
         )
         write_manifest(self.latents_uri, manifest, entries)
-        storage.delete(self.uri(SEGMENTS))
         return manifest
+
+
+def read_entry(uri: str) -> dict | None:
+    """A segment's entry; None for a damaged one, which is deleted."""
+    return storage.read_json(uri, "its segment is encoded again", lambda said: print(said) or storage.delete(uri))
 
 
 def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:

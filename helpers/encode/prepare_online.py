@@ -13,7 +13,7 @@ from ..config.parameters import first_difference
 from ..config.preprocessing import OnlineConfig
 from ..config.training import TrainingConfig
 from ..latents import held_out, schema
-from ..latents.manifest import MANIFEST, Manifest, add_up, read_files, read_manifest, write_manifest
+from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
 from ..latents.plan import CHUNK_BYTES
 from ..raw import index, inputs
 from ..runtime import lease
@@ -64,8 +64,11 @@ def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifes
 
 
 def read_if_there(latents_uri: str) -> Manifest | None:
-    """The manifest of a folder; None if it has none."""
-    return read_manifest(latents_uri) if storage.exists(storage.join(latents_uri, MANIFEST)) else None
+    """The manifest of a folder; None if it has none, or one that is damaged and has to be written again."""
+    try:
+        return read_segments(latents_uri) and read_manifest(latents_uri)
+    except (FileNotFoundError, storage.DamagedFile):
+        return None
 
 
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:

@@ -207,7 +207,7 @@ def write_parquet(tables: Iterable[pa.Table], uri: str) -> tuple[int, int]:
     tables, sums, size = iter(tables), [], schema.ROWS_PER_ROW_GROUP
     first = next(tables)
     layout = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
-    with pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
+    with storage.naming(uri), pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
         for table in itertools.chain([first], tables):
             file.write_table(table, row_group_size=size)
             sums += [digests.sum_columns(table.slice(start, size)) for start in range(0, len(table), size)]

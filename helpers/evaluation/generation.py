@@ -29,7 +29,7 @@ from ..encode import encoder
 from ..encode.models import pin_model
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
-from ..runtime import session
+from ..runtime import retries, session
 from ..sample.pipeline import generate, load_pipeline, to_png
 from . import scores
 
@@ -84,7 +84,7 @@ class GenerationJob:
             raise ValueError("There are no prompts: give at least one.")
         self.prompts, self.uri = prompts, storage.resolve(uri)
         job_uri = storage.join(self.uri, JOB)
-        before = storage.read_json(job_uri) if storage.exists(job_uri) else {}
+        before = read_job(self.uri) if storage.exists(job_uri) else {}
         models = {name: pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
@@ -195,12 +195,18 @@ def generate_all(
         accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
-    with contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
+    failed = retries.in_a_sentence("The same command resumes the images, which failed")
+    with failed, contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
         for batch in batches:
             made += int(sum(batch["pictures"]))
             if progress:
                 progress(already + made, total)
     return made
+
+
+def read_job(uri: str) -> dict:
+    """What a folder's images were made with."""
+    return storage.read_json(storage.join(uri, JOB), "give another folder, or delete this one")
 
 
 def embeddings(table: pa.Table, column: str) -> np.ndarray:
@@ -210,7 +216,7 @@ def embeddings(table: pa.Table, column: str) -> np.ndarray:
 
 def read_saved(uri: str, columns: list[str]) -> pa.Table:
     """Columns of all parts of a folder, in the order of the prompts. Raises ValueError if parts are missing."""
-    values = storage.read_json(storage.join(uri, JOB))
+    values = read_job(uri)
     files = storage.list_files(storage.join(uri, PARTS), ".parquet")
     expected = -(-values["prompts"] // values["rows_per_part"])
     if len(files) < expected:

@@ -11,8 +11,7 @@ import zlib
 
 import numpy as np
 import pyarrow as pa
-
-from .parquet import PlainParquetFile
+import pyarrow.parquet as pq
 
 KEY = "digests"  # in a file's key-value metadata
 UNKNOWN = -1  # the digest of a file of an earlier version, which is not checked
@@ -39,16 +38,16 @@ def sum_values(column: pa.ChunkedArray) -> int:
     return zlib.crc32(memoryview(buffers[2])[offsets[0] : offsets[-1]], lengths) if buffers[2] else lengths
 
 
-def read_sums(file: PlainParquetFile, digest: int) -> list[dict[str, int]] | None:
+def read_sums(metadata: pq.FileMetaData, digest: int, uri: str) -> list[dict[str, int]] | None:
     """`sum_columns` of each row group, as the file's footer lists them; None if `digest` is UNKNOWN.
 
     Raises ValueError if the file is not the one that the job wrote.
     """
     if digest == UNKNOWN:
         return None
-    text = (file.metadata.metadata or {}).get(KEY.encode(), b"")
+    text = (metadata.metadata or {}).get(KEY.encode(), b"")
     if zlib.crc32(text) != digest:
-        raise ValueError(f"{file.uri} is not the file that was encoded under this name: {MEND}.")
+        raise ValueError(f"{uri} is not the file that was encoded under this name: {MEND}.")
     return json.loads(text)
 
 

@@ -28,6 +28,9 @@ from . import digests, schema
 
 SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
 MANIFEST, FILES = "manifest.json", "files.json"
+MADE_AGAIN = (
+    "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
+)
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
 
@@ -272,9 +275,9 @@ def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -
 
 
 def read_manifest(latents_uri: str) -> Manifest:
-    """The manifest of a finished job. Raises FileNotFoundError that says how to make one."""
+    """The manifest of a finished job. Raises FileNotFoundError or DamagedFile that says how to make one."""
     try:
-        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST)))
+        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST), MADE_AGAIN))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
@@ -285,7 +288,7 @@ def read_manifest(latents_uri: str) -> Manifest:
 
 def read_segments(latents_uri: str) -> list[dict]:
     """The segments of a finished job, in order."""
-    return storage.read_json(storage.join(latents_uri, FILES))
+    return storage.read_json(storage.join(latents_uri, FILES), MADE_AGAIN)
 
 
 def read_files(latents_uri: str) -> Files:

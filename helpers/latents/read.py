@@ -312,7 +312,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
     for (file_name, digest), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.digest)):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
         with open_parquet(storage.join(files.uri, "data", file_name), pre_buffer=True) as file:
-            sums = digests.read_sums(file, digest)
+            sums = digests.read_sums(file.metadata, digest, file.uri)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
                 file.check_layout(files.layout, stored)

@@ -28,7 +28,7 @@ from ..latents.manifest import Manifest, read_manifest
 from ..latents.parquet import read_parquet
 from ..latents.read import first_latents
 from ..raw import filters, images, inputs
-from ..train import checkpoint, resume
+from ..train import checkpoint, resume, setup, tracking
 from . import captioned_shapes
 
 
@@ -161,7 +161,10 @@ def summary(manifest: Manifest) -> pd.DataFrame:
 
 
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
-    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none."""
+    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
+
+    Trackers that a run of an earlier version had, and that there are no more, are left out.
+    """
     uri = storage.join(storage_uri, "runs", run_name)
     saved = checkpoint.last_complete(uri)
     if saved is None:
@@ -169,8 +172,10 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
             "run_name, or change them."
         )
-    values = storage.read_json(storage.join(uri, "config.json"))["parameters"]
-    return TrainingConfig(**{**values, "storage": storage_uri}), resume.as_checkpoint(saved)
+    values = setup.read_config(uri)["parameters"]
+    trackers = [name for name in values.get("trackers", ()) if name in tracking.TRACKERS]
+    config = TrainingConfig(**{**values, "storage": storage_uri, "trackers": trackers})
+    return config, resume.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:

@@ -16,6 +16,7 @@ row group can only be read whole.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import json
@@ -32,6 +33,7 @@ from ..config.preprocessing import OnlineConfig
 from ..latents import schema
 from ..latents.manifest import RowRange
 from ..latents.parquet import read_parquet, write_table
+from ..runtime import retries
 from . import filters, images, inputs, readers
 from .readers import GROUP, rows_of
 
@@ -54,7 +56,7 @@ def build_index(
     made_of |= {"listing": sorted(listing.items()), "version": 1}
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)
-    if storage.exists(storage.join(uri, REPORT)):
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
         return key, storage.read_json(storage.join(uri, REPORT))
     if config.limit is None:
         files = [{"path": path, "limit": -1} for path in paths]
@@ -63,7 +65,8 @@ def build_index(
     report_of = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():
         tasks = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
-        done = tasks.map(functools.partial(as_row, report_of=report_of)).take_all()
+        with retries.in_a_sentence("The same command resumes the index of the raw data, which failed"):
+            done = tasks.map(functools.partial(as_row, report_of=report_of)).take_all()
         by_name = {report["name"]: report for report in (json.loads(row["report"]) for row in done)}
         reports = [by_name[inputs.name_of(file["path"], config)] for file in files]
     else:

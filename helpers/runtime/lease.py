@@ -1,7 +1,7 @@
 """Allow only one driver at a time on a job's latents or a run: `lease.json` in the folder, with a heartbeat."""
 
 import contextlib
-import json
+import math
 import os
 import signal
 import threading
@@ -20,8 +20,8 @@ class Lease(contextlib.AbstractContextManager):
     """Writes `lease.json` into a folder and renews it every `BEAT_SECONDS` in a thread, until `release`.
 
     An existing lease is taken over at once if its process ran on this host and is gone, or if it has this driver's
-    PRETRAIN_JOB_ID. Any other lease is taken over after `STALE_SECONDS` without a heartbeat. A process whose own lease
-    was taken over, because it was suspended for so long, is interrupted (KeyboardInterrupt).
+    PRETRAIN_JOB_ID. Any other lease is taken over after `STALE_SECONDS` without a heartbeat, a damaged one too. A
+    process whose own lease was taken over, because it was suspended for so long, is interrupted (KeyboardInterrupt).
 
     PRETRAIN_JOB_ID is an environment variable with the job's id. A launcher that may restart a failed driver on another
     host sets it, and starts a job's next driver only after the last one has ended.
@@ -45,22 +45,25 @@ class Lease(contextlib.AbstractContextManager):
         previous = self.read()
         if previous and not self.is_gone(previous):
             raise self.refusal()
-        if storage.is_local(self.uri) and not previous:
-            path = storage.open_filesystem(self.uri)[1]
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with contextlib.suppress(FileExistsError), open(path, "x") as file:
-                json.dump(self.content, file)
-        else:
+        if previous or not storage.is_local(self.uri) or not self.create():
             storage.write_json(self.uri, self.content)
             time.sleep(SETTLE_SECONDS)
         self.check()
         self.thread = threading.Thread(target=self.renew, daemon=True)
         self.thread.start()
 
+    def create(self) -> bool:
+        """Create the file exclusively, or find another driver's there; False on a disk without links."""
+        try:
+            storage.write_json(self.uri, self.content, new=True)
+        except OSError as error:
+            return isinstance(error, FileExistsError)
+        return True
+
     def read(self) -> dict:
-        """The file's content; {} if there is none."""
-        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is being created
-            return storage.read_json(self.uri)
+        """The file's content; {} if there is none; of one that cannot be read, when it was written."""
+        with contextlib.suppress(FileNotFoundError):
+            return storage.read_json(self.uri, otherwise=lambda _: {"damaged": storage.version(self.uri)[1] or 0})
         return {}
 
     def is_held(self) -> bool:
@@ -72,7 +75,7 @@ class Lease(contextlib.AbstractContextManager):
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
-        holder = self.read().get("holder", "an unknown process")
+        holder = self.read().get("holder", f"an unknown process ({self.uri} is damaged)")
         return RuntimeError(f"{self.parameter} is in use by {holder}: wait until that has ended, or stop it.")
 
     def is_gone(self, previous: dict) -> bool:
@@ -80,6 +83,8 @@ class Lease(contextlib.AbstractContextManager):
         if previous.get("place") == self.content["place"]:
             return not is_alive(*previous["process"])
         if self.content["job"] and previous.get("job") == self.content["job"]:
+            return True
+        if time.time() - previous.get("damaged", math.inf) / 1e9 > STALE_SECONDS:
             return True
         print(f"{self.refusal()} Waiting {STALE_SECONDS} s for a heartbeat.")
         time.sleep(STALE_SECONDS)

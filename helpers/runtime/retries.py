@@ -3,7 +3,9 @@
 Files that a store refuses are tried again by `storage.retry`.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import ray.exceptions
 
@@ -32,10 +34,29 @@ def was_lost(error: BaseException) -> bool:
 
 
 def summarize_error(text: str) -> str:
-    """One sentence for an error: the last line of a traceback, else the line that says what happened to the worker."""
+    """One sentence for an error: what a traceback ends with, else the line that says what happened to the worker.
+
+    Ray Data's own error, in which it wraps another one, is left out.
+    """
+    if "\n  File " in text and (named := re.findall(r"^(?!ray\.)[\w.]*?(\w+: .+)$", text, re.MULTILINE)):
+        return named[-1][:500]
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
     telling = [
         line for line in lines if any(word in line for word in (" dead", " died", "unavailable", "has been hanging"))
     ]
     line = lines[-1] if "Traceback" in text else (telling or lines)[0]
-    return line.split(". ")[0][:200]
+    return line.split(". ")[0][:500]
+
+
+@contextlib.contextmanager
+def in_a_sentence(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raises RuntimeError, "{what}: {why}", in place of Ray's errors and those of other `kinds`.
+
+    Without it, a notebook shows the traceback of each process that an error passed through.
+    """
+    try:
+        yield
+    except (ray.exceptions.RayError, *kinds) as error:
+        # Ray Train's errors have those of its workers, or its controller's.
+        causes = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", None) or error]
+        raise RuntimeError(f"{what}: {summarize_error(str(causes[0]))}") from None

@@ -9,6 +9,7 @@ import os
 import pathlib
 import secrets
 import signal
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ START_ATTEMPTS = 4
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
-    """Start Ray on this machine ("local"), or join the cluster at an address; once per process.
+    """Start Ray on this machine ("local"), or join the cluster at an address; once per process, unless Ray has died.
 
     Workers get this package and settings of object stores and of the model hub (`FORWARDED`) through the runtime
     environment: a cluster's nodes need only requirements.txt, and credentials of their own. A local Ray inherits this
@@ -40,7 +41,10 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     printed if there is one.
     """
     if ray.is_initialized():
-        return
+        if answers():
+            return
+        print("Ray has died: it is started or joined again.")
+        ray.shutdown()
     if ray_address == "local":
         start_local_ray(num_cpus)
     else:
@@ -53,6 +57,19 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     context.target_max_block_size = 32 * 2**20  # small blocks keep all stages busy and memory low
     # Ray Data reads Parquet footers in an actor, and does not itself start another one where its node is lost.
     context.retried_map_errors, context.max_map_retries = ["class_name: FooterReader"], 5
+
+
+def answers() -> bool:
+    """Whether the Ray that this process has joined still runs: the cluster's head, and this node's raylet."""
+    here = ray.get_runtime_context()
+    try:
+        host, _, port = here.gcs_address.rpartition(":")
+        socket.create_connection((host, port), 30).close()
+        node = next(node for node in ray.nodes() if node["NodeID"] == here.get_node_id())  # "Alive" for 15 s too long
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), 30).close()
+    except OSError:
+        return False
+    return True
 
 
 def start_local_ray(num_cpus: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -53,15 +52,15 @@ def find_corruption(checkpoint_uri: str) -> str | None:
     reports.
     """
     try:
-        progress = storage.read_json(storage.join(checkpoint_uri, PROGRESS))
-        expected = progress["files"]
+        expected = storage.read_json(storage.join(checkpoint_uri, PROGRESS), otherwise=lambda _: {}).get("files")
     except FileNotFoundError:
         return f"it has no {PROGRESS}"
-    except (ValueError, KeyError):
+    if expected is None:
         return f"its {PROGRESS} is cut short"
     sizes = storage.sizes(checkpoint_uri)
     if DAMAGED in sizes:
-        return storage.read_json(storage.join(checkpoint_uri, DAMAGED))["why"]
+        unknown = {"why": f"its {DAMAGED} is cut short"}
+        return storage.read_json(storage.join(checkpoint_uri, DAMAGED), otherwise=lambda _: unknown)["why"]
     for name, size in expected.items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -169,7 +168,7 @@ def async_save(
                 {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)
             )
             progress = {"step": step, "files": files, "checksums": sums}
-            pathlib.Path(folder, PROGRESS).write_text(json.dumps(progress))
+            storage.write_json(storage.join(folder, PROGRESS), progress)
 
     return finish
 

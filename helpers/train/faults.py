@@ -214,7 +214,8 @@ def write_failure(run_uri: str, error: str) -> None:
 
 def read_failures(run_uri: str) -> list[str]:
     """One short text for each group of workers and each checkpoint that was lost, oldest first."""
-    return [storage.read_json(uri)["error"] for uri in storage.list_files(storage.join(run_uri, "failures"), ".json")]
+    uris = storage.list_files(storage.join(run_uri, "failures"), ".json")
+    return [storage.read_json(uri, "left out", lambda sentence: {"error": sentence})["error"] for uri in uris]
 
 
 def end_run(run_uri: str, error: str) -> None:

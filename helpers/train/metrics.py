@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import re
 import threading
 import zlib
@@ -27,7 +27,8 @@ def samples_crc32(ids: Iterable) -> int:
 class MetricsLog:
     """Writes a run's metrics, on rank 0. Steps that are repeated after a failure have a higher `attempt`.
 
-    On a disk each line is appended to `metrics.jsonl` at once.
+    On a disk each line is appended to `metrics.jsonl` at once. If the disk is full, it is told once, and the lines are
+    kept until there is room.
 
     An object store cannot append. There the lines are in objects `metrics-{attempt}-{first step}.jsonl`. The first
     unwritten line starts a timer. After `FLUSH_SECONDS`, a thread rewrites the newest object with all of its lines.
@@ -42,14 +43,14 @@ class MetricsLog:
         self.attempt = 1 if earlier.empty else int(earlier["attempt"].max()) + 1
         self.samples_seen = {0: 0, **dict(zip(earlier["step"], earlier["samples_seen"], strict=True))}  # by step
         self.lines = []  # of the newest object
+        self.unwritten, self.told = b"", False  # what a full disk has not taken yet; whether that was told
         self.flushing, self.timer = threading.Lock(), None
         self.file = None
         if storage.is_local(run_uri):
             path = storage.join(run_uri, "metrics.jsonl")
-            text = storage.read_text(path) if os.path.exists(path) else ""
-            self.file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the worker lives)
-            if text and not text.endswith("\n"):  # a worker was killed while it wrote
-                self.file.write("\n")
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the worker lives)
+            if self.file.tell() and not storage.read_bytes(path, self.file.tell() - 1).endswith(b"\n"):
+                self.unwritten = b"\n"  # a worker was killed while it wrote
 
     def write(self, step: int, metrics: dict, ids: Iterable, num_kept: int, **speed) -> None:
         """Write one line; `ids`: of the whole global batch; `num_kept`: how many of its rows are not masked."""
@@ -62,7 +63,9 @@ class MetricsLog:
             for name, value in record.items()
         }
         if self.file:
-            self.file.write(json.dumps(finite) + "\n")
+            with self.flushing:
+                self.unwritten += json.dumps(finite).encode() + b"\n"
+            self.flush_in_time()
         else:
             self.lines.append(json.dumps(finite) + "\n")
             if self.timer is None:
@@ -71,19 +74,25 @@ class MetricsLog:
                 self.timer.start()
 
     def flush_in_time(self) -> None:
-        """Flush in the timer's thread, and print an OSError. The next line starts another timer."""
+        """On an object store, in the timer's thread: flush, print an OSError once. The next line starts another timer."""
         self.timer = None
         try:
             self.flush()
+            self.told = False
         except OSError as error:
-            print(f"The newest metrics are written later: {error}")
+            if not self.told:
+                print(f"The newest metrics are written later: {error}")
+            self.told = True
 
     def flush(self) -> None:
-        """Write all lines so far to the object store. Any thread may call it.
+        """Write all lines so far. Any thread may call it.
 
-        Raises OSError if the store refuses; the lines are then kept for the next flush.
+        Raises OSError if the disk or the store refuses; the lines are then kept for the next flush.
         """
         with self.flushing:
+            while self.unwritten:
+                with storage.naming(self.file.name):
+                    self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
             lines = self.lines[:]  # meanwhile `write` may add others
             if lines:
                 name = f"metrics-{self.attempt:04d}-{json.loads(lines[0])['step']:09d}.jsonl"
@@ -98,20 +107,30 @@ class MetricsReader:
     def __init__(self, run_uri: str):
         self.run_uri = run_uri
         self.positions = {}  # URI of a file: bytes that were read
+        self.torn = 0  # lines that were left out: a killed worker's last one may be incomplete
 
     def read(self) -> list[dict]:
         """Records of steps since the last call, in the order of their lines; incomplete lines come in a later call."""
-        text, positions = "", {}
+        text, positions = b"", {}
         for uri, size in metrics_files(self.run_uri).items():
             position = self.positions.get(uri, 0)
             if size > position:
-                new = storage.read_text(uri, position)
-                new = new[: new.rfind("\n") + 1]
-                positions[uri] = position + len(new)  # in ASCII
+                new = storage.read_bytes(uri, position)
+                new = new[: new.rfind(b"\n") + 1]
+                positions[uri] = position + len(new)
                 text += new
         self.positions |= positions  # after the last file, so that an error loses no lines
-        # A killed worker's last line may be incomplete.
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        records = list(map(read_record, text.splitlines()))
+        self.torn += records.count(None)
+        return list(filter(None, records))
+
+
+def read_record(line: bytes) -> dict | None:
+    """A line's record; None for a torn line."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def metrics_files(run_uri: str) -> dict[str, int]:

@@ -21,11 +21,15 @@ MAX_LOST = 3  # checkpoints in a row, after which a run ends
 
 @contextlib.contextmanager
 def raise_end(run_uri: str) -> Iterator[None]:
-    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `faults.end_run`, if a worker called that."""
+    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `faults.end_run`, if a worker called that.
+
+    If training fails otherwise, what Ray Train raises becomes a RuntimeError of one sentence.
+    """
     ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
     storage.delete(ended)
     storage.delete(excluded)
-    yield
+    with retries.in_a_sentence("The same command resumes the run, which failed", ray.train.TrainingFailedError):
+        yield
     if storage.exists(ended):
         raise RuntimeError(storage.read_json(ended)["error"])
 
@@ -86,6 +90,9 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             if values := tracking.evaluation_values(config.run_uri, result):
                 track(result["step"], values)
         new = metrics.read()
+        if metrics.torn:
+            progress.message(f"Lines of the metrics that are torn, and left out: {metrics.torn}")
+            metrics.torn = 0
         for record in new:
             values = results.numeric_values(record)
             track(values.pop("step"), values)

@@ -44,7 +44,16 @@ def write_result(run_uri: str, result: dict[str, Any]) -> None:
 def read_result(run_uri: str, step: int) -> dict[str, Any]:
     """The result of a step; {"step": step} without one."""
     uri = result_uri(run_uri, step)
-    return storage.read_json(uri) if storage.exists(uri) else {"step": step}
+    return result_in(uri) if storage.exists(uri) else {"step": step}
+
+
+def result_in(uri: str) -> dict[str, Any]:
+    """The result in a file; of a damaged file, one that says so."""
+
+    def failed(sentence: str) -> dict[str, Any]:
+        return {"step": int(storage.name(uri).removesuffix(".json")), "failed": {"reading": sentence}}
+
+    return storage.read_json(uri, "left out", failed)
 
 
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 def read_results(run_uri: str) -> list[dict[str, Any]]:
     """All results, by step."""
-    return [storage.read_json(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
+    return [result_in(uri) for uri in storage.list_files(storage.join(run_uri, "validation"), ".json")]
 
 
 def scores(run_uri: str) -> pd.DataFrame:

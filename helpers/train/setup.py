@@ -52,7 +52,13 @@ def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
     """`config.json` of the run of this name; None if it has taken no step."""
     uri = storage.join(config.run_uri, "config.json")
     begun = storage.exists(uri) and metrics.metrics_files(config.run_uri)
-    return storage.read_json(uri) if begun else None
+    return read_config(config.run_uri) if begun else None
+
+
+def read_config(run_uri: str) -> dict[str, Any]:
+    """`config.json` of a run."""
+    remedy = "delete it and train with the parameters that this run began with, which writes it again and resumes"
+    return storage.read_json(storage.join(run_uri, "config.json"), remedy)
 
 
 def open_run(config: TrainingConfig) -> DataSets:
@@ -107,7 +113,7 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
         listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError):  # the driver was killed while Ray Train wrote it
+    except (storage.DamagedFile, KeyError):  # the driver was killed while Ray Train wrote it
         storage.delete(snapshot_uri)
         sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
     folders = {storage.name(uri): uri for uri in checkpoint.list_checkpoints(run_uri)}
@@ -308,10 +314,10 @@ def check_init_from(config: TrainingConfig) -> None:
     if config.init_from is None:
         return
     if resume.first_checkpoint(config):
-        run = storage.read_json(storage.join(config.storage, "runs", config.init_from, "config.json"))
+        run = read_config(storage.join(config.storage, "runs", config.init_from))
         theirs = load_denoiser_config(run["parameters"]["unet_config"])
     elif storage.exists(storage.join(config.init_from, "config.json")):
-        theirs = storage.read_json(storage.join(config.init_from, "config.json"))
+        theirs = storage.read_json(storage.join(config.init_from, "config.json"), "get the denoiser again")
     else:
         raise ValueError(
             f"init_from={config.init_from!r} is neither a run with a checkpoint under "

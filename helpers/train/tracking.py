@@ -113,7 +113,7 @@ class EvaluationReader:
     def read(self) -> list[dict[str, Any]]:
         """Results of evaluations finished since the last call."""
         uris = storage.list_files(self.folder, ".json")
-        found = {uri: storage.read_json(uri) for uri in uris if uri not in self.seen}
+        found = {uri: results.result_in(uri) for uri in uris if uri not in self.seen}
         finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
         self.seen |= finished.keys()
         return list(finished.values())

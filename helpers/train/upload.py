@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 import ray.train
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import distributed, storage
 from . import checkpoint, faults
@@ -23,8 +25,8 @@ class CheckpointManager:
     files and uploads them to the run's folder. A checkpoint counts once all of its files are there
     (`checkpoint.find_corruption`).
 
-    A checkpoint is lost if a worker cannot upload its part after several attempts. Rank 0 then reports a
-    `faults.LostCheckpoint`, and training goes on. The incomplete folder is deleted when the run is started again.
+    A checkpoint is lost if a worker cannot write its part, or upload it after several attempts. Rank 0 then deletes
+    the incomplete folder and reports a `faults.LostCheckpoint`, and training goes on.
     `monitor.RecordFailures` ends a run that loses several checkpoints in a row.
 
     Args:
@@ -73,11 +75,13 @@ class CheckpointManager:
         Returns what Ray Train registers. An OSError of the storage is not raised: Ray Train would restart all workers.
         """
         try:
-            finish()
+            error = self.try_to_upload(finish, local.path, name)
             path = storage.open_filesystem(storage.join(self.run_uri, name))[1]
-            errors = distributed.gather_objects(self.try_to_upload(local.path, name), self.group)
+            errors = distributed.gather_objects(error, self.group)
             self.lost = next(filter(None, errors or []), None)
             if self.lost:  # Ray Train goes by what rank 0 reports
+                with contextlib.suppress(OSError):  # then it is deleted when the run is started again
+                    storage.delete(storage.join(self.run_uri, name))
                 faults.write_failure(self.run_uri, self.lost)
                 return faults.LostCheckpoint(path, self.filesystem, self.lost)
             return ray.train.Checkpoint(path, self.filesystem)
@@ -85,12 +89,16 @@ class CheckpointManager:
             shutil.rmtree(local.path)
             self.uploaded.set()
 
-    def try_to_upload(self, folder: str, name: str) -> str | None:
+    def try_to_upload(self, finish: Callable[[], None], folder: str, name: str) -> str | None:
         """Upload this worker's files, with several attempts each; returns why it failed, None if it did not."""
         try:
+            finish()
             if self.log:
                 storage.retry(self.log.flush)  # a run that resumes continues the step's samples_seen
             storage.copy_folder(folder, storage.join(self.run_uri, name))
+        except CheckpointException as error:  # on all workers; PyTorch does not say that a disk is full
+            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free"
+            return f"{name} could not be written to {folder} ({free}): {str(error).strip().splitlines()[-1]}"
         except OSError as error:
             return f"{name} could not be uploaded: {type(error).__name__}: {error}"
         return None

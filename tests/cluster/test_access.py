@@ -71,6 +71,29 @@ def test_after_the_lesson_a_cluster_of_this_machine_is_as_if_it_had_not_run(user
     assert "alive: 2" in python(other, "-c", DRIVER)[1]
 
 
+DEAD = """
+import psutil, ray
+from helpers.runtime import session
+session.connect("local", num_cpus=1)
+first = ray.get_runtime_context().get_node_id()
+session.connect("local", num_cpus=1)
+assert ray.get_runtime_context().get_node_id() == first
+process = next(child for child in psutil.Process().children() if child.name() == "{name}")
+process.kill()
+process.wait()
+session.connect("local", num_cpus=1)
+print(ray.get(ray.remote(lambda: "works").remote()), ray.get_runtime_context().get_node_id() != first)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_ray_that_has_died_is_started_again(user, name):
+    """In the same process, as a notebook's kernel is; one that lives is used again."""
+    status, said = python(user, "-c", DEAD.format(name=name))
+    assert status == 0 and "Ray has died: it is started or joined again." in said and "works True" in said, said
+
+
 @pytest.mark.slow
 def test_without_the_token_nobody_joins_a_cluster_or_runs_something_on_it(user):
     owner = {**user, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}

@@ -41,7 +41,10 @@ ONE = {
     "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
     "clip_model": ([3], "a CLIP's folder or hub id, or None"),
     "init_from": ([5, ""], "a run, the folder of a denoiser, or None"),
-    "run_name": (["", ".", "..", "a/b", "../a", "a b", "a\\b", None], "a plain folder name without slashes or spaces"),
+    "run_name": (
+        ["", "größe", "日", "a\tb", ".", "..", "a/b", "../a", "a b", "a\\b", None],
+        "a plain ASCII folder name without slashes or spaces",
+    ),
     "latents_uri": (
         [3, {}, {"/a": -1, "/b": 2}, {"/a": 0, "/b": 2}, {"/a": "half", "/b": 2}, {3: 1}],
         "a folder, a URI, or a mapping",

@@ -1,5 +1,7 @@
 """`Encoder` and `LatentEncoder`. No Ray."""
 
+import time
+
 import numpy as np
 import pyarrow.compute as pc
 import pytest
@@ -8,6 +10,7 @@ import torch
 from helpers.config.notebook import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.captions import load_tokenizer, tokenize
+from helpers.encode.job import timeline
 from helpers.latents import schema
 from tests.unit.latents.test_buckets import raw_rows
 
@@ -79,6 +82,18 @@ def test_a_row_that_overflows_half_precision_is_rejected(monkeypatch, overflowin
     )
     for column in ("image_latents_32", schema.EMBEDDINGS):
         assert pc.is_valid(found[column]).to_pylist() == [reason == "" for reason in reasons]
+
+
+def test_a_clock_that_is_set_back_leaves_a_calls_times_in_order(monkeypatch):
+    """It once gave a job's timeline an end before its start: an IndexError, after the segment was encoded."""
+    config = PreprocessingConfig(resolutions=[32])
+    actor = encoder.LatentEncoder(**prepare.encoder_arguments(config))
+    rows, calls, now = stages.transform(raw_rows([(40, 40)]), config=config), [], iter(range(10**9, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    for _ in range(3):
+        calls += actor(rows)["encoder_call"].to_pylist()
+    times = [call[name] for call in calls for name in ("started", "ended")]
+    assert times == sorted(times) and len(timeline(calls)) == int(times[-1] - times[0])
 
 
 # ---- what it computes with

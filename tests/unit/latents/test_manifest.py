@@ -90,7 +90,7 @@ def test_planning_on_a_worker_reads_a_few_kilobytes(folder):
 def test_the_manifest_is_written_last(tmp_path, build_manifest, monkeypatch):
     written, write_text = [], storage.write_text
     monkeypatch.setattr(
-        storage, "write_text", lambda uri, text: [written.append(storage.name(uri)), write_text(uri, text)]
+        storage, "write_text", lambda uri, text, **_: [written.append(storage.name(uri)), write_text(uri, text)]
     )
     write_manifest(str(tmp_path), build_manifest(segments=segments()), segments())
     assert written == [FILES, MANIFEST]

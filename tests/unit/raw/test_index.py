@@ -4,6 +4,7 @@ import collections
 import functools
 import io
 import json
+import pathlib
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,7 @@ from helpers.encode import encoder, online, prepare, prepare_online
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
+from helpers.latents.manifest import read_manifest
 from helpers.raw import images, index, inputs, isolation, readers
 from helpers.train.step import Unit
 from tests.conftest import plan_for
@@ -208,6 +210,19 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
     assert prepare_online.prepare_run(raw, training) == (manifest, raw) and len(described) == 3
     pq.write_table(rows_of(50), tmp_path / "raw" / "2.parquet")
     assert prepare_online.prepare_run(raw, training)[0].read == 250 and len(described) == 6
+
+
+def test_half_an_index_is_completed_from_its_files(tmp_path):
+    """Its `index.json`, or the manifest that was made of it; the files of the index are not read again."""
+    raw, training, _ = configs(tmp_path, training={"validation_share": 0.0})
+    manifest, _ = prepare_online.prepare_run(raw, training)
+    (report,) = pathlib.Path(training.latents_uri).rglob(index.REPORT)
+    files = {path: path.stat().st_mtime_ns for path in report.parent.glob("*.parquet")}
+    for damaged in (report, pathlib.Path(training.latents_uri, "manifest.json")):
+        damaged.write_bytes(damaged.read_bytes()[:-20])
+        assert prepare_online.prepare_run(raw, training)[0] == manifest
+        assert read_manifest(training.latents_uri).files_crc32 == manifest.files_crc32
+    assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report)
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):

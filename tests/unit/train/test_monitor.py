@@ -106,7 +106,7 @@ def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
 def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_path, monkeypatch, capsys):
     """Said once each time; what was read before the error is shown later."""
     config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    read, refused, answered = storage.read_text, threading.Semaphore(0), threading.Event()
+    read, refused, answered = storage.read_bytes, threading.Semaphore(0), threading.Event()
 
     def read_or_refuse(uri, *position):
         if uri.endswith("2.jsonl") and not answered.is_set():
@@ -114,7 +114,7 @@ def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_pa
             raise OSError("AWS Error SLOW_DOWN")
         return read(uri, *position)
 
-    monkeypatch.setattr(storage, "read_text", read_or_refuse)
+    monkeypatch.setattr(storage, "read_bytes", read_or_refuse)
     with monitor.monitor_run(config, every=0.001):
         for number in (1, 2):
             lines = [{"step": step, "loss": 0.25} for step in range(10 * number - 9, 10 * number + 1)]

@@ -1,0 +1,409 @@
+"""Half a file, and a full disk: what a person then reads, and what is made again. No Ray."""
+
+import ast
+import errno
+import json
+import os
+import pathlib
+import re
+import time
+import types
+
+import pytest
+from ray.exceptions import RayTaskError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from helpers import storage
+from helpers.config.notebook import TrainingConfig
+from helpers.encode.job import is_finished
+from helpers.encode.prepare_online import read_if_there
+from helpers.evaluation import generation
+from helpers.evaluation.run_figure import read_evaluated_images
+from helpers.latents.manifest import read_files, read_manifest, read_segments
+from helpers.lesson import looks
+from helpers.runtime import lease, retries
+from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
+from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
+from tests.unit.encode.test_job import ROWS, failing, job_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Where code parses what is no file of this project, or cannot use `storage`: why.
+ON_THE_SIDE = {
+    "drain.spot_notice": "an answer of EC2's service",
+    "denoisers.load_denoiser_config": "a person's file, named in its error; `model` is copied without `storage`",
+    "encoder.vae_config": "a model's file; `prepare.describe_encoder` names the parameter",
+    "encoder.text_config": "a model's file; `prepare.describe_encoder` names the parameter",
+    "captions.load_tokenizer": "a model's file; `prepare.describe_encoder` names the parameter",
+    "prompts.read_json_list": "a person's file, named in its error",
+    "readers.parse_json": "a line or entry of raw data",
+    "metrics.read_record": "a line of metrics.jsonl: a torn one is counted",
+    "metrics.flush": "its own line",
+    "metrics.__init__": "metrics.jsonl, to which lines are appended",
+    "job.segment_entry": "what a task of Ray reports",
+    "index.build_index": "what a task of Ray reports",
+    "index.read_report": "the metadata of a Parquet file",
+    "parameters.first_difference": "its own text",
+    "job.__post_init__": "its own text",
+    "pipeline.export_pipeline": "a temporary folder, which is copied when it is whole",
+}
+
+
+def side_doors(path):
+    """`module.function` of each place that parses JSON, or writes a file, other than by `storage`."""
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            arguments = [value for value in ast.walk(node) if isinstance(value, ast.Constant)] if call else []
+            writes = call in ("open", "os.open") and any(re.fullmatch("[wax]b?[+]?", str(a.value)) for a in arguments)
+            on_disk = re.search(r"\.write_(text|bytes)$", call) and not call.startswith("storage.")
+            if call in ("json.load", "json.loads", "json.dump", "yaml.dump") or writes or on_disk:
+                yield f"{path.stem}.{function.name}"
+
+
+def test_every_json_file_is_read_and_written_by_storage():
+    found = {name for path in (ROOT / "helpers").rglob("*.py") if path.stem != "storage" for name in side_doors(path)}
+    assert found == ON_THE_SIDE.keys()
+
+
+def test_the_search_for_other_ways_finds_them(tmp_path):
+    lines = ["json.load(x)", "json.loads(open(x).read())", "open(x, 'w')", "pathlib.Path(x).write_text(y)"]
+    module = "".join(f"def f{number}(x):\n    {line}\n" for number, line in enumerate(lines))
+    (tmp_path / "new.py").write_text(module + "def g(x):\n    storage.write_text(x, open(x, 'rb').read())\n")
+    assert list(side_doors(tmp_path / "new.py")) == [f"new.f{number}" for number in range(len(lines))]
+
+
+# ---- half a file
+
+
+def halve(uri):
+    data = pathlib.Path(uri).read_bytes()
+    pathlib.Path(uri).write_bytes(data[: len(data) // 2])
+
+
+def half(uri, content=None):
+    storage.write_json(uri, content or {"a": 1, "b": [2, 3]})
+    halve(uri)
+    return uri
+
+
+def config_of(folder):
+    config = TrainingConfig(storage=str(folder), run_name="run")
+    storage.write_text(storage.join(config.run_uri, "metrics.jsonl"), "")
+    return config
+
+
+READ = {
+    "latents/manifest.json": (lambda uri, _: read_manifest(os.path.dirname(uri)), "run the notebook that encoded this"),
+    "latents/files.json": (lambda uri, _: read_files(os.path.dirname(uri)), "run the notebook that encoded this data"),
+    "latents/segments/job.json": (
+        lambda uri, folder: job_of(folder / "latents"),
+        "give another latents_uri, or delete",
+    ),
+    "runs/run/config.json": (lambda uri, folder: setup.read_earlier(config_of(folder)), "delete it and train with the"),
+    "runs/run/ended.json": (lambda uri, _: run_ends(uri), "delete it, and start the same command again"),
+    "runs/run/resume.json": (lambda uri, _: storage.read_json(uri), "delete it, and start the same command again"),
+    "images/job.json": (
+        lambda uri, _: generation.read_saved(os.path.dirname(uri), []),
+        "give another folder, or delete",
+    ),
+    "runs/run/evaluation/000000010/prompts.json": (
+        lambda uri, folder: read_evaluated_images(f"{folder}/runs/run"),
+        "delete it, and start the same command again",
+    ),
+}
+
+
+def run_ends(uri):
+    with monitor.raise_end(os.path.dirname(uri)):
+        half(uri)
+
+
+@pytest.mark.parametrize("part", [0, 0.5, 0.99, None])
+@pytest.mark.parametrize("name", READ)
+def test_a_damaged_file_is_one_sentence_with_its_path_and_what_to_do(tmp_path, name, part):
+    """Also an empty one, one without its end, and one of zeros."""
+    uri, (read, remedy) = f"{tmp_path}/{name}", READ[name]
+    data = json.dumps({"a": 1, "b": "ü"}).encode()
+    storage.write_bytes(uri, bytes(100) if part is None else data[: int(len(data) * part)])
+    with pytest.raises(
+        storage.DamagedFile, match=rf"^{uri} is damaged or cut short \([\d,]+ bytes\): {remedy}"
+    ) as raised:
+        read(uri, tmp_path)
+    assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
+
+
+def test_a_damaged_config_is_written_again_by_the_command_that_its_error_names(tmp_path):
+    config = config_of(tmp_path)
+    uri = half(storage.join(config.run_uri, "config.json"))
+    with pytest.raises(storage.DamagedFile, match="delete it"):
+        setup.read_earlier(config)
+    storage.delete(uri)
+    assert setup.read_earlier(config) is None  # so `open_run` writes it, and the checkpoints stay
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "files.json"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_damaged_manifest_is_made_again_by_the_job_without_encoding(tmp_path, name, gone):
+    pipeline, begun = failing(job := job_of(tmp_path), [])
+    whole = job.run(pipeline)
+    assert begun == [0, 1] and job.finished
+    (os.remove if gone else halve)(tmp_path / name)
+    again = job_of(tmp_path)
+    assert not again.finished and again.run(pipeline) == whole == read_manifest(str(tmp_path))
+    assert begun == [0, 1] and len(read_segments(str(tmp_path))) == 2 and len(again.written_files()) == 2
+
+
+def test_a_damaged_manifest_is_not_made_again_with_other_parameters(tmp_path):
+    pipeline, _ = failing(job := job_of(tmp_path), [])
+    job.run(pipeline)
+    halve(tmp_path / "manifest.json")
+    with pytest.raises(ValueError, match="holds data that was made with other parameters"):
+        job_of(tmp_path, {"resolutions": [64]})
+
+
+def test_a_damaged_manifest_without_the_segments_entries_is_said(tmp_path):
+    """As earlier versions left a finished job."""
+    pipeline, _ = failing(job := job_of(tmp_path), [])
+    job.run(pipeline)
+    storage.delete(tmp_path / "segments")
+    assert is_finished(str(tmp_path))
+    halve(tmp_path / "manifest.json")
+    with pytest.raises(ValueError, match="do not belong to an unfinished job .*: give another latents"):
+        job_of(tmp_path)
+
+
+def test_a_damaged_manifest_of_an_online_run_is_written_again(tmp_path):
+    half(tmp_path / "manifest.json")
+    assert read_if_there(str(tmp_path)) is None
+    half(tmp_path / "files.json")
+    assert read_if_there(str(tmp_path)) is None
+
+
+def test_a_segment_whose_entry_is_damaged_is_encoded_again(tmp_path, capsys):
+    pipeline, begun = failing(job := job_of(tmp_path), [None, OSError("the store does not answer")])
+    with pytest.raises(RuntimeError, match="the store"):
+        job.run(pipeline)
+    halve(tmp_path / "segments" / "000000.json")
+    assert job_of(tmp_path).run(pipeline).written == 2 * ROWS and begun == [0, 1, 0, 1]
+    said = capsys.readouterr().out
+    assert said.count("segments/000000.json is damaged or cut short") == 1 and "its segment is encoded again" in said
+    assert len(job.written_files()) == 2
+
+
+def test_a_damaged_result_or_failure_is_shown_as_that(tmp_path):
+    run_uri = str(tmp_path)
+    reader = tracking.EvaluationReader(run_uri)
+    results.write_result(run_uri, {"step": 10, "clip_score": 0.2})
+    uri = half(results.result_uri(run_uri, 20), {"step": 20, "clip_score": 0.9})
+    said = f"evaluation of step 20, reading failed: {uri} is damaged or cut short"
+    read = reader.read()
+    assert [result["step"] for result in read] == [10, 20] and not reader.read()
+    assert results.sentences(read[1])[0].startswith(said)
+    assert results.scores(run_uri)["clip_score"].tolist()[0] == 0.2
+    assert results.is_best(run_uri, {"step": 30, "clip_score": 0.3}, "clip_score")
+    faults.write_failure(run_uri, "worker 0: it died")
+    half(storage.join(run_uri, "failures", "002.json"), {"error": "worker 1: it died"})
+    assert faults.read_failures(run_uri)[1].startswith(f"{run_uri}/failures/002.json is damaged or cut short")
+    faults.write_failure(run_uri, "worker 2: it died")
+    assert faults.read_failures(run_uri)[2] == "worker 2: it died"
+
+
+def test_half_a_progress_json_or_mark_is_a_damaged_checkpoint(tmp_path):
+    for step in (10, 20, 30):
+        folder = f"{tmp_path}/{checkpoint.checkpoint_name(step, 1)}"
+        storage.write_json(f"{folder}/{checkpoint.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
+    halve(f"{folder}/{checkpoint.PROGRESS}")
+    half(f"{tmp_path}/{checkpoint.checkpoint_name(20, 1)}/{checkpoint.DAMAGED}", {"why": "its file a is damaged"})
+    assert checkpoint.find_corruption(folder) == "its progress.json is cut short"
+    assert checkpoint.step_of(checkpoint.last_complete(str(tmp_path))) == 10
+
+
+def test_torn_lines_of_the_metrics_are_left_out_and_counted(tmp_path):
+    """Also one that another line follows, and one of zeros."""
+    log, path = MetricsLog(str(tmp_path)), tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        log.write(step, {"loss": 0.5}, ids=[step], num_kept=1)
+    first, second, third = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, second[:20] + second, bytes(50), b"\xff\xfe}", third, first[:9]]) + b"\n")
+    reader = MetricsReader(str(tmp_path))
+    assert [record["step"] for record in reader.read()] == [1, 3] and reader.torn == 4
+    assert read_metrics(str(tmp_path))["step"].tolist() == [1, 3]
+
+
+def test_torn_lines_are_told_while_a_run_is_shown(tmp_path, capsys):
+    config = config_of(tmp_path)
+    with monitor.monitor_run(config, every=60):
+        storage.write_text(storage.join(config.run_uri, "metrics.jsonl"), '{"step": 1, "lo\n')
+    assert "Lines of the metrics that are torn, and left out: 1\n" in capsys.readouterr().out
+
+
+def test_a_finished_run_with_a_tracker_of_an_earlier_version_is_read(tmp_path):
+    config = config_of(tmp_path)
+    values = {**config.to_dict(), "trackers": ["mlflow", "tensorboard"]}
+    storage.write_json(storage.join(config.run_uri, "config.json"), {"parameters": values})
+    folder = storage.join(config.run_uri, checkpoint.checkpoint_name(10, 1))
+    storage.write_json(storage.join(folder, checkpoint.PROGRESS), {"step": 10, "files": {}})
+    assert looks.finished_run(str(tmp_path), "run")[0].trackers == ("tensorboard",)
+
+
+# ---- leases
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.3)
+
+
+@pytest.mark.parametrize("content", ["", '{"token": "x'])
+@pytest.mark.parametrize("age", [0, 86_400])
+def test_a_damaged_lease_is_taken_over_when_it_is_older_than_a_heartbeat(tmp_path, quick, capsys, content, age):
+    path = tmp_path / "lease.json"
+    path.write_text(content)
+    os.utime(path, (time.time() - age,) * 2)
+    with lease.Lease(str(tmp_path), "run_name='a'") as held:
+        held.check()
+    waited = f"run_name='a' is in use by an unknown process ({path} is damaged): wait until"
+    assert (waited in capsys.readouterr().out) == (age == 0) and not os.listdir(tmp_path)
+
+
+def test_a_damaged_lease_that_its_driver_writes_again_refuses(tmp_path, quick, monkeypatch):
+    path = tmp_path / "lease.json"
+    path.write_text("")
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: storage.write_json(path, {"token": "theirs", "holder": "node-7"})
+    )
+    with pytest.raises(RuntimeError, match="in use by node-7"):
+        lease.Lease(str(tmp_path), "run_name='a'")
+
+
+def test_a_disk_without_links_takes_a_lease_too(tmp_path, quick, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with lease.Lease(str(tmp_path), "run_name='a'") as held:
+        held.check()
+
+
+# ---- a full disk
+
+
+class FullDisk:
+    """A disk on which only so many bytes fit; as `pyarrow.fs` and a file without a buffer behave there."""
+
+    def __init__(self, monkeypatch, room=0):
+        self.room, self.written = room, b""
+        self.name = "/run/metrics.jsonl"
+        monkeypatch.setattr(storage, "open_filesystem", self.open_filesystem(storage.open_filesystem))
+
+    def open_filesystem(self, original):
+        disk = self
+
+        class Full(storage.fs.LocalFileSystem):
+            def open_output_stream(self, path, **options):
+                if not disk.room:
+                    raise OSError(
+                        errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device"
+                    )
+                return super().open_output_stream(path, **options)
+
+        return lambda uri: (Full(), original(uri)[1])
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[: self.room]
+        self.room -= len(data)
+        self.written += data
+        return len(data)
+
+
+FULL = "cannot be written: No space left on device"
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_part(tmp_path, quick, monkeypatch):
+    storage.write_text(tmp_path / "a.json", "old")
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        with pytest.raises(OSError, match=rf"{tmp_path}/a.json {FULL}$"):
+            storage.write_json(tmp_path / "a.json", {})
+        with pytest.raises(OSError, match=rf"{tmp_path}/run/lease.json {FULL}$"):
+            lease.Lease(str(tmp_path / "run"), "run_name='a'")
+    assert (tmp_path / "a.json").read_text() == "old" and os.listdir(tmp_path) == ["a.json", "run"]
+    with lease.Lease(str(tmp_path / "run"), "run_name='a'") as held:  # when there is room
+        held.check()
+
+
+def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    log = MetricsLog(str(tmp_path))
+    log.file = disk = FullDisk(monkeypatch, room=30)
+    for step in (1, 2, 3):
+        log.write(step, {"loss": 0.5}, ids=[step], num_kept=1)
+    assert capsys.readouterr().out.count(f"/run/metrics.jsonl {FULL}") == 1 and len(disk.written) == 30
+    with pytest.raises(OSError, match=FULL):
+        log.flush()
+    disk.room = 10_000
+    log.write(4, {"loss": 0.5}, ids=[4], num_kept=1)
+    assert [json.loads(line)["step"] for line in disk.written.splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["local", "run"])
+def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_next_one_does(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(storage, "PAUSES", ())
+    run_uri, folder = str(tmp_path / "run"), tmp_path / "local"
+    manager = object.__new__(upload.CheckpointManager)
+    manager.run_uri, manager.log, manager.group, manager.filesystem = run_uri, None, None, storage.fs.LocalFileSystem()
+    manager.uploaded = types.SimpleNamespace(set=lambda: None)
+
+    def write(full):
+        (folder / "a").write_text("weights")
+        if full:  # PyTorch's words
+            raise CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), [])})
+
+    def copy_half(source, target):
+        storage.write_text(storage.join(target, "a"), "wei")
+        raise OSError(errno.ENOSPC, f"{target}/a {FULL}")
+
+    def save(full):
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            if full and where == "run":
+                patch.setattr(storage, "copy_folder", copy_half)
+            local = types.SimpleNamespace(path=str(folder))
+            return manager.upload(lambda: write(full and where == "local"), local, "checkpoint-000000010-001")
+
+    lost = save(full=True)
+    why = {"local": rf"written to {folder} \([\d,]+ MiB free\)", "run": f"uploaded: .*{run_uri}/checkpoint.*/a {FULL}"}
+    assert isinstance(lost, faults.LostCheckpoint) and re.search(f"could not be {why[where]}", lost.why)
+    assert not checkpoint.list_checkpoints(run_uri) and not folder.exists()
+    assert save(full=False) and checkpoint.list_checkpoints(run_uri)
+
+
+# ---- one sentence for errors of Ray
+
+
+def test_an_error_of_a_task_is_one_sentence():
+    path = "/latents/data/000000-0123456789ab.parquet"
+    traceback = (
+        "\x1b[36mray::Map(write)()\x1b[39m (pid=1, ip=127.0.0.1)\n"
+        f'  File "stages.py", line 7, in write\n    raise OSError(28)\nOSError: [Errno 28] {path} {FULL}\n\n'
+        "The above exception was the direct cause of the following exception:\n\n"
+        "\x1b[36mray::Map(write)()\x1b[39m (pid=1, ip=127.0.0.1)\n"
+        "ray.exceptions.UserCodeException: UDF failed to process a data block.\nTo change retry attempts, configure it."
+    )
+    error = RayTaskError("write", traceback, OSError()).as_instanceof_cause()
+    with pytest.raises(RuntimeError, match=f"^It failed: OSError: .Errno 28. {path} {FULL}$") as raised:
+        with retries.in_a_sentence("It failed"):
+            raise error
+    assert raised.value.__suppress_context__
+
+
+def test_what_ends_training_is_one_sentence(tmp_path):
+    import ray.train
+
+    ended = ray.train.WorkerGroupError("Training failed\nTraceback", {1: OSError(28, f"/runs/a {FULL}")})
+    said = f"^The same command resumes the run, which failed: .Errno 28. /runs/a {FULL}$"
+    with pytest.raises(RuntimeError, match=said), monitor.raise_end(str(tmp_path)):
+        raise ended
