@@ -74,7 +74,7 @@ class MetricsLog:
                 self.timer.start()
 
     def flush_in_time(self) -> None:
-        """On an object store, in the timer's thread: flush, print an OSError once. The next line starts another timer."""
+        """Flush in a thread, for an object store; print an OSError once. The next line starts another timer."""
         self.timer = None
         try:
             self.flush()
