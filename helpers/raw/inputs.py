@@ -199,14 +199,8 @@ def read_columns(paths: list[str], columns: list[str], config: PreprocessingConf
     """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read."""
     if config.input_format == "parquet":
         filesystem = storage.open_filesystem(paths[0])[0]
-        rows = ray.data.read_parquet(
-            paths,
-            include_paths=True,
-            partitioning=None,
-            file_extensions=None,
-            filesystem=filesystem,
-            ray_remote_args=RETRIES,
-        )
+        options = {"include_paths": True, "partitioning": None, "file_extensions": None, "ray_remote_args": RETRIES}
+        rows = ray.data.read_parquet(paths, filesystem=filesystem, **options)
         return rows.select_columns([*columns, PATH])
     read = functools.partial(read_file_batch, columns=columns, reader=reader(config))
     tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
