@@ -68,7 +68,7 @@ def transform(
         columns[schema.numbered(schema.CAPTION, number)] = pa.array(texts, pa.string())
         columns[schema.numbered(schema.CAPTION_IDS, number)] = schema.to_binary(ids_BL, dtype=np.int32)
     for shape in itertools.chain.from_iterable(config.shapes.values()):
-        pixels = [by_shape[shape].tobytes() if shape in by_shape else None for by_shape, _ in done]
+        pixels = [by_shape[shape].data if shape in by_shape else None for by_shape, _ in done]
         columns[schema.input_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})

@@ -29,6 +29,7 @@ from .images import BadImage
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
 PATH = "path"  # added column: the file of each row
 C_LIBRARY = ctypes.CDLL(None)
+RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
 ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a time
 
 
@@ -188,22 +189,22 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
         rows = rows.limit(segment.limit)
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
-        rows = rows.filter(expr=expression)
+        rows = rows.filter(expr=expression, **RETRIES)
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
-    return rows.map_batches(functools.partial(convert_block, config=config), batch_size=None, batch_format="pyarrow")
+    convert = functools.partial(convert_block, config=config)
+    return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
 
 def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
     """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read."""
     if config.input_format == "parquet":
         filesystem = storage.open_filesystem(paths[0])[0]
-        rows = ray.data.read_parquet(
-            paths, include_paths=True, partitioning=None, file_extensions=None, filesystem=filesystem
-        )
+        options = {"include_paths": True, "partitioning": None, "file_extensions": None, "ray_remote_args": RETRIES}
+        rows = ray.data.read_parquet(paths, filesystem=filesystem, **options)
         return rows.select_columns([*columns, PATH])
     read = functools.partial(read_file_batch, columns=columns, reader=reader(config))
     tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
-    return tasks.map_batches(read, batch_size=1)  # one task per file
+    return tasks.map_batches(read, batch_size=1, **RETRIES)  # one task per file
 
 
 def read_file_batch(batch: dict, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:

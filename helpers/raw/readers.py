@@ -42,6 +42,7 @@ TEXTS = ("txt", "json")
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
+LARGE_BATCH_BYTES = 2**24
 GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
@@ -107,6 +108,7 @@ class Parquet(Reader):
                     first += len(batch)
                     table = pa.Table.from_batches([batch]).append_column(ROW, pa.array(rows))
                     yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
+                    release_large(batch)
 
     def largest_group(self, path: str) -> int:
         return max(self.row_groups(path), default=0)
@@ -114,11 +116,19 @@ class Parquet(Reader):
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one row group, as `locate` gives them.
 
-        The row group's columns are read whole, because Parquet cannot be read by row.
+        Parquet cannot be read by row: all rows before the last are decoded, some at a time.
         """
         with self.open(path) as file:
             for piece in pieces:
-                yield rows_of(file.read_row_group(piece[GROUP][0].as_py(), columns=columns), piece)
+                rows, first, found = piece[ROW].to_numpy(), 0, []
+                options = {"row_groups": [piece[GROUP][0].as_py()], "columns": columns, "use_threads": False}
+                for batch in file.iter_batches(batch_size=GROUP_ROWS, **options):
+                    found.append(batch.take(rows[(rows >= first) & (rows < first + len(batch))] - first))
+                    first += len(batch)
+                    release_large(batch)
+                    if first > rows[-1]:
+                        break
+                yield pa.Table.from_batches(found)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """All rows, or those of some row groups, a few at a time, because a row group may be larger than memory."""
@@ -214,6 +224,12 @@ class ImageFolder(Reader):
 
 
 READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
+
+
+def release_large(batch: pa.RecordBatch) -> None:
+    """Return unused memory to the system after a large batch: Arrow's pool may keep that of each before it."""
+    if batch.nbytes > LARGE_BATCH_BYTES:
+        pa.default_memory_pool().release_unused()
 
 
 def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:

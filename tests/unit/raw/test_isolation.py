@@ -11,8 +11,9 @@ import sys
 import pyarrow as pa
 import pytest
 
-from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import stages
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig
+from helpers.encode import online, stages
+from helpers.latents import read
 from helpers.raw import images, inputs, isolation
 from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
@@ -102,15 +103,33 @@ def rows_of(pictures):
     return pa.table({**columns, inputs.SOURCE: ["a"] * count})
 
 
-def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypatch):
+def offline(rows, config, epoch):
+    return stages.transform(rows, config=config)
+
+
+def of_epoch(rows, config, epoch):
+    rows = rows.append_column(online.SHAPE, pa.repeat("image_latents_32", len(rows)))
+    rows = rows.append_column(read.UNIT, pa.repeat(epoch, len(rows)))
+    return online.transform_for_epoch(rows, config=config, units_per_epoch=1)
+
+
+@pytest.mark.parametrize(("kind", "transform"), [(PreprocessingConfig, offline), (OnlineConfig, of_epoch)])
+def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypatch, kind, transform):
     """By another process that would not lose it: a rerun, or the next epoch, has the same rows."""
-    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
+    config = kind(storage=str(tmp_path), resolutions=[32])
     rows = rows_of([GOOD, GOOD + HANGS, GOOD + KILLS])
     monkeypatch.setattr(isolation, "SECONDS", 2.0)
     with monkeypatch.context() as patch:
         patch.setattr(images, "make_pixels", killing_pictures.make_pixels)
-        first = stages.transform(rows, config=config)
+        first = transform(rows, config, 0)
     stages.lost_pictures.cache_clear()
-    again = stages.transform(rows, config=config)
+    again = transform(rows, config, 1)
     assert first["reason"].to_pylist() == ["", "took longer than 2 s to decode", KILLED] == again["reason"].to_pylist()
     assert again["pixels_32"].is_valid().to_pylist() == [True, False, False]
+
+
+def test_a_process_that_ends_by_itself_is_an_error_not_a_bad_picture():
+    """With any exit code: such as a library that calls `exit`."""
+    with pytest.raises(RuntimeError, match="ended with exit code 0"):
+        isolation.run_apart(os._exit, [(0,)], 60)
+    assert reasons(run(GOOD)) == [""]
