@@ -46,6 +46,7 @@ TEXTS = ("txt", "json")
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
+LINK = "{!r} is a link to another member, which cannot be read alone: make the tar with `tar --hard-dereference`."
 # What stands in place of a caption that cannot be used, and says why.
 NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
@@ -312,6 +313,8 @@ def samples(
             sample, extensions = {KEY: key, START: member.offset}, set()
             keys.add(key)
         extensions.add(extension)
+        if member.islnk() and wanted == TEXTS:  # the sample will be read alone
+            raise Unusable(LINK.format(member.name))
         if extension in wanted:
             data = member_bytes(tar, member)
             if extension == "json":
@@ -356,7 +359,10 @@ def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dic
 
 def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
-    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read(MAX_BYTES)
+    try:
+        return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read(MAX_BYTES)
+    except (KeyError, tarfile.StreamError):
+        raise Unusable(LINK.format(member.name)) from None
 
 
 @functools.lru_cache(maxsize=1)

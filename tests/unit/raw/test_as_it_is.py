@@ -352,6 +352,21 @@ def test_masks_are_no_pictures(tmp_path):
         assert rows_of(path, **TARS) == {"x": ("a", "")}
 
 
+def test_linked_members_are_read_from_a_disk_and_refused_where_samples_are_read_alone(tmp_path):
+    write(tmp_path / "t", **{"a.tar": b""})
+    with tarfile.open(tmp_path / "t" / "a.tar", "w") as tar:
+        for name, data in (("0.jpg", picture()), ("0.txt", b"a"), ("1.jpg", None), ("1.txt", b"a")):
+            info = tarfile.TarInfo(f"./{name}")
+            if data is None:
+                info.type, info.linkname = tarfile.LNKTYPE, "./0.jpg"
+            else:
+                info.size = len(data)
+            tar.addfile(info, io.BytesIO(data or b""))
+    assert rows_of(tmp_path / "t", **TARS) == {"./0": ("a", ""), "./1": ("a", "")}
+    with pytest.raises(ValueError, match=r"a\.tar: './1.jpg' is a link to another member, .*--hard-dereference"):
+        online_rows(tmp_path / "t", **TARS)
+
+
 def test_two_tars_in_one_file_are_refused(tmp_path):
     one, two = (tar_of((f"{number}.jpg", picture()), (f"{number}.txt", b"a")) for number in range(2))
     assert "another tar follows in the same file" in refusal(write(tmp_path, **{"a.tar": one + two}), **TARS)

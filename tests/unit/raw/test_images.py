@@ -14,6 +14,7 @@ from PIL import Image, ImageCms
 
 from helpers.encode import encoder
 from helpers.raw import images
+from tests.copy_table import ROOT
 
 COLOUR = (200, 100, 50)
 
@@ -437,6 +438,7 @@ import resource, sys
 import numpy as np
 from PIL import Image, ImageCms
 from helpers.raw import images
+from tests.copy_table import ROOT
 
 picture = {kind}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -542,3 +544,84 @@ def test_a_picture_gets_the_shape_that_cuts_least_away():
             for shape in shapes
         }
         assert kept[images.nearest_shape(size, shapes)] == max(kept.values())
+
+
+# ---- the table of the documentation
+
+
+def lanczos(values, size):
+    """A row of pixels resized by hand: 3 lobes, as wide as the pixels of the smaller of the two rows."""
+    scale, places = len(values) / size, (np.arange(size) + 0.5) * len(values) / size - 0.5
+    distances = (np.arange(len(values)) - places[:, None]) / max(scale, 1)
+    weights = np.sinc(distances) * np.sinc(distances / 3) * (np.abs(distances) < 3)
+    return np.clip(weights @ values / weights.sum(axis=1), 0, 255)
+
+
+def decoded(array, kind="TIFF"):
+    return np.asarray(images.decode(encoded(Image.fromarray(np.asarray(array)), kind)))[..., 0].tolist()
+
+
+def resized(width, height):
+    return images.make_pixels(encoded(STEP, "PNG"), sizing=images.Sizing({16: [(width, height)]}))[0][width, height]
+
+
+def first_pixel(mode, colour, kind="PNG", **options):
+    return images.decode(encoded(Image.new(mode, (4, 4), colour), kind, **options)).getpixel((0, 0))
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return images.decode(encoded(STEP, "PNG", exif=exif)).size
+
+
+STEP = Image.fromarray(np.repeat(np.repeat([[20, 20, 90, 250, 20]], 8, axis=1), 30, axis=0).astype(np.uint8)).convert(
+    "RGB"
+)
+IN_THE_MIDDLE = np.asarray(STEP)[0, 5:35, 0].astype(float)
+FRAMES = {"save_all": True, "append_images": [Image.new("L", (4, 4), 99)]}
+TABLE = {
+    "an ICC profile of RGB, grey or CMYK": (
+        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=PROFILES["Adobe RGB"]),
+        (0, 181, 42),
+    ),
+    "a broken profile, or one of other colours": (
+        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=GREY_PROFILE),
+        (60, 180, 60),
+    ),
+    "CMYK without a profile": (lambda: first_pixel("CMYK", (55, 0, 255, 102), "TIFF"), (120, 153, 0)),
+    "transparency": (lambda: first_pixel("RGBA", (200, 100, 0, 51)), (244, 224, 204)),
+    "16-bit greys, or integers above 255": (
+        lambda: decoded(np.array([[0, 257, 25700, 65535]], np.uint16)) + decoded(np.array([[0, 257, 65535]], np.int32)),
+        [[0, 1, 100, 255], [0, 1, 255]],
+    ),
+    "integers of more than 8 bits, none above 255": (lambda: decoded(np.array([[0, 7, 255]], np.int32)), [[0, 7, 255]]),
+    "floats, none above 1": (lambda: decoded(np.array([[0, 0.5, 1]], np.float32)), [[0, 127, 255]]),
+    "floats, some above 1, none above 255": (lambda: decoded(np.array([[0, 0.5, 99]], np.float32)), [[0, 0, 99]]),
+    "floats, some above 255": (lambda: decoded(np.array([[0, 257, 65535]], np.float32)), [[0, 1, 255]]),
+    "NaN, infinity, values below 0": (
+        lambda: decoded(np.array([[np.nan, np.inf, -np.inf, -3, 9]], np.float32)),
+        [[0, 0, 0, 0, 9]],
+    ),
+    "several frames": (lambda: first_pixel("L", 7, "GIF", **FRAMES), (7, 7, 7)),
+    "an EXIF orientation": (turned, (30, 40)),
+    "another size than is wanted": (
+        lambda: (
+            np.abs(resized(12, 12)[5, :, 0] - lanczos(IN_THE_MIDDLE, 12)).max() <= 1
+            and np.abs(resized(30, 30)[5, :, 0] - IN_THE_MIDDLE).max() == 0
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("line", TABLE)
+def test_the_documentations_table_of_colours_is_true(line):
+    found, right = TABLE[line]
+    assert found() == right if "ICC" not in line else difference(found(), right) <= 3
+
+
+def test_each_line_of_the_documentations_table_is_tested():
+    text = (ROOT / "helpers" / "docs" / "DATA.md").read_text()
+    lines = text.partition("| a picture with |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(TABLE)
