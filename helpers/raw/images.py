@@ -18,7 +18,7 @@ from PIL import Image, ImageCms, ImageFile, ImageMode, ImageOps
 # An allow-list: some of Pillow's other decoders start programs (EPS) or are hardly tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 UNSUPPORTED = {
-    "HEIC": re.compile(rb"....ftyp(?:hei|hev|mi[ai]f|mif1|msf1)(?!.{0,64}avi[fs])", re.DOTALL),
+    "HEIC": re.compile(rb"....ftyp(?:hei|hev|miaf|mif1|msf1)(?!.{0,64}avi[fs])", re.DOTALL),
     "JXL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
     "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
     "PSD": re.compile(b"8BPS"),
@@ -97,17 +97,19 @@ def load_whole(image: Image.Image, data: bytes) -> Image.Image:
     except OSError:
         if image.format not in ("JPEG", "MPO"):
             raise
+    # Nothing of a channel comes later than a scan that has its highest frequency (63), exactly (0).
+    channels = sum(scan[0] for scan in scans(data) if scan[-2] == 63 and scan[-1] % 16 == 0)
     # Decoders make up missing pixels, of what follows. If all are there, what follows changes none. One of two orders
     # of restart markers is read on, whichever a decoder waits for.
     tails, random = [b""], np.random.default_rng(0)
     for first in (0, 4, 0, 4):
         tails.append(b"".join(random.bytes(4096).replace(b"\xff", b"") + mark for mark in RESTARTS[first:]))
-    files = (data.rstrip(b"\xff") + tail + END_OF_IMAGE for tail in tails)
-    found = [Image.open(io.BytesIO(file), formats=["JPEG"]) for file in files]
-    channels = sum(scan[0] for scan in scans(data) if is_last(scan))
-    if len({one.tobytes() for one in found}) > 1 or channels < len(image.getbands()):
+    files = (io.BytesIO(data.rstrip(b"\xff") + tail + END_OF_IMAGE) for tail in tails)
+    found = Image.open(next(files), formats=["JPEG"])
+    pixels = found.tobytes()
+    if channels < len(found.getbands()) or any(Image.open(file).tobytes() != pixels for file in files):
         raise OSError("pixels are missing")
-    return found[0]
+    return found
 
 
 def decoded_bytes(image: Image.Image) -> int:
@@ -130,11 +132,6 @@ def scans(data: bytes) -> Iterator[bytes]:
         if found[0] == START_OF_SCAN:
             yield data[found.end() + 2 : end]
         found = JPEG_MARKER.search(data, end)
-
-
-def is_last(scan: bytes) -> bool:
-    """Whether a scan's header says that nothing of its channels comes later: their highest frequency, exactly."""
-    return scan[-2] == 63 and scan[-1] % 16 == 0
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -59,7 +59,7 @@ def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
         if found[name].type == fs.FileType.NotFound:
             raise ValueError(f"{path} is a link that leads nowhere, or its name is not UTF-8: rename or remove it.")
         if name.lower().endswith(kind.refused):
-            raise ValueError(readers.compressed_tar(path))
+            raise ValueError(readers.COMPRESSED_TAR.format(path))
     if not paths:
         raise FileNotFoundError(
             f"input_uri={input_uri!r} {problem}: give a {kind.what}, a folder of them or a pattern such as "

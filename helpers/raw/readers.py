@@ -14,7 +14,6 @@ folder.
 from __future__ import annotations
 
 import base64
-import binascii
 import codecs
 import concurrent.futures
 import contextlib
@@ -46,6 +45,7 @@ TEXTS = ("txt", "json")
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
+COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it, for example with gunzip."
 LINK = "{!r} is a link to another member, which cannot be read alone: make the tar with `tar --hard-dereference`."
 # What stands in place of a caption that cannot be used, and says why.
 NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
@@ -271,12 +271,8 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
         with filesystem.open_input_file(inner) as file:
             is_compressed = file.read(8).startswith(COMPRESSED)
         if is_compressed:
-            raise ValueError(compressed_tar(path)) from None
+            raise ValueError(COMPRESSED_TAR.format(path)) from None
         raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
-
-
-def compressed_tar(path: str) -> str:
-    return f"{path} is a compressed tar, in which no sample can be found: decompress it, for example with gunzip."
 
 
 class Unusable(tarfile.TarError):
@@ -486,7 +482,7 @@ def is_base64(text: str | None) -> bool:
         return len(start) == 64 and bool(
             IMAGE_BYTES.match(base64.b64decode(start, altchars=b"-_" if "_" in start else None))
         )
-    except (ValueError, binascii.Error):
+    except ValueError:
         return False
 
 
