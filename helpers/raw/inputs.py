@@ -191,7 +191,18 @@ def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
             break
     if not tables:
         raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
-    return join_alike(tables)
+    return as_shown(join_alike(tables))
+
+
+def as_shown(table: pa.Table) -> pa.Table:
+    """The table with columns of text as bytes if some are not UTF-8, because such text cannot be shown."""
+    for number, (field, column) in enumerate(zip(table.schema, table.columns, strict=True)):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            column = column.cast(pa.list_(pa.binary()) if is_list(field.type) else pa.binary())
+            table = table.set_column(number, field.name, column)
+    return table
 
 
 def join_alike(tables: list[pa.Table]) -> pa.Table:

@@ -317,7 +317,7 @@ def samples(
                 values = {key: shorten(value) for key, value in parse_json(data).items()}
                 sample = {**sample, **values, **sample}  # its other members go before the JSON's keys
             else:
-                sample[extension] = data if extension in PICTURES else shorten(decode(data))
+                sample[extension] = data if extension in PICTURES else shorten(decode_text(data))
     if sample:
         yield with_picture(sample, extensions, picture)
     while block := tar.fileobj.read(2**20):
@@ -349,7 +349,7 @@ def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dic
             f"image_column={pictures[0]!r}."
         )
     if len(pictures) == 1 and pictures[0] in sample:
-        return {"jpg": sample[pictures[0]], **sample}
+        return {**sample, "jpg": sample[pictures[0]]}
     return sample
 
 
@@ -366,7 +366,7 @@ def _load_metadata(path: str, version: tuple[int, int]) -> list[dict]:
     filesystem, inner = storage.open_filesystem(path)
     with filesystem.open_input_stream(inner) as stream:
         data = stream.read()
-    text = decode(data)
+    text = decode_text(data)
     if path.lower().endswith(".jsonl"):
         return [parse_json(line) for line in text.split("\n") if line.strip()]
     csv.field_size_limit(MAX_BYTES)
@@ -385,7 +385,7 @@ def load_metadata(path: str) -> list[dict]:
     return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
-def decode(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Text in UTF-8 or, by its byte order mark, UTF-16. Bytes that are neither become halves of surrogate pairs."""
     try:
         if data.startswith(UTF_16) and data[2:4] != b"\0\0":  # that would be UTF-32
@@ -398,7 +398,7 @@ def decode(data: bytes) -> str:
 def parse_json(text: str | bytes) -> dict:
     """A JSON object as a dict; {} for anything else."""
     try:
-        value = json.loads(decode(text) if isinstance(text, bytes) else text)
+        value = json.loads(decode_text(text) if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -440,23 +440,25 @@ def as_number(value: Any) -> float | None:
 def as_text(value: bytes | None) -> str | None:
     """Text, or None for bytes that are not UTF-8."""
     try:
-        return value and value.decode()
+        return None if value is None else value.decode()
     except UnicodeDecodeError:
         return None
 
 
 def as_caption(value: bytes | None) -> str | None:
     """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
-    text = shorten(value and decode(value))
+    if value is None:
+        return None
+    text = shorten(decode_text(value))
     try:
-        text and text.encode()
+        text.encode()
     except UnicodeEncodeError:
         return NOT_UTF8
     return text
 
 
 def text_bytes(value: Any) -> bytes | None:
-    """A value as text in UTF-8, with the bytes that `decode` kept. Half a surrogate pair, as in JSON, becomes "?"."""
+    """A value as text in UTF-8, with the bytes that `decode_text` kept. Half of a surrogate pair in JSON becomes "?"."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value)

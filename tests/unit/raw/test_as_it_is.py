@@ -154,6 +154,8 @@ def test_a_table_of_captions_is_utf8_or_utf16_or_its_captions_are_rejected(tmp_p
     path = write(tmp_path / "f", **{f"metadata.{kind}": "\n".join(lines).encode(encoding)}, **pictures)
     expected = {"0.png": ("a cat", ""), "1.png": NOT_UTF8 if encoding == "cp1252" else (TEXT, "")}
     assert rows_of(path, **FOLDERS) == expected
+    first = inputs.first_rows(config_of(path, **FOLDERS), 5).to_pandas()  # as the notebook shows them
+    assert first["text"][1][0] == (TEXT.encode("cp1252") if encoding == "cp1252" else TEXT)
     if encoding != "cp1252":
         assert online_rows(path, **FOLDERS) == (expected, {})
 
