@@ -458,7 +458,7 @@ def as_caption(value: bytes | None) -> str | None:
 
 
 def text_bytes(value: Any) -> bytes | None:
-    """A value as text in UTF-8, with the bytes that `decode_text` kept. Half of a surrogate pair in JSON becomes "?"."""
+    """A value as text in UTF-8, with the bytes that `decode_text` kept. Half a surrogate pair in JSON becomes "?"."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value)
