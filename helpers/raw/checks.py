@@ -10,25 +10,25 @@ from ..config.preprocessing import PreprocessingConfig
 from . import filters, inputs, readers
 
 
-def check_inputs(paths: list[str], config: PreprocessingConfig) -> None:
-    """Check the first of the files, and those that differ from it. Raises ValueError as `check_input` does.
+def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
+    """The Arrow type in which all ids can be stored. Raises ValueError as `check_input` does, for any of the files.
 
     Only Parquet files have types that may differ. With a limit, only the files that it reaches are looked at.
     """
-    check_input(paths[0], config)
+    columns = check_input(paths[0], config)
     if config.input_format != "parquet":
-        return
+        return inputs.id_type(columns.field(config.id_column).type)
     if config.limit is not None:
         paths = [path for path, _, _ in inputs.rows_to_read(paths, config)]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         schemas = pool.map(inputs.reader(config).schema, paths)
-        for path, columns in {
-            str(columns): (path, columns) for path, columns in zip(paths, schemas, strict=True)
-        }.values():
-            try:
-                check_columns(columns, path, config)
-            except ValueError as error:
-                raise ValueError(f"{path} does not go with {paths[0]}, which can be read: {error}") from None
+        different = {str(columns): (path, columns) for path, columns in zip(paths, schemas, strict=True)}
+    for path, columns in different.values():
+        try:
+            check_columns(columns, path, config)
+        except ValueError as error:
+            raise ValueError(f"{path} does not go with {paths[0]}, which can be read: {error}") from None
+    return inputs.id_type(*(columns.field(config.id_column).type for _, columns in different.values()))
 
 
 def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:

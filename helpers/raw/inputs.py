@@ -213,18 +213,10 @@ def join_alike(tables: list[pa.Table]) -> pa.Table:
         return pa.concat_tables([table for table in tables if table.schema == tables[0].schema])
 
 
-def id_type_of(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
-    """The type of ids that all files' ids can be stored in."""
-    if config.input_format != "parquet":
-        return pa.string()
-    if config.limit is not None:
-        paths = [path for path, _, _ in rows_to_read(paths, config)]
-    kinds = {id_type(kind) for (kind, *_) in stored_types(paths, [config.id_column], config)}
-    return kinds.pop() if len(kinds) == 1 else pa.string()
-
-
 def stored_types(paths: list[str], columns: list[str], config: PreprocessingConfig) -> set[tuple[pa.DataType, ...]]:
-    """The different types of columns in Parquet files."""
+    """The different types of columns in Parquet files; formats without types have text for all."""
+    if config.input_format != "parquet":
+        return {(pa.string(),) * len(columns)}
 
     def types_of(path: str) -> tuple[pa.DataType, ...]:
         stored = reader(config).stored_schema(path)
@@ -250,8 +242,9 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression)
+    ids = stored_types(segment.paths, [config.id_column], config)
+    convert = functools.partial(convert_block, config=config, id_type=id_type(*(kind for (kind,) in ids)))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
-    convert = functools.partial(convert_block, config=config, id_type=id_type_of(segment.paths, config))
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow")
 
 
@@ -260,8 +253,9 @@ def read_columns(paths: list[str], columns: list[str], config: PreprocessingConf
 
     It reads Parquet itself if the files' types are plain and alike; else, a task reads each file.
     """
-    kinds = stored_types(paths, columns, config) if config.input_format == "parquet" else set()
-    if len(kinds) == 1 and all(kind == plain_type(kind) for kind in next(iter(kinds))):
+    kinds = stored_types(paths, columns, config)
+    is_parquet = config.input_format == "parquet"
+    if is_parquet and len(kinds) == 1 and all(kind == plain_type(kind) for kind in next(iter(kinds))):
         filesystem = storage.open_filesystem(paths[0])[0]
         rows = ray.data.read_parquet(
             paths, include_paths=True, partitioning=None, file_extensions=None, filesystem=filesystem
@@ -413,9 +407,10 @@ def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     return pa.array(ids, pa.string())
 
 
-def id_type(column_type: pa.DataType) -> pa.DataType:
-    """The type that ids are stored in: int64 for integers, else text; text for uint64 too, which int64 cannot hold."""
-    return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
+def id_type(*column_types: pa.DataType) -> pa.DataType:
+    """The type that ids are stored in: int64 if all are integers, else text. uint64 does not fit: text too."""
+    fit = (pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types)
+    return pa.int64() if all(fit) else pa.string()
 
 
 def is_text(column_type: pa.DataType) -> bool:
