@@ -43,9 +43,11 @@ def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
     Files and folders below it whose names begin with "." or "_" are left out, as by Spark and pyarrow: tools leave them
     behind. Raises FileNotFoundError if there are no others, and ValueError for one that cannot be read.
     """
-    kind, folder = readers.READERS[input_format], base_folder(input_uri)
+    kind, folder = readers.READERS[input_format], storage.resolve(input_uri)
     if storage.is_file(input_uri):
-        return [storage.resolve(input_uri)]
+        return [folder]
+    if is_glob(input_uri):
+        folder = base_folder(input_uri)
     found = {name: info for name, info in storage.entries(folder, recursive=True).items() if not is_left_over(name)}
     if is_glob(input_uri):
         pattern, problem = glob_pattern(storage.resolve(input_uri)), "matches no file"

@@ -44,6 +44,7 @@ PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a samp
 TEXTS = ("txt", "json")
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+HALF_PAIRS = re.compile("[\udc80-\udcff]")  # what `decode_text` makes of bytes that are not UTF-8
 IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
 COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it, for example with gunzip."
 LINK = "{!r} is a link to another member, which cannot be read alone: make the tar with `tar --hard-dereference`."
@@ -447,14 +448,8 @@ def as_text(value: bytes | None) -> str | None:
 
 def as_caption(value: bytes | None) -> str | None:
     """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
-    if value is None:
-        return None
-    text = shorten(decode_text(value))
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return NOT_UTF8
-    return text
+    text = None if value is None else shorten(decode_text(value))
+    return NOT_UTF8 if text and HALF_PAIRS.search(text) else text
 
 
 def text_bytes(value: Any) -> bytes | None:
