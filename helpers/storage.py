@@ -149,11 +149,14 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
     return found.size, found.mtime_ns
 
 
-def _list(uri: str | os.PathLike, recursive: bool = False) -> dict[str, fs.FileInfo]:
-    """{path below `uri`: info} of the files and folders in a folder, sorted; {} if there is no folder."""
+def entries(uri: str | os.PathLike, recursive: bool = False) -> dict[str, fs.FileInfo]:
+    """{path below `uri`: info} of the files and folders in a folder, sorted; {} if there is no folder.
+
+    A link that leads nowhere is of the type NotFound, as is a name that is not UTF-8 (with "?" for its odd bytes).
+    """
     filesystem, path = open_filesystem(uri)
     if recursive and isinstance(filesystem, fs.LocalFileSystem):
-        found = filesystem.get_file_info(list(_paths_below(path)))
+        found = filesystem.get_file_info([name.encode(errors="replace").decode() for name in _paths_below(path)])
     else:
         found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
     return {item.path[len(path) :].lstrip("/"): item for item in sorted(found, key=lambda item: item.path)}
@@ -171,18 +174,18 @@ def _paths_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
     """Sorted paths or URIs of the files in a folder that end in `suffix` (or one of several)."""
-    found = _list(uri, recursive)
+    found = entries(uri, recursive)
     return [join(uri, below) for below, item in found.items() if item.is_file and below.endswith(suffix)]
 
 
 def list_folders(uri: str | os.PathLike) -> list[str]:
     """Sorted paths or URIs of the folders directly in a folder."""
-    return [join(uri, below) for below, item in _list(uri).items() if item.type == fs.FileType.Directory]
+    return [join(uri, below) for below, item in entries(uri).items() if item.type == fs.FileType.Directory]
 
 
 def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
-    found = {"": _info(uri)} if _info(uri).is_file else _list(uri, recursive)
+    found = {"": _info(uri)} if _info(uri).is_file else entries(uri, recursive)
     return {below: item.size for below, item in found.items() if item.is_file}
 
 

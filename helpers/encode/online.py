@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,22 +45,20 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     If Parquet row groups are larger than a quarter of a chunk, Ray's object store caches the most recently read ones,
     up to `config.read_ahead_bytes`. An epoch then reads a row group once for each bucket that its rows are in.
     """
-    uris = {source.files.uri for source in plan.sources}
-    largest = max(read_manifest(uri).job["raw_group_bytes"] for uri in uris)
+    manifests = [read_manifest(uri) for uri in {source.files.uri for source in plan.sources}]
+    largest = max(manifest.job["raw_group_bytes"] for manifest in manifests)
+    read = functools.partial(read_raw, config=config, id_type=pa.type_for_alias(manifests[0].id_type))
     if largest <= CHUNK_BYTES // 4:
-        return build_dataset(plan, first_step, end_step, functools.partial(read_raw, config=config))
+        return build_dataset(plan, first_step, end_step, read)
     # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.
     kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
-    read = functools.partial(read_raw, config=config, read_group=kept)
-    return build_dataset(plan, first_step, end_step, read, chunks_per_task=1)
+    shared = functools.partial(read, read_group=kept)
+    return build_dataset(plan, first_step, end_step, shared, chunks_per_task=1)
 
 
-def read_raw(
-    ranges: list[RowRange], source: Source, *, config: OnlineConfig, read_group: index.ReadGroup | None = None
-) -> pa.Table:
-    """The raw rows of some row ranges, with `shape`. `read_group`: see `index.read_indexed_rows`."""
-    rows = index.read_indexed_rows(ranges, config, storage.join(source.files.uri, INDEX), read_group)
-    rows = inputs.to_raw_rows(rows, config)
+def read_raw(ranges: list[RowRange], source: Source, *, config: OnlineConfig, **options: Any) -> pa.Table:
+    """The raw rows of some row ranges, with `shape`. `options`: of `index.read_indexed_rows`."""
+    rows = index.read_indexed_rows(ranges, config, storage.join(source.files.uri, INDEX), **options)
     return rows.append_column(SHAPE, pa.repeat(source.latents.name, len(rows)))
 
 

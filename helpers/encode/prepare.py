@@ -83,7 +83,7 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
     """
     config = pin_models(config, earlier)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    input_schema = checks.check_input(paths[0], config)
+    id_type = checks.check_inputs(paths, config)
     listing = inputs.listing(paths, config.data_uri)
     parameters = {
         **config.fixed("rows", "latents"),
@@ -92,7 +92,6 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
         "input_uri": config.data_uri,
         "input_crc32": zlib.crc32(json.dumps(sorted(listing.items())).encode()),
     }
-    id_type = inputs.id_type(input_schema.field(config.id_column).type)
     return CheckedInput(config, paths, listing, leave_out(parameters), describe_encoder(config), id_type)
 
 

@@ -15,7 +15,7 @@ from ..config.training import TrainingConfig
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
 from ..latents.plan import CHUNK_BYTES
-from ..raw import index, inputs
+from ..raw import index
 from ..runtime import lease
 from . import encoder, prepare, stages
 from .job import Segment, segment_entry
@@ -120,17 +120,18 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
     latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config)
     segment, reports = Segment(0, [], 0), []
     if ranges := held_out.first_ranges(manifest, read_files(uri), training.largest_resolution, num_rows):
-        rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX))[:num_rows]
+        id_type = pa.type_for_alias(manifest.id_type)
+        rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX), id_type=id_type)[:num_rows]
         segment = dataclasses.replace(segment, rows=len(rows))
         # On a CPU, use all threads: nothing else runs in this process yet.
         latent_encoder = encoder.LatentEncoder(**arguments, num_threads=torch.get_num_threads())
-        encoded = latent_encoder(stages.transform(inputs.to_raw_rows(rows, config), config=config))
+        encoded = latent_encoder(stages.transform(rows, config=config))
         report = stages.write_latents(
             encoded,
             latents_uri=latents_uri,
             segment_index=segment.index,
             columns=arguments["columns"],
-            id_type=pa.type_for_alias(manifest.id_type),
+            id_type=id_type,
             validation_share=1.0,
         )
         reports.append(report)

@@ -1,7 +1,7 @@
 """Parquet files on a disk or an object store: what this package reads from Parquet is opened here.
 
 A column may have an Arrow extension type, whose values some libraries make by unpickling. Such columns are refused
-before a value is read. UUIDs are the exception: they become text.
+before a value is read. UUIDs are the exception: they become text. Other types become plain ones too (`plain_type`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PlainParquetFile(pq.ParquetFile):
     def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
         self.check_columns(columns)
         batches = super().iter_batches(*args, columns=columns, **options)
-        if any(is_uuid(field.type) for field in self.schema_arrow):
-            tables = (uuids_to_text(pa.Table.from_batches([batch])) for batch in batches)
+        if any(plain_type(field.type) != field.type for field in self.schema_arrow):
+            tables = (to_plain(pa.Table.from_batches([batch])) for batch in batches)
             batches = itertools.chain.from_iterable(table.to_batches() for table in tables)
         try:
             yield from batches
@@ -64,7 +64,7 @@ class PlainParquetFile(pq.ParquetFile):
         """`read(*args, columns=columns, **options)` after the check. Raises OSError that names the file."""
         self.check_columns(columns)
         try:
-            return uuids_to_text(read(*args, columns=columns, **options))
+            return to_plain(read(*args, columns=columns, **options))
         except OSError as error:
             raise OSError(f"{self.uri} cannot be read: {error}") from error
 
@@ -90,13 +90,34 @@ def is_uuid(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.UuidType)
 
 
-def uuids_to_text(table: pa.Table) -> pa.Table:
-    """The table with UUIDs as text of 36 characters, read through their storage."""
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that a column is read as: text, bytes and lists as such, however a file holds them; UUIDs as text."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if is_uuid(kind):
+        return pa.string()
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
+    if types.is_fixed_size_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        return pa.large_list(plain_type(kind.value_type))
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind.fields])
+    return kind
+
+
+def to_plain(table: pa.Table) -> pa.Table:
+    """The table with its columns as `plain_type`; UUIDs are read through their storage."""
     for number, field in enumerate(table.schema):
+        kind, column = plain_type(field.type), table.column(number)
         if is_uuid(field.type):
-            values = [value for chunk in table.column(number).chunks for value in chunk.storage.to_pylist()]
-            texts = [None if value is None else str(uuid.UUID(bytes=value)) for value in values]
-            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
+            values = [value for chunk in column.chunks for value in chunk.storage.to_pylist()]
+            column = pa.array([value and str(uuid.UUID(bytes=value)) for value in values], kind)
+        if kind != field.type:
+            table = table.set_column(number, field.name, column.cast(kind))
     return table
 
 

@@ -201,7 +201,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
     num_each = -(-num_rows // len(chosen))
     tables = [inputs.with_path(table, path) for path in chosen for table in sample_file(path, config, num_each, random)]
-    rows = pa.concat_tables(tables, promote_options="permissive")
+    rows = inputs.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
     expression = filters.parse_filter(config.row_filter)
     kept = rows if expression is None else rows.filter(expression.to_pyarrow())
@@ -309,4 +309,4 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     # Earlier versions recorded a parameter more.
     config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)
-    return [captions[0] for captions in inputs.captions_of(rows, config) if captions[0]]
+    return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import pyarrow as pa
 
 from ..config.preprocessing import PreprocessingConfig
 from . import filters, inputs, readers
 
 
+def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
+    """The Arrow type in which all ids can be stored. Raises ValueError as `check_input` does, for any of the files.
+
+    Only Parquet files have types that may differ. With a limit, only the files that it reaches are looked at.
+    """
+    columns = check_input(paths[0], config)
+    if config.input_format != "parquet":
+        return inputs.id_type(columns.field(config.id_column).type)
+    if config.limit is not None:
+        paths = [path for path, _, _ in inputs.rows_to_read(paths, config)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        schemas = pool.map(inputs.reader(config).schema, paths)
+        different = {str(columns): (path, columns) for path, columns in zip(paths, schemas, strict=True)}
+    for path, columns in different.values():
+        try:
+            check_columns(columns, path, config)
+        except ValueError as error:
+            raise ValueError(f"{path} does not go with {paths[0]}, which can be read: {error}") from None
+    return inputs.id_type(*(columns.field(config.id_column).type for _, columns in different.values()))
+
+
 def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:
     """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
     columns = inputs.reader(config).schema(path)
+    check_columns(columns, path, config)
+    check_no_urls(columns, config)
+    return columns
+
+
+def check_columns(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
+    """Raises ValueError for a column of a file that is missing or of an unusable type."""
     for parameter in USABLE:
         if name := getattr(config, parameter, None):  # width and height may not be given
             check_column(parameter, name, path, columns)
@@ -21,8 +51,6 @@ def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:
     for name in filters.filter_columns(config.row_filter):
         check_column("row_filter", name, path, columns)
     filters.check_filter(config.row_filter, columns)
-    check_no_urls(columns, config)
-    return columns
 
 
 def check_column(parameter: str, name: str, path: str, columns: pa.Schema) -> None:
@@ -36,7 +64,7 @@ def check_column(parameter: str, name: str, path: str, columns: pa.Schema) -> No
 
 
 def is_text_or_bytes(kind: pa.DataType) -> bool:
-    return inputs.is_text(kind) or inputs.is_bytes(kind)
+    return inputs.is_text(kind) or inputs.is_bytes(kind) or pa.types.is_null(kind)  # null: no row has a value
 
 
 def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
@@ -47,7 +75,7 @@ def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -
         in_list = inputs.is_list(kind)
         if not is_text_or_bytes(kind.value_type if in_list else kind):
             raise ValueError(f"caption_column={name!r} holds {kind}, not text: name the column that does.")
-        if in_list and len(config.caption_columns) > 1:
+        if in_list and len(config.caption_columns) > 1 and config.input_format == "parquet":
             raise ValueError(f"caption_column names several columns, and {name!r} holds lists: name that one alone.")
         if config.max_captions > 1 and not in_list:
             raise ValueError(
@@ -76,11 +104,15 @@ USABLE = {
 
 
 def check_no_urls(columns: pa.Schema, config: PreprocessingConfig) -> None:
-    """Raises ValueError if the first rows name their pictures by URL."""
+    """Raises ValueError if the first rows name their pictures by URL, or hold them in base64."""
     if inputs.is_text(columns.field(config.image_column).type):
         names = inputs.texts(inputs.first_rows(config, num_rows=64)[config.image_column])
         if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(
                 f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for "
                 "example with img2dataset, whose Parquet and WebDataset output is read here."
+            )
+        if next(filter(readers.is_base64, names), None):
+            raise ValueError(
+                f"image_column={config.image_column!r} holds pictures as base64 text: store their bytes in its place."
             )

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import re
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageMode, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageMode, ImageOps
 
 # An allow-list: some of Pillow's other decoders start programs (EPS) or are hardly tested.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+UNSUPPORTED = {
+    "HEIC": re.compile(rb"....ftyp(?:hei|hev|miaf|mif1|msf1)(?!.{0,64}avi[fs])", re.DOTALL),
+    "JXL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
+    "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
+    "PSD": re.compile(b"8BPS"),
+}
 MAX_PIXELS = Image.MAX_IMAGE_PIXELS  # 89,478,485: Pillow's own limit against decompression bombs
 MAX_DECODED_BYTES = 2**29
 MAX_SCANS = 100  # of a JPEG: each scan takes a pass over all pixels, and may have few bytes
 BITS_PER_SAMPLE = 258  # a TIFF tag
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with a length, or the end; not within pixels
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+RESTARTS = [bytes([0xFF, 0xD0 + number % 8]) for number in range(20)]  # a JPEG's markers between its parts
+PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
+PROBE = Image.fromarray(np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(64, 64, 3))
 
 Shape = tuple[int, int]  # width, height
 Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
@@ -32,10 +42,11 @@ class BadImage(ValueError):
 
 
 def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Encoded bytes -> an upright RGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
+    """Encoded bytes -> an upright sRGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
 
-    Raises `BadImage`: "no image bytes", "not an image", "broken image" or, before anything is decompressed, "too many
-    pixels", "too many bytes when decoded" (`MAX_DECODED_BYTES`) or "too many scans" (`MAX_SCANS`).
+    Raises `BadImage`: "no image bytes", "not an image", "format not supported: HEIC" (and others of `UNSUPPORTED`),
+    "broken image" or, before anything is decompressed, "too many pixels", "too many bytes when decoded"
+    (`MAX_DECODED_BYTES`) or "too many scans" (`MAX_SCANS`). `helpers/docs/DATA.md` says what becomes of colours.
     """
     if not data:
         raise BadImage("no image bytes")
@@ -43,28 +54,62 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken EXIF and the like; the bomb warning is the size check below
         try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = open_image(data)
         except Image.DecompressionBombError:
             raise BadImage("too many pixels") from None
         except Exception:  # Pillow's parsers raise exceptions of many types
-            raise BadImage("not an image") from None
+            name = next((name for name, magic in UNSUPPORTED.items() if magic.match(data)), None)
+            raise BadImage(f"format not supported: {name}" if name else "not an image") from None
         if image.width * image.height > max_pixels:
             raise BadImage("too many pixels")
         if decoded_bytes(image) > MAX_DECODED_BYTES:
             raise BadImage("too many bytes when decoded")
-        if image.format in ("JPEG", "MPO") and count_scans(data) > MAX_SCANS:
+        if image.format in ("JPEG", "MPO") and sum(1 for _ in scans(data)) > MAX_SCANS:
             raise BadImage("too many scans")
         try:
-            image.load()
+            image = load_whole(image, data)
             ImageOps.exif_transpose(image, in_place=True)
         except (SyntaxError, ValueError, KeyError, TypeError, struct.error):
             pass  # broken EXIF: the pixels are there, only the orientation is unknown
         except Exception:
             raise BadImage("broken image") from None
         try:
+            image.load()
             return to_rgb(image)
         except Exception:
             raise BadImage("broken image") from None
+
+
+def open_image(data: bytes) -> Image.Image:
+    """A picture of one of `FORMATS`, opened. What is wrong in a PNG's texts or profile does not matter."""
+    ImageFile.LOAD_TRUNCATED_IMAGES = data.startswith(b"\x89PNG")  # here this concerns chunks without pixels
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+
+def load_whole(image: Image.Image, data: bytes) -> Image.Image:
+    """An opened picture with its pixels. A JPEG may lack its end marker; raises OSError if pixels are missing too."""
+    try:
+        image.load()
+        return image
+    except OSError:
+        if image.format not in ("JPEG", "MPO"):
+            raise
+    # Nothing of a channel comes later than a scan that has its highest frequency (63), exactly (0).
+    channels = sum(scan[0] for scan in scans(data) if scan[-2] == 63 and scan[-1] % 16 == 0)
+    # Decoders make up missing pixels, of what follows. If all are there, what follows changes none. One of two orders
+    # of restart markers is read on, whichever a decoder waits for.
+    tails, random = [b""], np.random.default_rng(0)
+    for first in (0, 4, 0, 4):
+        tails.append(b"".join(random.bytes(4096).replace(b"\xff", b"") + mark for mark in RESTARTS[first:]))
+    files = (io.BytesIO(data.rstrip(b"\xff") + tail + END_OF_IMAGE) for tail in tails)
+    found = Image.open(next(files), formats=["JPEG"])
+    pixels = found.tobytes()
+    if channels < len(found.getbands()) or any(Image.open(file).tobytes() != pixels for file in files):
+        raise OSError("pixels are missing")
+    return found
 
 
 def decoded_bytes(image: Image.Image) -> int:
@@ -79,26 +124,54 @@ def decoded_bytes(image: Image.Image) -> int:
     return image.width * image.height * pixel_bits // 8
 
 
-def count_scans(data: bytes) -> int:
-    """Scans of a JPEG's first picture."""
-    scans, found = 0, JPEG_MARKER.search(data, 2)
+def scans(data: bytes) -> Iterator[bytes]:
+    """The header of each scan of a JPEG's first picture."""
+    found = JPEG_MARKER.search(data, 2)
     while found and found[0] != END_OF_IMAGE:
-        scans += found[0] == START_OF_SCAN
-        length = int.from_bytes(data[found.end() : found.end() + 2])
-        found = JPEG_MARKER.search(data, found.end() + length)
-    return scans
+        end = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+        if found[0] == START_OF_SCAN:
+            yield data[found.end() + 2 : end]
+        found = JPEG_MARKER.search(data, end)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow mode -> RGB: 16-bit and float greyscale is scaled to 8 bits, transparency becomes white."""
+    """Any Pillow mode -> sRGB, by the picture's ICC profile; 16-bit and float greys in 8 bits, alpha over white."""
+    transform = srgb_transform(image.info.get("icc_profile"))
+    is_grey = ImageMode.getmode(image.mode).basemode == "L"
+    fitting = ("L", "RGB") if is_grey else ("CMYK",) if image.mode == "CMYK" else ("RGB",)
     if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(to_grey(image), "L").convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.fromarray(to_grey(image), "L")
+    has_alpha = image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+    if has_alpha and image.mode != "RGBA":
+        image = image.convert("RGBA")
+    colours = image
+    if transform and transform.input_mode in fitting:
+        colours = ImageCms.applyTransform(image.convert(transform.input_mode), transform)
+    if has_alpha:
         white = Image.new("RGB", image.size, (255, 255, 255))
-        white.paste(image, mask=image)
+        white.paste(colours, mask=image)
         return white
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return colours if colours.mode == "RGB" else colours.convert("RGB")
+
+
+@functools.lru_cache(maxsize=16)
+def srgb_transform(profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
+    """From an ICC profile's colours to sRGB: relative colorimetric, with black point compensation.
+
+    None without a profile, for a broken one, and for one that is sRGB (it changes no colour by more than 1).
+    """
+    if not profile:
+        return None
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        mode = PROFILE_MODES[source.profile.xcolor_space.strip()]
+        intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", intent, flags)
+    except (ImageCms.PyCMSError, OSError, KeyError):
+        return None
+    probe = PROBE.convert(mode)
+    changes = np.asarray(ImageCms.applyTransform(probe, transform), int) - np.asarray(probe.convert("RGB"), int)
+    return transform if abs(changes).max() > 1 else None
 
 
 def to_grey(image: Image.Image) -> np.ndarray:

@@ -177,9 +177,13 @@ def sort_by_bucket(table: pa.Table) -> tuple[pa.Table, dict]:
 
 
 def read_indexed_rows(
-    ranges: list[RowRange], config: OnlineConfig, index_uri: str, read_group: ReadGroup | None = None
+    ranges: list[RowRange],
+    config: OnlineConfig,
+    index_uri: str,
+    read_group: ReadGroup | None = None,
+    id_type: pa.DataType | None = None,
 ) -> pa.Table:
-    """The rows of `ranges`, in their order, as readers return them: id, captions, picture, and `path`.
+    """The raw rows (`inputs.to_raw_rows`) of `ranges`, in their order. `id_type`: of their ids.
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
@@ -199,7 +203,7 @@ def read_indexed_rows(
         else:
             found = inputs.reader(config).read_located(path, pieces, columns)
         for position, rows in zip(positions, found, strict=True):
-            tables[position] = inputs.with_path(rows, path)
+            tables[position] = inputs.to_raw_rows(inputs.with_path(rows, path), config, id_type)
     return pa.concat_tables(tables).combine_chunks()
 
 

@@ -15,14 +15,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from pyarrow import fs
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
-from ..latents.parquet import check_types, uuids_to_text
+from ..latents.parquet import check_types, plain_type
 from . import filters, readers
 from .images import BadImage
 
@@ -39,23 +41,39 @@ ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a 
 def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
     """Sorted paths of the files of one format: one file, those in a folder (recursively), or the matches of a glob.
 
-    Raises FileNotFoundError if there are none.
+    Files and folders below it whose names begin with "." or "_" are left out, as by Spark and pyarrow: tools leave them
+    behind. Raises FileNotFoundError if there are no others, and ValueError for one that cannot be read.
     """
-    kind = readers.READERS[input_format]
+    kind, folder = readers.READERS[input_format], storage.resolve(input_uri)
     if storage.is_file(input_uri):
-        return [storage.resolve(input_uri)]
+        return [folder]
+    if is_glob(input_uri):
+        folder = base_folder(input_uri)
+    found = {name: info for name, info in storage.entries(folder, recursive=True).items() if not is_left_over(name)}
     if is_glob(input_uri):
         pattern, problem = glob_pattern(storage.resolve(input_uri)), "matches no file"
-        paths = [path for path in storage.list_files(base_folder(input_uri), recursive=True) if pattern.fullmatch(path)]
+        names = [name for name in found if pattern.fullmatch(storage.join(folder, name))]
     else:
-        paths = storage.list_files(input_uri, kind.suffixes, recursive=True)
+        names = [name for name in found if f"/{name}".lower().endswith((*kind.suffixes, *kind.refused))]
         problem = f"holds no {kind.what}" if storage.exists(input_uri) else "does not exist"
+    names = [name for name in names if found[name].type != fs.FileType.Directory]
+    paths = [storage.join(folder, name) for name in names]
+    for path, name in zip(paths, names, strict=True):
+        if found[name].type == fs.FileType.NotFound:
+            raise ValueError(f"{path} is a link that leads nowhere, or its name is not UTF-8: rename or remove it.")
+        if name.lower().endswith(kind.refused):
+            raise ValueError(readers.COMPRESSED_TAR.format(path))
     if not paths:
         raise FileNotFoundError(
             f"input_uri={input_uri!r} {problem}: give a {kind.what}, a folder of them or a pattern such as "
             f"'{input_uri}/*{kind.suffixes[0]}'."
         )
     return paths
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a path below the input is hidden, or of a folder such as `_temporary` or `__MACOSX`."""
+    return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 def is_glob(input_uri: str) -> bool:
@@ -108,7 +126,10 @@ def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int]:
     """The number of rows of each file, counted in parallel: by threads, or by Ray if whole files must be read."""
     if config.input_format == "webdataset" and ray.is_initialized():
         task = ray.remote(num_cpus=0.5)(count_rows_of)
-        return ray.get([task.remote(path, config) for path in paths])
+        try:
+            return ray.get([task.remote(path, config) for path in paths])
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # without the task's traceback
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         return list(pool.map(functools.partial(count_rows_of, config=config), paths))
 
@@ -135,7 +156,7 @@ def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tupl
 
 def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
-    return readers.READERS[config.input_format](column_types(config))
+    return readers.READERS[config.input_format](column_types(config), config.caption_columns)
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:
@@ -156,9 +177,11 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
-    types[config.image_column] = pa.binary() if config.image_column == "jpg" else pa.string()
-    caption = pa.list_(pa.string()) if config.max_captions > 1 else pa.string()
-    return {**types, **dict.fromkeys(config.caption_columns, caption), config.id_column: pa.string()}
+    in_tar = config.input_format == "webdataset" and config.image_column in readers.PICTURES
+    types[config.image_column] = pa.binary() if in_tar else pa.string()
+    for name in config.caption_columns:  # text if a filter compares it
+        types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())
+    return {**types, config.id_column: pa.string()}
 
 
 def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
@@ -171,7 +194,39 @@ def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
             break
     if not tables:
         raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
-    return pa.concat_tables(tables, promote_options="permissive")
+    return as_shown(join_alike(tables))
+
+
+def as_shown(table: pa.Table) -> pa.Table:
+    """The table with columns of text as bytes if some are not UTF-8, because such text cannot be shown."""
+    for number, (field, column) in enumerate(zip(table.schema, table.columns, strict=True)):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            column = column.cast(pa.list_(pa.binary()) if is_list(field.type) else pa.binary())
+            table = table.set_column(number, field.name, column)
+    return table
+
+
+def join_alike(tables: list[pa.Table]) -> pa.Table:
+    """Rows of several files to look at; those of the first file's types, if the files' types cannot be joined."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.concat_tables([table for table in tables if table.schema == tables[0].schema])
+
+
+def stored_types(paths: list[str], columns: list[str], config: PreprocessingConfig) -> set[tuple[pa.DataType, ...]]:
+    """The different types of columns in Parquet files; formats without types have text for all."""
+    if config.input_format != "parquet":
+        return {(pa.string(),) * len(columns)}
+
+    def types_of(path: str) -> tuple[pa.DataType, ...]:
+        stored = reader(config).stored_schema(path)
+        return tuple(stored.field(name).type for name in columns)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        return set(pool.map(types_of, paths))
 
 
 def with_path(table: pa.Table, path: str) -> pa.Table:
@@ -190,14 +245,20 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression, **RETRIES)
+    ids = stored_types(segment.paths, [config.id_column], config)
+    convert = functools.partial(convert_block, config=config, id_type=id_type(*(kind for (kind,) in ids)))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
-    convert = functools.partial(convert_block, config=config)
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
 
 def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
-    """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read."""
-    if config.input_format == "parquet":
+    """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read.
+
+    It reads Parquet itself if the files' types are plain and alike; else, a task reads each file.
+    """
+    kinds = stored_types(paths, columns, config)
+    is_parquet = config.input_format == "parquet"
+    if is_parquet and len(kinds) == 1 and all(kind == plain_type(kind) for kind in next(iter(kinds))):
         filesystem = storage.open_filesystem(paths[0])[0]
         options = {"include_paths": True, "partitioning": None, "file_extensions": None, "ray_remote_args": RETRIES}
         rows = ray.data.read_parquet(paths, filesystem=filesystem, **options)
@@ -222,13 +283,14 @@ def read_files(paths: list[str], columns: list[str], reader: readers.Reader) -> 
 # ---- raw rows
 
 
-def convert_block(block: pa.Table, *, config: PreprocessingConfig) -> Iterator[pa.Table]:
+def convert_block(
+    block: pa.Table, *, config: PreprocessingConfig, id_type: pa.DataType | None = None
+) -> Iterator[pa.Table]:
     """`to_raw_rows` of a block, some rows at a time, because pictures given as paths may be too many to hold."""
     if len(block):  # Ray Data has opened the files itself
         check_types(block.schema, block[PATH][0].as_py())
-    block = uuids_to_text(block)
     for start in range(0, len(block), ROWS_PER_CONVERSION):
-        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
+        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config, id_type)
     release_memory()
 
 
@@ -239,18 +301,19 @@ def release_memory() -> None:
         C_LIBRARY.malloc_trim(0)
 
 
-def to_raw_rows(table: pa.Table, config: PreprocessingConfig) -> pa.Table:
+def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | None = None) -> pa.Table:
     """Rows as a reader returns them -> raw rows. Pictures given as paths are fetched here.
 
     Columns:
-        id: int64 or text (`id_type`)
-        caption: text, null if it is not UTF-8; with several captions a row, caption_2 and so on too
+        id: int64 or text, as `id_type` says, or as the column's own type (`row_ids`)
+        caption: text, or why it cannot be used (`text_reason`); with several captions a row, caption_2 and so on too
         image: encoded bytes, or null
         error: why a picture could not be fetched, or null
         source: the file's path below the input's folder
     """
     images, errors = picture_bytes(table, config)
-    columns = {ID: row_ids(table[config.id_column]), IMAGE: images, ERROR: errors}
+    ids = row_ids(table[config.id_column])
+    columns = {ID: ids.cast(id_type or ids.type), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
         columns[schema.numbered(CAPTION, number)] = pa.array(captions, pa.string())
@@ -260,32 +323,40 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig) -> pa.Table:
 def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str | None]]:
     """The captions of each row, `config.num_captions` for all: a row that has fewer repeats its own.
 
-    They are in the order of `caption_columns`, or of a column of lists, without those that are empty or too long. A row
-    that has no other has None, empty or shortened texts.
+    They are in the order of `caption_columns`, or of a column of lists, without those that `text_reason` names. A row
+    that has no other has those.
     """
     columns = [text_lists(table[name]) for name in config.caption_columns]
     rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
-    usable = (
-        [caption for caption in row if caption and caption.strip() and not is_too_long(caption)] or row or [None]
-        for row in rows
-    )
+    usable = ([caption for caption in row if not text_reason(0, caption)] or row or [None] for row in rows)
     return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
 def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
+    Of a struct without bytes, the path is read.
     Paths are relative to the input's folder or, in image folders, to the folder of the row's table.
     """
-    column = table[config.image_column]
+    column = names = table[config.image_column]
     if pa.types.is_struct(column.type):
-        column = pc.struct_field(column, "bytes")
+        column, has_path = pc.struct_field(column, "bytes"), column.type.get_field_index("path") >= 0
+        names = pc.struct_field(names, "path") if has_path else column
     if not is_text(column.type):
-        return column.cast(pa.large_binary()), pa.nulls(len(column), pa.string())
+        column = column.cast(pa.large_binary())
+        if not is_text(names.type) or column.null_count == 0:
+            return column, pa.nulls(len(column), pa.string())
     base = base_folder(config.data_uri)
     beside_table = config.input_format == "imagefolder"
     folders = [path.rpartition("/")[0] if beside_table else base for path in table[PATH].to_pylist()]
-    pictures = readers.read_pictures(texts(column), folders, base)
+    if is_text(column.type):
+        pictures = readers.read_pictures(texts(column), folders, base)
+    else:
+        missing = np.flatnonzero(pc.and_(column.is_null(), names.is_valid()).to_numpy(zero_copy_only=False)).tolist()
+        wanted = texts(names.take(missing)), [folders[row] for row in missing], base
+        pictures = column.to_pylist()
+        for row, picture in zip(missing, readers.read_pictures(*wanted), strict=True):
+            pictures[row] = picture
     images = [None if isinstance(picture, BadImage) else picture for picture in pictures]
     errors = [str(picture) if isinstance(picture, BadImage) else None for picture in pictures]
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
@@ -299,11 +370,13 @@ def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Arra
 
 
 def text_reason(row_id: int | str | None, caption: str | None) -> str:
-    """Why a row without an id or a caption cannot be used; empty if it has both."""
+    """Why a row without an id or a usable caption cannot be used; empty if it has both."""
     if row_id is None or row_id == "":
         return "no id"
     if caption is None:
         return "no caption"
+    if caption in (readers.NOT_UTF8, readers.NOT_TEXT):
+        return caption[1:]
     if is_too_long(caption):
         return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"
     return "" if caption.strip() else "empty caption"
@@ -319,12 +392,12 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
-    """The texts of each row of a column of lists, shortened by `readers.shorten`; of a column of text, lists of one."""
+    """The captions of each row of a column of lists (`readers.as_caption`); of a column of text, lists of one."""
     if is_list(column.type):
         rows = (row.as_py() or [] for row in column.cast(pa.large_list(pa.large_binary())))
     else:
         rows = ([value.as_py()] for value in column.cast(pa.large_binary()))  # one by one: each may be large
-    return [[readers.shorten(readers.as_text(value)) for value in row] for row in rows]
+    return [[readers.as_caption(value) for value in row] for row in rows]
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
@@ -336,9 +409,10 @@ def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     return pa.array(ids, pa.string())
 
 
-def id_type(column_type: pa.DataType) -> pa.DataType:
-    """The type that ids are stored in: int64 for integers, else text; text for uint64 too, which int64 cannot hold."""
-    return pa.int64() if pa.types.is_integer(column_type) and column_type != pa.uint64() else pa.string()
+def id_type(*column_types: pa.DataType) -> pa.DataType:
+    """The type that ids are stored in: int64 if all are integers, else text. uint64 does not fit: text too."""
+    fit = (pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types)
+    return pa.int64() if all(fit) else pa.string()
 
 
 def is_text(column_type: pa.DataType) -> bool:

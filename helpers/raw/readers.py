@@ -13,6 +13,8 @@ folder.
 
 from __future__ import annotations
 
+import base64
+import codecs
 import concurrent.futures
 import contextlib
 import csv
@@ -21,6 +23,7 @@ import io
 import itertools
 import json
 import posixpath
+import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +34,7 @@ from pyarrow import fs
 
 from .. import storage
 from ..latents import schema
-from ..latents.parquet import PlainParquetFile, is_uuid, open_parquet
+from ..latents.parquet import PlainParquetFile, open_parquet, plain_type
 from ..latents.schema import ROWS_PER_ROW_GROUP
 from .images import BadImage
 
@@ -39,6 +42,14 @@ GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # whe
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
 TEXTS = ("txt", "json")
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+HALF_PAIRS = re.compile("[\udc80-\udcff]")  # what `decode_text` makes of bytes that are not UTF-8
+IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
+COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it, for example with gunzip."
+LINK = "{!r} is a link to another member, which cannot be read alone: make the tar with `tar --hard-dereference`."
+# What stands in place of a caption that cannot be used, and says why.
+NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
@@ -49,13 +60,15 @@ GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.r
 class Reader:
     """What the readers have in common. Formats without types have rows that are dicts.
 
-    `types`: Arrow types of the used columns (`inputs.column_types`); a value of another type becomes null.
+    Args:
+        types: Arrow types of the used columns (`inputs.column_types`); a value of another type becomes null.
+        captions: those of the columns that hold captions (`caption_texts`).
     """
 
-    what, suffixes = "", ()
+    what, suffixes, refused = "", (), ()
 
-    def __init__(self, types: dict[str, pa.DataType] | None = None):
-        self.types = types or {}
+    def __init__(self, types: dict[str, pa.DataType] | None = None, captions: Sequence[str] = ()):
+        self.types, self.captions = types or {}, captions
 
     def largest_group(self, path: str) -> int:
         """Rows of the largest row group that can only be read whole; 0 if rows can be read alone."""
@@ -64,16 +77,19 @@ class Reader:
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
         """The columns of some rows; unused ones are typed as text."""
         names = dict.fromkeys(name for row in rows for name in row if name != START)
-        return pa.schema([(name, self.types.get(name, pa.string())) for name in names])
+        return pa.schema(
+            [(text_bytes(name).decode(errors="replace"), self.types.get(name, pa.string())) for name in names]
+        )
 
     def table(self, rows: list[dict], columns: list[str]) -> pa.Table:
-        return pa.table({name: convert([row.get(name) for row in rows], self.types[name]) for name in columns})
+        values = {name: [row.get(name) for row in rows] for name in columns}
+        return pa.table({name: convert(values[name], self.types[name], name in self.captions) for name in columns})
 
 
 class Parquet(Reader):
     """Parquet files, with their own row groups and types."""
 
-    what, suffixes = "Parquet file", (".parquet",)
+    what, suffixes = "Parquet file", (".parquet", ".parq")
 
     def open(self, path: str) -> PlainParquetFile:
         """A file on any storage. Raises ValueError naming a file that is not Parquet."""
@@ -85,11 +101,13 @@ class Parquet(Reader):
             raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
 
     def schema(self, path: str) -> pa.Schema:
-        """Raises ValueError for a used column of an extension type; UUIDs are read as text."""
+        """As they are read (`plain_type`). Raises ValueError for a used column of an extension type."""
+        return pa.schema([field.with_type(plain_type(field.type)) for field in self.stored_schema(path)])
+
+    def stored_schema(self, path: str) -> pa.Schema:
         with self.open(path) as file:
             file.check_columns(list(self.types))
-            fields = [field.with_type(pa.string()) if is_uuid(field.type) else field for field in file.schema_arrow]
-            return pa.schema(fields)
+            return file.schema_arrow
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each row group, from the footer. Raises ValueError for a used column of an extension type."""
@@ -140,27 +158,31 @@ class Parquet(Reader):
 class WebDataset(Reader):
     """Tars as img2dataset writes them: consecutive members with the same name are a sample.
 
-    Columns: "jpg", the bytes of its `.jpg` (`.png`, `.webp`, ...); "txt", its `.txt`; the keys of its `.json`. A sample
-    can be read alone from its offset in the tar. Finding the offsets takes a pass over all headers: fast on a disk, but
-    an object store sends the whole tar.
+    Columns: "jpg", "png", ..., the bytes of its picture of that name, and "jpg" those of its only picture; "txt", its
+    `.txt`; the keys of its `.json`. A sample can be read alone from its offset in the tar. Finding the offsets takes a
+    pass over all headers: fast on a disk, but an object store sends the whole tar.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
+    refused = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
+
+    def samples(self, tar: tarfile.TarFile, **options: Any) -> Iterator[dict]:
+        return samples(tar, picture=next((name for name in self.types if name in PICTURES), None), **options)
 
     def schema(self, path: str) -> pa.Schema:
         """The columns of the first samples."""
         with open_tar(path) as tar:
-            return self.schema_of(itertools.islice(samples(tar), GROUP_ROWS))
+            return self.schema_of(itertools.islice(self.samples(tar), GROUP_ROWS))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group, from the members' headers."""
         with open_tar(path) as tar:
-            return schema.row_groups(sum(1 for _ in samples(tar, wanted=())))
+            return schema.row_groups(sum(1 for _ in self.samples(tar, wanted=())))
 
     def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all samples, with `START` and `STOP`: each sample's byte range in the tar."""
         with open_tar(path) as tar:
-            rows = list(samples(tar, wanted=TEXTS))
+            rows = list(self.samples(tar, wanted=TEXTS))
             bounds = np.array([*(row[START] for row in rows), tar.offset])
         table = self.table(rows, columns)
         yield table.append_column(START, pa.array(bounds[:-1])).append_column(STOP, pa.array(bounds[1:]))
@@ -171,7 +193,7 @@ class WebDataset(Reader):
 
         def read(start: int, stop: int) -> list[dict]:
             with tarfile.open(fileobj=io.BytesIO(file.read_at(stop - start, start)), mode="r:") as tar:
-                return list(samples(tar))
+                return list(self.samples(tar))
 
         workers = 1 if storage.is_local(path) else 16  # as `read_pictures`
         with filesystem.open_input_file(inner) as file, concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -184,7 +206,7 @@ class WebDataset(Reader):
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole tar from its start, a group at a time. `groups` is ignored, because it would need offsets."""
         with open_tar(path) as tar:
-            rows = samples(tar)
+            rows = self.samples(tar)
             while group := list(itertools.islice(rows, GROUP_ROWS)):
                 yield self.table(group, columns)
 
@@ -196,7 +218,7 @@ class ImageFolder(Reader):
     text. Only the table is read here: `read_pictures` fetches the pictures.
     """
 
-    what, suffixes = "metadata.csv or metadata.jsonl", ("metadata.csv", "metadata.jsonl")
+    what, suffixes = "metadata.csv or metadata.jsonl", ("/metadata.csv", "/metadata.jsonl")
 
     def schema(self, path: str) -> pa.Schema:
         return self.schema_of(load_metadata(path))
@@ -255,47 +277,105 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
     filesystem, inner = storage.open_filesystem(path)
     # Seeking from header to header is cheap on a disk; on an object store, each seek would be a request.
     local = storage.is_local(path)
-    opened = filesystem.open_input_file(inner) if local else filesystem.open_input_stream(inner, buffer_size=2**22)
+    stream = {"buffer_size": 2**22, "compression": None}
+    opened = filesystem.open_input_file(inner) if local else filesystem.open_input_stream(inner, **stream)
     try:
         with opened as file, tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
             yield tar
+    except Unusable as error:
+        raise ValueError(f"{path}: {error}") from None
     except tarfile.TarError as error:
+        with filesystem.open_input_file(inner) as file:
+            is_compressed = file.read(8).startswith(COMPRESSED)
+        if is_compressed:
+            raise ValueError(COMPRESSED_TAR.format(path)) from None
         raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
-def samples(tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS)) -> Iterator[dict]:
-    """A tar's samples as dicts: `__key__`, `START`, the picture as "jpg", the text as "txt", the JSON's keys.
+class Unusable(tarfile.TarError):
+    """A tar's samples cannot be told apart; the text says what to do."""
 
-    `wanted`: the extensions that are read; () for the headers alone.
+
+def samples(
+    tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS), picture: str | None = None
+) -> Iterator[dict]:
+    """A tar's samples as dicts: `__key__`, `START`, pictures by extension, the text as "txt", the JSON's keys.
+
+    A sample's only picture is "jpg" too. Raises Unusable for a sample whose members do not stand together, or that has
+    several pictures, and for a second tar in the file.
+
+    Args:
+        wanted: the extensions that are read; () for the headers alone.
+        picture: the extension that is used of several pictures; None: none is used.
     """
-    sample, extensions = {}, set()
+    sample, extensions, keys = {}, set(), set()
     for member in tar:
-        folder, slash, name = member.name.rpartition("/")
-        stem, dot, extension = name.partition(".")
-        if not member.isfile() or not stem or not dot:
+        key, extension = split_name(member.name, sample.get(KEY, ""))
+        if not (member.isfile() or member.islnk()) or not extension:
             continue
-        key, extension = folder + slash + stem, extension.lower()
+        if sample.get(KEY, "").startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
+            sample, extensions = {KEY: key, START: sample[START]}, set()
         if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
             if sample:
-                yield sample
+                yield with_picture(sample, extensions, picture)
+            if key in keys and key != sample[KEY]:
+                raise Unusable(
+                    f"the members of the sample {key!r} do not stand together: sort the tar, for example by "
+                    "`mkdir d && tar -xf a.tar -C d && tar --sort=name -cf sorted.tar -C d .`"
+                )
             sample, extensions = {KEY: key, START: member.offset}, set()
+            keys.add(key)
         extensions.add(extension)
+        if member.islnk() and wanted == TEXTS:  # the sample will be read alone
+            raise Unusable(LINK.format(member.name))
         if extension in wanted:
             data = member_bytes(tar, member)
             if extension == "json":
                 values = {key: shorten(value) for key, value in parse_json(data).items()}
                 sample = {**sample, **values, **sample}  # its other members go before the JSON's keys
-            elif extension in PICTURES:
-                sample["jpg"] = data
             else:
-                sample[extension] = shorten(as_text(data))
+                sample[extension] = data if extension in PICTURES else shorten(decode_text(data))
     if sample:
-        yield sample
+        yield with_picture(sample, extensions, picture)
+    while block := tar.fileobj.read(2**20):
+        if block.strip(b"\0"):
+            raise Unusable("another tar follows in the same file, which tar would not read: split them into two files.")
+
+
+def split_name(name: str, current: str) -> tuple[str, str]:
+    """`(a member's sample, its extension)`; "" for a member of no sample. `current`: the sample before it.
+
+    By WebDataset's rule a name ends at its first dot. If this is not the current sample, and the last extension is that
+    of a picture or text, the dots before belong to the name.
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    inner, _, last = extension.rpartition(".")
+    key, longer = folder + slash + stem, f"{folder}{slash}{stem}.{inner}"
+    if inner and key != current and (last.lower() in (*PICTURES, *TEXTS) or longer == current):
+        key, extension = longer, last
+    return key, extension.lower() if stem else ""
+
+
+def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dict:
+    """A sample with its only picture as "jpg". Raises Unusable if it has several, and none is `picture`."""
+    pictures = sorted(extensions.intersection(PICTURES))
+    if len(pictures) > 1 and picture is not None and picture not in pictures:
+        raise Unusable(
+            f"the sample {sample[KEY]!r} has {len(pictures)} pictures (.{', .'.join(pictures)}): name one, such as "
+            f"image_column={pictures[0]!r}."
+        )
+    if len(pictures) == 1 and pictures[0] in sample:
+        return {**sample, "jpg": sample[pictures[0]]}
+    return sample
 
 
 def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
-    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
+    try:
+        return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read(MAX_BYTES)
+    except (KeyError, tarfile.StreamError):
+        raise Unusable(LINK.format(member.name)) from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -303,9 +383,11 @@ def _load_metadata(path: str, version: tuple[int, int]) -> list[dict]:
     filesystem, inner = storage.open_filesystem(path)
     with filesystem.open_input_stream(inner) as stream:
         data = stream.read()
-    if path.endswith(".jsonl"):
-        return [parse_json(line) for line in data.split(b"\n") if line.strip()]
-    text = io.StringIO(data.decode("utf-8-sig", errors="replace"), newline="")
+    text = decode_text(data)
+    if path.lower().endswith(".jsonl"):
+        return [parse_json(line) for line in text.split("\n") if line.strip()]
+    csv.field_size_limit(MAX_BYTES)
+    text = io.StringIO(text, newline="")
     try:
         rows = list(csv.DictReader(text, restval="", strict=True))
         if any(None in row for row in rows):
@@ -320,26 +402,48 @@ def load_metadata(path: str) -> list[dict]:
     return _load_metadata(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
+def decode_text(data: bytes) -> str:
+    """Text in UTF-8 or, by its byte order mark, UTF-16. Bytes that are neither become halves of surrogate pairs."""
+    try:
+        if data.startswith(UTF_16) and data[2:4] != b"\0\0":  # that would be UTF-32
+            return data.decode("utf-16")
+    except UnicodeDecodeError:
+        pass  # nor is it UTF-8
+    return data.decode("utf-8-sig", "surrogateescape")
+
+
 def parse_json(text: str | bytes) -> dict:
     """A JSON object as a dict; {} for anything else."""
     try:
-        value = json.loads(text)
+        value = json.loads(decode_text(text) if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def convert(values: list, kind: pa.DataType) -> pa.Array:
-    """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null."""
-    if pa.types.is_list(kind):
-        return pa.array(
-            [[as_text(one) for one in (value if isinstance(value, list) else [value])] for value in values], kind
-        )
+def convert(values: list, kind: pa.DataType, is_caption: bool = False) -> pa.Array:
+    """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null.
+
+    Text may hold what is not UTF-8, as that of Parquet may. Of several captions, text holds the first.
+    """
+    in_list = pa.types.is_list(kind)
+    if is_caption or in_list:
+        values = [caption_texts(value) for value in values]
+        if in_list:
+            texts = [[text_bytes(one) for one in value] for value in values]
+            return pa.array(texts, pa.list_(pa.binary())).cast(kind, safe=False)
+        values = [next((one for one in value if str(one).strip()), *value[:1] or [None]) for value in values]
     if pa.types.is_floating(kind):
         return pa.array([as_number(value) for value in values], kind)
     if pa.types.is_string(kind):
-        return pa.array([as_text(value) for value in values], kind)
+        return pa.array([text_bytes(value) for value in values], pa.binary()).cast(kind, safe=False)
     return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
+
+
+def caption_texts(value: Any) -> list:
+    """The captions in a value from JSON, CSV or a tar: a text, or those in a list, without nulls."""
+    listed = value if isinstance(value, list) else [value]
+    return [NOT_TEXT if isinstance(one, (dict, list)) else one for one in listed if one is not None and one != {}]
 
 
 def as_number(value: Any) -> float | None:
@@ -350,16 +454,29 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def as_text(value: Any) -> str | None:
-    """Text, or None for bytes that are not UTF-8. Half a surrogate pair, which JSON can hold, becomes "?"."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return None
-    if value is None or isinstance(value, str):
-        return value and value.encode(errors="replace").decode()
-    return json.dumps(value)
+def as_text(value: bytes | None) -> str | None:
+    """Text, or None for bytes that are not UTF-8."""
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def as_caption(value: bytes | None) -> str | None:
+    """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
+    text = None if value is None else shorten(decode_text(value))
+    return NOT_UTF8 if text and HALF_PAIRS.search(text) else text
+
+
+def text_bytes(value: Any) -> bytes | None:
+    """A value as text in UTF-8, with the bytes that `decode_text` kept. Half a surrogate pair in JSON becomes "?"."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode(errors="replace")
 
 
 def shorten(value):
@@ -369,6 +486,17 @@ def shorten(value):
 
 def is_url(text: str | None) -> bool:
     return str(text).lower().startswith(("http://", "https://"))
+
+
+def is_base64(text: str | None) -> bool:
+    """Whether a text is a picture in base64, perhaps as a `data:` URL."""
+    try:
+        start = re.sub(r"^data:[^,]*,|\s", "", str(text)[:256])[:64]
+        return len(start) == 64 and bool(
+            IMAGE_BYTES.match(base64.b64decode(start, altchars=b"-_" if "_" in start else None))
+        )
+    except ValueError:
+        return False
 
 
 def read_pictures(names: list[str | None], folders: list[str], base: str) -> list[bytes | BadImage]:
@@ -390,6 +518,8 @@ def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
         return BadImage("no image path")
     if is_url(name):
         return BadImage("a URL, not downloaded")
+    if is_base64(name):
+        return BadImage("base64 text, neither bytes nor a path")
     filesystem, root = storage.open_filesystem(base)
     scheme, is_uri, inner = name.rpartition("://")
     if is_uri and scheme != base.rpartition("://")[0]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 
 from helpers.encode import encoder
 from helpers.raw import images
+from tests.copy_table import ROOT
 
 COLOUR = (200, 100, 50)
 
@@ -59,6 +60,7 @@ def png(width, height, rows=b"", depth=8, colours=2):
         ("JPEG", {"quality": 95}, 8),
         ("JPEG", {"quality": 95, "progressive": True}, 8),
         ("GIF", {}, 60),
+        ("AVIF", {"quality": 95}, 14),
     ],
 )
 def test_a_picture_keeps_its_colours_in_every_format(kind, options, tolerance):
@@ -153,6 +155,108 @@ def test_the_first_frame_of_an_animation_is_taken(kind):
     assert difference(images.decode(data), frames[0]) <= 6
 
 
+# ---- colour profiles
+
+
+def icc_profile(space, tags, pcs=b"XYZ ", device=b"mntr"):
+    """An ICC profile of version 2 with some tags: {signature: data}."""
+    tags = {b"desc": b"desc\0\0\0\0" + struct.pack(">I", 2) + b"x\0" + bytes(78), **tags, b"wtpt": xyz(WHITE)}
+    offset, table, body = 132 + 12 * len(tags), struct.pack(">I", len(tags)), b""
+    for name, data in tags.items():
+        table += name + struct.pack(">II", offset + len(body), len(data))
+        body += data + bytes(-len(data) % 4)
+    start = struct.pack(">I4xI4s4s4s", offset + len(body), 0x02400000, device, space, pcs)
+    start += struct.pack(">6H", 2024, 1, 1, 0, 0, 0) + b"acsp" + bytes(28) + numbers(WHITE)
+    return start.ljust(128, b"\0") + table + body
+
+
+WHITE = (0.9642, 1, 0.8249)
+PRIMARIES = {
+    "Adobe RGB": ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457), 2.2),
+    "Display P3": ((0.51512, 0.2412, -0.00105), (0.29198, 0.69225, 0.04189), (0.1571, 0.06657, 0.78407), 2.2),
+    "ProPhoto": ((0.79767, 0.28804, 0), (0.13519, 0.71188, 0), (0.03134, 0.00009, 0.82491), 1.8),
+}
+
+
+def numbers(values):
+    return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
+
+
+def xyz(values):
+    return b"XYZ \0\0\0\0" + numbers(values)
+
+
+def gamma(value):
+    return b"curv\0\0\0\0" + struct.pack(">IH2x", 1, round(value * 256))
+
+
+def rgb_profile(red, green, blue, power):
+    curves = dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), gamma(power))
+    return icc_profile(b"RGB ", {b"rXYZ": xyz(red), b"gXYZ": xyz(green), b"bXYZ": xyz(blue), **curves})
+
+
+PROFILES = {name: rgb_profile(*values) for name, values in PRIMARIES.items()}
+GREY_PROFILE = icc_profile(b"GRAY", {b"kTRC": gamma(1)})
+
+
+def ink_profile():
+    """CMYK in which cyan is Lab (60, -40, -40), paper is white, and the blackest ink a dark grey, Lab (20, 0, 0)."""
+    nodes = []
+    for cyan, magenta, yellow, black in np.ndindex(2, 2, 2, 2):
+        light = 20 if black or cyan + magenta + yellow == 3 else 100 - 40 * cyan - 20 * magenta - 5 * yellow
+        hue = (0, 0) if light == 20 else (-40 * cyan + 40 * magenta, -40 * cyan + 40 * yellow)
+        nodes += [round(light * 2.55), 128 + hue[0], 128 + hue[1]]
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + numbers([1, 0, 0, 0, 1, 0, 0, 0, 1])
+    return icc_profile(
+        b"CMYK", {b"A2B1": table + bytes(range(256)) * 4 + bytes(nodes) + bytes(range(256)) * 3}, b"Lab ", b"scnr"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("Adobe RGB", (0, 181, 42)), ("Display P3", (0, 185, 22)), ("ProPhoto", (0, 209, 11))]
+)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+def test_colours_are_those_that_the_profile_says(name, right, kind):
+    data = encoded(Image.new("RGB", (64, 64), (60, 180, 60)), kind, icc_profile=PROFILES[name], quality=98)
+    assert difference(images.decode(data).getpixel((9, 9)), right) <= (3 if kind == "PNG" else 8)
+
+
+def test_a_profile_is_applied_under_transparency_and_to_palettes():
+    for mode in ("RGBA", "P"):
+        picture = Image.new("RGB", (8, 8), (60, 180, 60)).convert(mode, palette=Image.Palette.ADAPTIVE)
+        if mode == "RGBA":
+            picture.putpixel((0, 0), (60, 180, 60, 0))
+        found = images.decode(encoded(picture, "PNG", icc_profile=PROFILES["Adobe RGB"]))
+        assert difference(found.getpixel((5, 5)), (0, 181, 42)) <= 3
+        assert found.getpixel((0, 0)) == ((255, 255, 255) if mode == "RGBA" else found.getpixel((5, 5)))
+
+
+def test_greys_with_a_profile_of_greys_or_of_rgb_become_srgb():
+    """Linear light of a half is 188 in sRGB."""
+    deep = sixteen_bit(np.full((8, 8), 128 * 257))
+    for picture in (Image.new("L", (8, 8), 128), Image.new("LA", (8, 8), (128, 255)), deep):
+        found = images.decode(encoded(picture, "PNG", icc_profile=GREY_PROFILE))
+        assert difference(found.getpixel((4, 4)), (188, 188, 188)) <= 2
+    found = images.decode(encoded(Image.new("L", (8, 8), 128), "JPEG", icc_profile=PROFILES["ProPhoto"]))
+    assert difference(found.getpixel((4, 4)), (146, 146, 146)) <= 2  # gamma 1.8
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_inks_are_seen_as_on_their_paper_and_the_darkest_as_black(kind):
+    """Black point compensation: without it, the blackest ink would be the grey (48, 48, 48)."""
+    inks = {(0, 0, 0, 0): (255, 255, 255), (0, 0, 0, 255): (0, 0, 0), (255, 0, 0, 0): (0, 161, 213)}
+    for ink, right in inks.items():
+        data = encoded(Image.new("CMYK", (32, 32), ink), kind, icc_profile=ink_profile(), quality=98)
+        assert difference(images.decode(data).getpixel((9, 9)), right) <= 5
+
+
+def test_a_profile_that_is_srgb_broken_or_of_other_colours_changes_no_pixel():
+    picture = photograph()
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (srgb, b"no profile", PROFILES["ProPhoto"][:200], GREY_PROFILE, ink_profile()):
+        assert difference(images.decode(encoded(picture, "PNG", icc_profile=profile)), picture) == 0
+
+
 # ---- orientation
 
 
@@ -192,6 +296,55 @@ def test_a_broken_exif_block_is_ignored(exif):
     assert difference(images.decode(data), photograph()) <= 8
 
 
+# ---- damage that costs no pixel
+
+
+def with_chunk(name, data, bad_crc=False):
+    """A PNG with a chunk after its header."""
+    whole = encoded(photograph(), "PNG")
+    checksum = struct.pack(">I", zlib.crc32(name + data) ^ bad_crc)
+    return whole[:33] + struct.pack(">I", len(data)) + name + data + checksum + whole[33:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(b"node " * 600_000)),
+        with_chunk(b"zTXt", b"workflow\0\0" + zlib.compress(b"node " * 600_000)),
+        with_chunk(b"zTXt", b"workflow\0\0" + zlib.compress(bytes(100_000_000))),
+        with_chunk(b"tEXt", b"workflow\0" + b"node " * 600_000),
+        with_chunk(b"iCCP", b"press\0\0" + zlib.compress(np.random.default_rng(0).bytes(2_000_000))),
+        with_chunk(b"tEXt", b"k\0v", bad_crc=True),
+        with_chunk(b"iTXt", b"k", bad_crc=True),
+        encoded(photograph(), "PNG")[:-12],
+    ],
+    ids=["iTXt", "zTXt", "bomb", "tEXt", "iCCP", "checksum", "both", "no end"],
+)
+def test_a_png_is_read_whatever_its_texts_are(data):
+    assert difference(images.decode(data), photograph()) == 0
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"subsampling": 0}],
+    ids=["baseline", "progressive", "restarts", "444"],
+)
+def test_a_jpeg_without_its_end_marker_is_read_and_any_shorter_one_is_not(options):
+    for picture in (NOISE, NOISE.convert("L"), NOISE.convert("CMYK")):
+        data = encoded(picture, "JPEG", **options)
+        for cut in (1, 2):
+            assert difference(images.decode(data[:-cut]), images.decode(data)) == 0
+        for cut in [*range(3, 40), *range(40, len(data), 17)]:
+            try:
+                found = images.decode(data[:-cut])
+            except images.BadImage:
+                continue
+            assert difference(found, images.decode(data)) == 0 and cut == 3  # the last byte only filled up
+
+
 # ---- what is no picture
 
 
@@ -209,6 +362,22 @@ def test_a_broken_exif_block_is_ignored(exif):
 def test_other_formats_are_not_an_image(data):
     with pytest.raises(images.BadImage, match="^not an image$"):
         images.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("HEIC", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"),
+        ("HEIC", b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"),
+        ("JXL", b"\xff\x0a\xfa\x1f"),
+        ("JXL", b"\0\0\0\x0cJXL \r\n\x87\n"),
+        ("JPEG 2000", encoded(photograph(), "JPEG2000")),
+        ("PSD", b"8BPS\0\1"),
+    ],
+)
+def test_a_format_that_is_not_read_is_named(name, data):
+    with pytest.raises(images.BadImage, match=f"^format not supported: {name}$"):
+        images.decode(data + bytes(200))
 
 
 @pytest.mark.parametrize("kind", images.FORMATS)
@@ -254,7 +423,7 @@ def jpeg_of_scans(count):
     """A progressive JPEG that repeats its last scan, and what no decoder reads: markers in a comment, and behind it."""
     data = encoded(photograph(), "JPEG", progressive=True, comment=b"\xff\xda\0\2" * 500)
     last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
-    missing = count - images.count_scans(data)
+    missing = count - len([*images.scans(data)])
     return data[:end] + data[last:end] * missing + data[end:] + b"\xff\xda\0\2" * 500
 
 
@@ -267,8 +436,9 @@ def test_a_jpeg_has_at_most_a_hundred_scans():
 PEAK = """
 import resource, sys
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageCms
 from helpers.raw import images
+from tests.copy_table import ROOT
 
 picture = {kind}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -322,7 +492,8 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
     try:
         found = images.decode(data)
     except images.BadImage as bad:
-        assert str(bad) in ("no image bytes", "not an image", "broken image", *BOUNDS)
+        named = (f"format not supported: {name}" for name in images.UNSUPPORTED)
+        assert str(bad) in ("no image bytes", "not an image", "broken image", *BOUNDS, *named)
     else:
         assert found.mode == "RGB" and images.to_pixels(found).shape == (found.height, found.width, 3)
 
@@ -373,3 +544,84 @@ def test_a_picture_gets_the_shape_that_cuts_least_away():
             for shape in shapes
         }
         assert kept[images.nearest_shape(size, shapes)] == max(kept.values())
+
+
+# ---- the table of the documentation
+
+
+def lanczos(values, size):
+    """A row of pixels resized by hand: 3 lobes, as wide as the pixels of the smaller of the two rows."""
+    scale, places = len(values) / size, (np.arange(size) + 0.5) * len(values) / size - 0.5
+    distances = (np.arange(len(values)) - places[:, None]) / max(scale, 1)
+    weights = np.sinc(distances) * np.sinc(distances / 3) * (np.abs(distances) < 3)
+    return np.clip(weights @ values / weights.sum(axis=1), 0, 255)
+
+
+def decoded(array, kind="TIFF"):
+    return np.asarray(images.decode(encoded(Image.fromarray(np.asarray(array)), kind)))[..., 0].tolist()
+
+
+def resized(width, height):
+    return images.make_pixels(encoded(STEP, "PNG"), sizing=images.Sizing({16: [(width, height)]}))[0][width, height]
+
+
+def first_pixel(mode, colour, kind="PNG", **options):
+    return images.decode(encoded(Image.new(mode, (4, 4), colour), kind, **options)).getpixel((0, 0))
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return images.decode(encoded(STEP, "PNG", exif=exif)).size
+
+
+STEP = Image.fromarray(np.repeat(np.repeat([[20, 20, 90, 250, 20]], 8, axis=1), 30, axis=0).astype(np.uint8)).convert(
+    "RGB"
+)
+IN_THE_MIDDLE = np.asarray(STEP)[0, 5:35, 0].astype(float)
+FRAMES = {"save_all": True, "append_images": [Image.new("L", (4, 4), 99)]}
+TABLE = {
+    "an ICC profile of RGB, grey or CMYK": (
+        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=PROFILES["Adobe RGB"]),
+        (0, 181, 42),
+    ),
+    "a broken profile, or one of other colours": (
+        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=GREY_PROFILE),
+        (60, 180, 60),
+    ),
+    "CMYK without a profile": (lambda: first_pixel("CMYK", (55, 0, 255, 102), "TIFF"), (120, 153, 0)),
+    "transparency": (lambda: first_pixel("RGBA", (200, 100, 0, 51)), (244, 224, 204)),
+    "16-bit greys, or integers above 255": (
+        lambda: decoded(np.array([[0, 257, 25700, 65535]], np.uint16)) + decoded(np.array([[0, 257, 65535]], np.int32)),
+        [[0, 1, 100, 255], [0, 1, 255]],
+    ),
+    "integers of more than 8 bits, none above 255": (lambda: decoded(np.array([[0, 7, 255]], np.int32)), [[0, 7, 255]]),
+    "floats, none above 1": (lambda: decoded(np.array([[0, 0.5, 1]], np.float32)), [[0, 127, 255]]),
+    "floats, some above 1, none above 255": (lambda: decoded(np.array([[0, 0.5, 99]], np.float32)), [[0, 0, 99]]),
+    "floats, some above 255": (lambda: decoded(np.array([[0, 257, 65535]], np.float32)), [[0, 1, 255]]),
+    "NaN, infinity, values below 0": (
+        lambda: decoded(np.array([[np.nan, np.inf, -np.inf, -3, 9]], np.float32)),
+        [[0, 0, 0, 0, 9]],
+    ),
+    "several frames": (lambda: first_pixel("L", 7, "GIF", **FRAMES), (7, 7, 7)),
+    "an EXIF orientation": (turned, (30, 40)),
+    "another size than is wanted": (
+        lambda: (
+            np.abs(resized(12, 12)[5, :, 0] - lanczos(IN_THE_MIDDLE, 12)).max() <= 1
+            and np.abs(resized(30, 30)[5, :, 0] - IN_THE_MIDDLE).max() == 0
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("line", TABLE)
+def test_the_documentations_table_of_colours_is_true(line):
+    found, right = TABLE[line]
+    assert found() == right if "ICC" not in line else difference(found(), right) <= 3
+
+
+def test_each_line_of_the_documentations_table_is_tested():
+    text = (ROOT / "helpers" / "docs" / "DATA.md").read_text()
+    lines = text.partition("| a picture with |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(TABLE)

@@ -1,0 +1,432 @@
+"""What people bring gets in as it is, or is refused in one sentence: captions, columns, tars, names of files."""
+
+import base64
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+import uuid
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import online, prepare, prepare_online, stages
+from helpers.raw import inputs
+from tests.conftest import plan_for
+
+TARS = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__"}
+FOLDERS = {"input_format": "imagefolder", "image_column": "file_name", "caption_column": "text"}
+FOLDERS |= {"id_column": "file_name"}
+
+
+def picture(colour=(200, 40, 40), kind="PNG"):
+    data = io.BytesIO()
+    Image.new("RGB", (64, 64), colour).save(data, kind)
+    return data.getvalue()
+
+
+def table(ids=("1", "2"), **changes):
+    columns = {"jpg": pa.array([picture()] * len(ids)), "caption": pa.array(["a", "b"][: len(ids)])}
+    return pa.table({**columns, "hash": pa.array(list(ids)), **changes})
+
+
+def write(path, **files):
+    """Files in a folder; values are tables, bytes or texts."""
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(data, pa.Table):
+            pq.write_table(data, path / name)
+        else:
+            (path / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def tar_of(*members):
+    """A tar's bytes."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def write_tar(path, *members):
+    return write(path, **{"a.tar": tar_of(*members)})
+
+
+def config_of(uri, kind=PreprocessingConfig, **parameters):
+    return kind(storage=f"{uri}-storage", input_uri=str(uri), resolutions=[32], **parameters)
+
+
+def rows_of(uri, **parameters):
+    """{id: (caption, reason)} of all rows, by checks, readers and transform, without Ray."""
+    config = config_of(uri, **parameters)
+    checked, found = prepare.check(config), []
+    inputs.count_rows(checked.paths, config)
+    for path in checked.paths:
+        for rows in inputs.reader(config).stream(path, inputs.used_columns(config)):
+            raw = inputs.to_raw_rows(inputs.with_path(rows, path), config, checked.id_type)
+            found += stages.transform(raw, config=config).select(["id", "caption", "reason"]).to_pylist()
+    assert len({row["id"] for row in found}) == len(found)
+    return {row["id"]: (row["caption"] if not row["reason"] else None, row["reason"]) for row in found}
+
+
+def online_rows(uri, **parameters):
+    """{id: (caption, reason)} of the rows of an epoch of an online run, without Ray."""
+    config = config_of(uri, OnlineConfig, **parameters)
+    options = {"storage": config.storage, "latents_uri": f"{config.storage}/online", "validation_share": 0.0}
+    training = TrainingConfig(**options, global_batch_size=1, resolution=32)
+    manifest, _ = prepare_online.prepare_run(config, training)
+    plan, found = plan_for(training), {}
+    for number in range(plan.chunks_per_epoch):
+        ((source, ranges),) = plan.chunk_rows(number)[0]
+        raw = online.read_raw(ranges, source, config=config, id_type=pa.type_for_alias(manifest.id_type))
+        done = stages.transform(raw, config=config).select(["id", "caption", "reason"]).to_pylist()
+        found |= {row["id"]: (row["caption"] if not row["reason"] else None, row["reason"]) for row in done}
+    return found, manifest.rejected
+
+
+def good(*captions):
+    return dict(zip("123456789", ((caption, "") for caption in captions), strict=False))
+
+
+def refusal(uri, **parameters):
+    """The one sentence by which an input is refused."""
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        rows_of(uri, **parameters)
+    assert type(error.value) in (ValueError, FileNotFoundError) and len(str(error.value)) < 600
+    return str(error.value)
+
+
+# ---- captions
+
+NOT_UTF8 = (None, "caption is not UTF-8")
+TEXT = "a so-called “cat” in a café"
+ENCODINGS = {
+    "utf-8": (TEXT, ""),
+    "utf-8-sig": (TEXT, ""),
+    "utf-16": (TEXT, ""),
+    "cp1252": NOT_UTF8,
+    "utf-32": NOT_UTF8,
+}
+AS_UTF16_BE = codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be")
+
+
+@pytest.mark.parametrize(("encoding", "right"), ENCODINGS.items())
+def test_a_caption_in_a_tar_is_utf8_or_utf16_or_rejected(tmp_path, encoding, right):
+    path = write_tar(tmp_path / "t", ("1.jpg", picture()), ("1.txt", TEXT.encode(encoding)))
+    assert rows_of(path, **TARS) == {"1": right}
+    if not right[1]:
+        found, _ = online_rows(
+            write_tar(tmp_path / "o", *((f"{i}.{e}", d) for i in "12" for e, d in members(encoding))), **TARS
+        )
+        assert found == dict.fromkeys("12", right)
+
+
+def members(encoding):
+    return [("jpg", picture()), ("txt", TEXT.encode(encoding))]
+
+
+def test_a_damaged_utf16_caption_is_rejected_and_big_endian_is_read(tmp_path):
+    texts = {"1": AS_UTF16_BE, "2": AS_UTF16_BE[:-1], "3": b"\xff\xfe"}
+    files = [(f"{key}.{end}", data) for key, text in texts.items() for end, data in (("jpg", picture()), ("txt", text))]
+    found = rows_of(write_tar(tmp_path, *files), **TARS)
+    assert found == {"1": (TEXT, ""), "2": NOT_UTF8, "3": (None, "empty caption")}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_of_captions_is_utf8_or_utf16_or_its_captions_are_rejected(tmp_path, encoding, kind):
+    rows = [("0.png", "a cat"), ("1.png", TEXT)]
+    lines = [json.dumps({"file_name": name, "text": text}, ensure_ascii=False) for name, text in rows]
+    if kind == "csv":
+        lines = ["file_name,text", *(f"{name},{text}" for name, text in rows)]
+    pictures = {"0.png": picture(), "1.png": picture()}
+    path = write(tmp_path / "f", **{f"metadata.{kind}": "\n".join(lines).encode(encoding)}, **pictures)
+    expected = {"0.png": ("a cat", ""), "1.png": NOT_UTF8 if encoding == "cp1252" else (TEXT, "")}
+    assert rows_of(path, **FOLDERS) == expected
+    first = inputs.first_rows(config_of(path, **FOLDERS), 5).to_pandas()  # as the notebook shows them
+    assert first["text"][1][0] == (TEXT.encode("cp1252") if encoding == "cp1252" else TEXT)
+    if encoding != "cp1252":
+        assert online_rows(path, **FOLDERS) == (expected, {})
+
+
+def test_text_in_parquet_that_is_not_utf8_is_rejected_and_a_byte_order_mark_is_no_part_of_it(tmp_path):
+    captions = pa.array([TEXT.encode("cp1252"), b"\xef\xbb\xbfa cat", "ü".encode("utf-16")], pa.binary())
+    for kind in (pa.binary(), pa.string()):
+        rows = table("123", jpg=[picture()] * 3, caption=captions.cast(kind, safe=False))
+        found = rows_of(write(tmp_path / str(kind), **{"a.parquet": rows}))
+        assert found == {"1": NOT_UTF8, "2": ("a cat", ""), "3": ("ü", "")}
+
+
+NO_TEXT = (None, "caption is neither a text nor a list of texts")
+VALUES = {
+    "1": (["a café", "b"], ("a café", "")),
+    "2": ([], (None, "no caption")),
+    "3": ({"en": "a"}, NO_TEXT),
+    "4": ("a", ("a", "")),
+    "5": ([["a"]], NO_TEXT),
+    "6": (["", None, "b"], ("b", "")),
+    "7": (None, (None, "no caption")),
+    "8": ({}, (None, "no caption")),
+}
+
+
+def test_lists_in_json_are_captions_and_objects_are_none(tmp_path):
+    expected = {key: right for key, (_, right) in VALUES.items()}
+    texts = {key: json.dumps({"caption": value}).encode() for key, (value, _) in VALUES.items()}
+    files = [
+        (f"{key}.{end}", data) for key, text in texts.items() for end, data in (("jpg", picture()), ("json", text))
+    ]
+    path = write_tar(tmp_path / "t", *files)
+    from_json = {**TARS, "caption_column": "caption"}
+    assert rows_of(path, **from_json) == expected
+    assert rows_of(path, **from_json, row_filter="caption != 'x'") == expected
+    found, rejected = online_rows(path, **from_json)
+    assert found == {key: right for key, right in expected.items() if not right[1]}
+    assert rejected == {"no caption": 3, NO_TEXT[1]: 2}
+    lines = [json.dumps({"file_name": f"{key}.png", "text": value}) for key, (value, _) in VALUES.items()]
+    pictures = {f"{key}.png": picture() for key in VALUES}
+    path = write(tmp_path / "f", **{"metadata.jsonl": "\n".join(lines)}, **pictures)
+    assert rows_of(path, **FOLDERS) == {f"{key}.png": right for key, right in expected.items()}
+    config = config_of(path, **FOLDERS, max_captions=2)
+    first = inputs.to_raw_rows(inputs.first_rows(config, 1), config)
+    assert (first["caption"].to_pylist(), first["caption_2"].to_pylist()) == (["a café"], ["b"])
+
+
+def test_a_field_of_a_csv_may_be_as_long_as_any_text(tmp_path):
+    lines = f"file_name,text,more\n0.png,a,{'x' * 200_000}\n1.png,{'y' * 200_000},\n"
+    path = write(tmp_path, **{"metadata.csv": lines, "0.png": picture(), "1.png": picture()})
+    assert rows_of(path, **FOLDERS) == {"0.png": ("a", ""), "1.png": (None, "caption of more than 65536 bytes")}
+
+
+# ---- columns
+
+IDS = [uuid.UUID(int=1), uuid.UUID("d41d8cd9-8f00-b204-e980-0998ecf8427e")]
+PICTURES = [picture()] * 2
+COLUMNS = {
+    "dictionary": ("caption", pa.array(["a", "b"]).dictionary_encode()),
+    "string_view": ("caption", pa.array(["a", "b"], pa.string_view())),
+    "large_string": ("caption", pa.array(["a", "b"], pa.large_string())),
+    "binary": ("caption", pa.array([b"a", b"b"])),
+    "fixed_size_binary": ("caption", pa.array([b"a", b"b"], pa.binary(1))),
+    "binary_view caption": ("caption", pa.array([b"a", b"b"], pa.binary_view())),
+    "list": ("caption", pa.array([["a"], ["b", "c"]])),
+    "large_list": ("caption", pa.array([["a"], ["b"]], pa.large_list(pa.string()))),
+    "fixed_size_list": ("caption", pa.array([["a", "x"], ["b", "y"]], pa.list_(pa.string(), 2))),
+    "list of views": ("caption", pa.array([["a"], ["b"]], pa.list_(pa.string_view()))),
+    "list of a dictionary": ("caption", pa.array([["a"], ["b"]], pa.list_(pa.dictionary(pa.int32(), pa.string())))),
+    "binary_view": ("jpg", pa.array(PICTURES, pa.binary_view())),
+    "large_binary": ("jpg", pa.array(PICTURES, pa.large_binary())),
+    "fixed size pictures": ("jpg", pa.array(PICTURES, pa.binary(len(PICTURES[0])))),
+    "dictionary of pictures": ("jpg", pa.array(PICTURES).dictionary_encode()),
+    "struct": ("jpg", pa.array([{"bytes": one, "path": None} for one in PICTURES])),
+    "struct of a view": (
+        "jpg",
+        pa.array([{"bytes": one} for one in PICTURES], pa.struct([("bytes", pa.binary_view())])),
+    ),
+    "ids in a dictionary": ("hash", pa.array(["1", "2"]).dictionary_encode()),
+    "ids in a view": ("hash", pa.array(["1", "2"], pa.string_view())),
+}
+
+
+@pytest.mark.parametrize(("name", "column"), COLUMNS.values(), ids=COLUMNS)
+def test_any_type_of_text_bytes_and_lists_is_read(tmp_path, name, column):
+    path = write(tmp_path / "p", **{"a.parquet": table(**{name: column})})
+    assert rows_of(path, row_filter="caption != 'x'" if name == "hash" else "") == good("a", "b")
+    assert online_rows(path) == (good("a", "b"), {})
+
+
+def test_uuids_are_ids_as_people_write_them(tmp_path):
+    path = write(tmp_path / "p", **{"a.parquet": table(hash=pa.array([one.bytes for one in IDS], pa.uuid()))})
+    expected = {str(IDS[0]): ("a", ""), str(IDS[1]): ("b", "")}
+    assert rows_of(path) == expected and online_rows(path) == (expected, {})
+
+
+def test_the_path_is_read_where_bytes_are_null(tmp_path):
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    values = [(None, "x.png"), (picture(), "not read"), (None, None), (None, "nothing.png")]
+    pictures = pa.array([{"bytes": data, "path": name} for data, name in values], kind)
+    path = write(tmp_path / "p", **{"a.parquet": table("1234", jpg=pictures, caption=list("abcd")), "x.png": picture()})
+    reasons = {"3": "no image bytes", "4": "image file not found"}
+    expected = {
+        key: (None, reasons[key]) if key in reasons else (text, "") for key, text in zip("1234", "abcd", strict=True)
+    }
+    assert rows_of(path) == expected and online_rows(path)[0] == expected
+    no_bytes = pa.array([{"bytes": None, "path": "x.png"}], pa.struct([("bytes", pa.null()), ("path", pa.string())]))
+    write(path, **{"a.parquet": table("1", jpg=no_bytes)})
+    assert rows_of(path) == good("a")
+
+
+def test_pictures_in_base64_are_refused(tmp_path):
+    for kind in ("PNG", "JPEG", "WEBP"):
+        text = base64.b64encode(picture(kind=kind)).decode()
+        for column in ([text, text], ["pictures/1.png", f"data:image/png;base64,{text}"]):
+            path = write(tmp_path, **{"a.parquet": table(jpg=column)})
+            assert refusal(path) == "image_column='jpg' holds pictures as base64 text: store their bytes in its place."
+
+
+def test_files_of_different_types_are_brought_to_one(tmp_path):
+    more = {"jpg": PICTURES, "caption": ["c", "d"], "hash": ["3", "4"]}
+    others = {
+        "ids": {"hash": pa.array([3, 4])},
+        "uint64": {"hash": pa.array([3, 4], pa.uint64())},
+        "int32": {"hash": pa.array([3, 4], pa.int32())},
+        "picture": {"jpg": pa.array([{"bytes": one, "path": None} for one in PICTURES])},
+        "large": {"jpg": pa.array(PICTURES, pa.large_binary()), "caption": pa.array(["c", "d"], pa.large_string())},
+        "list": {"caption": pa.array([["c"], ["d", "e"]])},
+        "unused": {"width": pa.array([1, 2])},
+    }
+    for name, changes in others.items():
+        files = {"a.parquet": table(width=["x", "y"]), "b.parquet": pa.table({**more, **changes})}
+        path = write(tmp_path / name, **files)
+        assert rows_of(path) == good("a", "b", "c", "d"), name
+        assert online_rows(path) == (good("a", "b", "c", "d"), {}), name
+    whole = write(
+        tmp_path / "whole", **{"a.parquet": table(hash=[1, 2]), "b.parquet": pa.table({**more, "hash": [3, 4]})}
+    )
+    assert set(rows_of(whole)) == {1, 2, 3, 4}
+
+
+def test_files_that_do_not_go_together_are_named_before_a_job(tmp_path):
+    others = {
+        "caption": {"caption": pa.array([1, 2])},
+        "jpg": {"jpg": pa.array([1, 2])},
+        "hash": {"hash": pa.array([[1], [2]])},
+        "width": {"width": pa.array(["1", "2"])},
+    }
+    for name, changes in others.items():
+        files = {"a.parquet": table(width=[1, 2]), "b.parquet": table("34", **{"width": [1, 2], **changes})}
+        sentence = refusal(write(tmp_path / name, **files), row_filter="width > 0")
+        assert "a.parquet" in sentence and "b.parquet" in sentence and name in sentence
+    sentence = refusal(
+        write(tmp_path / "lacks", **{"a.parquet": table(), "b.parquet": table().drop_columns("caption")})
+    )
+    assert "caption_column='caption' is not a column of" in sentence and "b.parquet" in sentence
+
+
+# ---- tars
+
+
+def test_members_that_do_not_stand_together_are_refused_with_how_to_sort(tmp_path):
+    names = [f"{number}.{end}" for end in ("jpg", "txt") for number in range(3)]
+    path = write_tar(tmp_path, *((name, picture() if name.endswith("jpg") else b"a") for name in names))
+    sentence = refusal(path, **TARS)
+    assert sentence.startswith(f"{path}/a.tar: the members of the sample '0' do not stand together: sort the tar")
+    assert "tar --sort=name" in sentence
+
+
+def test_of_two_pictures_in_a_sample_the_named_one_is_taken(tmp_path):
+    red, blue = picture((255, 0, 0)), picture((0, 0, 255))
+    samples = [(f"{key}.{end}", data) for key in "12" for end, data in (("jpg", red), ("png", blue), ("txt", b"a"))]
+    for directory, files in {"a": samples, "b": samples[::-1]}.items():
+        path = write_tar(tmp_path / directory, *files)
+        for column, right in (("jpg", red), ("png", blue)):
+            config = config_of(path, **TARS, image_column=column)
+            assert inputs.to_raw_rows(inputs.first_rows(config, 9), config)["image"].to_pylist() == [right] * 2
+    assert online_rows(tmp_path / "a", **TARS, image_column="png")[0] == {"1": ("a", ""), "2": ("a", "")}
+    path = write_tar(tmp_path / "c", ("0.png", red), ("0.webp", blue), ("0.txt", b"a"))
+    assert "the sample '0' has 2 pictures (.png, .webp): name one, such as image_column='png'" in refusal(path, **TARS)
+    assert rows_of(path, **TARS, image_column="webp") == {"0": ("a", "")}
+
+
+def test_pictures_whose_names_have_dots_are_samples(tmp_path):
+    plain = [x for i in range(3) for x in ((f"{i}.jpg", picture()), (f"{i}.txt", b"a"))]
+    dotted = [x for i in range(3) for x in ((f"shot 2.{i}.jpg", picture()), (f"shot 2.{i}.txt", b"a"))]
+    expected = dict.fromkeys(["0", "1", "2", "shot 2.0", "shot 2.1", "shot 2.2"], ("a", ""))
+    for directory, files in {"a": plain + dotted, "b": dotted + plain}.items():
+        path = write_tar(tmp_path / directory, *files)
+        assert rows_of(path, **TARS) == expected and online_rows(path, **TARS) == (expected, {})
+
+
+def test_masks_are_no_pictures(tmp_path):
+    for names in (("x.depth.png", "x.jpg", "x.txt"), ("x.jpg", "x.mask.png", "x.seg.png", "x.txt")):
+        path = write_tar(tmp_path, *((name, b"a" if name.endswith("txt") else picture()) for name in names))
+        assert rows_of(path, **TARS) == {"x": ("a", "")}
+
+
+def test_linked_members_are_read_from_a_disk_and_refused_where_samples_are_read_alone(tmp_path):
+    write(tmp_path / "t", **{"a.tar": b""})
+    with tarfile.open(tmp_path / "t" / "a.tar", "w") as tar:
+        for name, data in (("0.jpg", picture()), ("0.txt", b"a"), ("1.jpg", None), ("1.txt", b"a")):
+            info = tarfile.TarInfo(f"./{name}")
+            if data is None:
+                info.type, info.linkname = tarfile.LNKTYPE, "./0.jpg"
+            else:
+                info.size = len(data)
+            tar.addfile(info, io.BytesIO(data or b""))
+    assert rows_of(tmp_path / "t", **TARS) == {"./0": ("a", ""), "./1": ("a", "")}
+    with pytest.raises(ValueError, match=r"a\.tar: './1.jpg' is a link to another member, .*--hard-dereference"):
+        online_rows(tmp_path / "t", **TARS)
+
+
+def test_two_tars_in_one_file_are_refused(tmp_path):
+    one, two = (tar_of((f"{number}.jpg", picture()), (f"{number}.txt", b"a")) for number in range(2))
+    assert "another tar follows in the same file" in refusal(write(tmp_path, **{"a.tar": one + two}), **TARS)
+    assert rows_of(write(tmp_path, **{"a.tar": one + bytes(100_000)}), **TARS) == {"0": ("a", "")}
+
+
+def test_compressed_tars_are_refused(tmp_path):
+    one = tar_of(("0.jpg", picture()), ("0.txt", b"a"))
+    sentence = "is a compressed tar, in which no sample can be found: decompress it"
+    for name, data in {
+        "b.tar.gz": gzip.compress(one),
+        "B.TGZ": gzip.compress(one),
+        "b.tar.xz": lzma.compress(one),
+    }.items():
+        path = write(tmp_path / name, **{"a.tar": one, name: data})
+        assert f"{name} {sentence}" in refusal(path, **TARS)
+        assert f"{name} {sentence}" in refusal(path / name, **TARS)
+    for number, data in enumerate((gzip.compress(one), bz2.compress(one), lzma.compress(one))):
+        assert f"a.tar {sentence}" in refusal(write(tmp_path / str(number), **{"a.tar": data}), **TARS)
+
+
+# ---- names of files
+
+
+def test_what_tools_leave_behind_is_left_out(tmp_path):
+    names = ["_temporary/0/task_1/a.parquet", ".ipynb_checkpoints/a-checkpoint.parquet", ".a.parquet"]
+    names += ["_delta_log/1.checkpoint.parquet", "deep/.hidden/a.parquet"]
+    path = write(
+        tmp_path / "s", **{"a.parquet": table(), **dict.fromkeys(names, table()), "._a.parquet": b"\0\5\x16\7"}
+    )
+    assert rows_of(path) == good("a", "b") and online_rows(path) == (good("a", "b"), {})
+    assert inputs.list_inputs(f"{path}/**/*.parquet") == inputs.list_inputs(str(path)) == [f"{path}/a.parquet"]
+    hidden = write(tmp_path / ".cache", **{"a.parquet": table()})  # what is given is read
+    assert rows_of(hidden) == good("a", "b") and rows_of(hidden / "a.parquet") == good("a", "b")
+    lines, apple = "file_name,text\n0.png,a\n", b"\0\5\x16\7" + bytes(100)
+    files = {"d/0.png": picture(), "d/metadata.csv": lines, "d/old_metadata.csv": lines}
+    path = write(tmp_path / "z", **files, **{"__MACOSX/d/._metadata.csv": apple, "d/._metadata.csv": apple})
+    assert rows_of(path, **FOLDERS) == {"0.png": ("a", "")}
+
+
+def test_suffixes_in_capitals_are_read(tmp_path):
+    path = write(tmp_path / "p", **{"a.parquet": table("1"), "B.PARQUET": table("2"), "c.parq": table("3")})
+    assert set(rows_of(path)) == {"1", "2", "3"}
+    path = write(tmp_path / "t", **{"A.TAR": tar_of(("0.JPG", picture()), ("0.TXT", b"a"))})
+    assert rows_of(path, **TARS) == {"0": ("a", "")}
+    line = json.dumps({"file_name": "0.PNG", "text": "a"})
+    path = write(tmp_path / "f", **{"Metadata.JSONL": line, "0.PNG": picture()})
+    assert rows_of(path, **FOLDERS) == {"0.PNG": ("a", "")}
+
+
+def test_links_that_lead_nowhere_or_back_and_names_that_are_not_utf8(tmp_path):
+    path = write(tmp_path / "a", **{"a.parquet": table()})
+    os.symlink(path, path / "again")
+    open(os.path.join(os.fsencode(path), b"caf\xe9.jpg"), "wb").close()
+    os.symlink("nowhere", path / "b.jpg")
+    assert rows_of(path) == good("a", "b")
+    os.symlink("not-fetched", path / "b.parquet")
+    assert f"{path}/b.parquet is a link that leads nowhere" in refusal(path)
+    os.remove(path / "b.parquet")
+    open(os.path.join(os.fsencode(path), b"caf\xe9.parquet"), "wb").close()
+    assert f"{path}/caf?.parquet is a link that leads nowhere, or its name is not UTF-8" in refusal(path)
