@@ -298,20 +298,6 @@ def read_files(latents_uri: str) -> Files:
     return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]], layout)
 
 
-def find_changed_file(latents_uri: str) -> str | None:
-    """A sentence about the first file that is gone or has another size than was written; None if there is none.
-
-    It lists the folder once, and takes a second for each thousand files on an object store.
-    """
-    sizes = storage.sizes(storage.join(latents_uri, "data"))
-    for file in (file for segment in read_segments(latents_uri) for file in segment["files"]):
-        name, size = file["name"], file.get("bytes")
-        if name not in sizes or size not in (None, sizes[name]):
-            found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
-            return f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}."
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class DataSets:
     """The data sets that a run trains on, opened once. The run's plan and batches are made from this object.

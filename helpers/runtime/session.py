@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ FORWARDED = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
 )
 START_ATTEMPTS = 4
+
+
+# Ray Data 2.60 repeats a task that kills its process without end; `max_retries` bounds that, and has no other name yet.
+warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
 
 
 def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:

@@ -14,7 +14,8 @@ from .. import storage
 from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
-from ..latents.manifest import MANIFEST, DataSets, Manifest, find_changed_file, read_manifest
+from ..latents import digests
+from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest, read_segments
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
@@ -98,6 +99,20 @@ def open_run(config: TrainingConfig) -> DataSets:
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
     limit_health_checks(config.hang_timeout)
     return data
+
+
+def find_changed_file(latents_uri: str) -> str | None:
+    """A sentence about the first file that is gone or has another size than was written; None if there is none.
+
+    It lists the folder once, and takes a second for each thousand files on an object store.
+    """
+    sizes = storage.sizes(storage.join(latents_uri, "data"))
+    for file in (file for segment in read_segments(latents_uri) for file in segment["files"]):
+        name, size = file["name"], file.get("bytes")
+        if name not in sizes or size not in (None, sizes[name]):
+            found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
+            return f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}."
+    return None
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:

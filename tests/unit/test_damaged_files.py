@@ -19,7 +19,7 @@ from helpers.encode.job import is_finished
 from helpers.encode.prepare_online import read_if_there
 from helpers.evaluation import generation
 from helpers.evaluation.run_figure import read_evaluated_images
-from helpers.latents.manifest import read_files, read_manifest, read_segments
+from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson import looks
 from helpers.runtime import lease, retries
 from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
@@ -39,6 +39,7 @@ ON_THE_SIDE = {
     "metrics.read_record": "a line of metrics.jsonl: a torn one is counted",
     "metrics.flush": "its own line",
     "metrics.__init__": "metrics.jsonl, to which lines are appended",
+    "digests.read_sums": "what a Parquet footer holds, whose checksum was compared",
     "job.segment_entry": "what a task of Ray reports",
     "index.build_index": "what a task of Ray reports",
     "index.read_report": "the metadata of a Parquet file",
@@ -95,7 +96,10 @@ def config_of(folder):
 
 READ = {
     "latents/manifest.json": (lambda uri, _: read_manifest(os.path.dirname(uri)), "run the notebook that encoded this"),
-    "latents/files.json": (lambda uri, _: read_files(os.path.dirname(uri)), "run the notebook that encoded this data"),
+    "latents/files.json": (
+        lambda uri, _: read_segments(os.path.dirname(uri)),
+        "run the notebook that encoded this data",
+    ),
     "latents/segments/job.json": (
         lambda uri, folder: job_of(folder / "latents"),
         "give another latents_uri, or delete",
