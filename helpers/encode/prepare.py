@@ -40,8 +40,8 @@ def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None
     Called before any worker starts. Encodes one empty caption and nothing else. Raises FileNotFoundError or ValueError
     that says what to change.
     """
-    earlier = job.begun_with(config.latents_uri) or {}
-    checked = check(config, earlier.get("encoder"))
+    begun = job.begun_with(config.latents_uri)
+    checked = check(config, begun and begun.get("encoder"), begun)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     return job.Job(
@@ -76,14 +76,20 @@ class CheckedInput:
     id_type: pa.DataType
 
 
-def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedInput:
+def check(config: PreprocessingConfig, earlier: dict | None = None, begun: dict | None = None) -> CheckedInput:
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
+
+    `earlier`: as for `pin_models`. `begun`: parameters that a job began with, whose files were all checked then.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
     config = pin_models(config, earlier)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    id_type = checks.check_inputs(paths, config)
+    of_first = inputs.id_type(checks.check_input(paths[0], config).field(config.id_column).type)
+    if begun is None:
+        id_type = checks.check_inputs(paths, config)
+    else:
+        id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))
     listing = inputs.listing(paths, config.data_uri)
     parameters = {
         **config.fixed("rows", "latents"),
@@ -92,6 +98,8 @@ def check(config: PreprocessingConfig, earlier: dict | None = None) -> CheckedIn
         "input_uri": config.data_uri,
         "input_crc32": zlib.crc32(json.dumps(sorted(listing.items())).encode()),
     }
+    if id_type != of_first:  # a job that goes on reads no other file's type
+        parameters["id_type"] = str(id_type)
     return CheckedInput(config, paths, listing, leave_out(parameters), describe_encoder(config), id_type)
 
 
