@@ -434,20 +434,20 @@ def test_a_jpeg_has_at_most_a_hundred_scans():
 
 
 PEAK = """
-import resource, sys
 import numpy as np
 from PIL import Image, ImageCms
 from helpers.raw import images
 from tests.copy_table import ROOT
+from tests.processes import peak_kib
 
 picture = {kind}
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_kib()
 assert images.to_rgb(picture).mode == "RGB"
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((peak_kib() - before) / 1024)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize(
     "kind",
     [

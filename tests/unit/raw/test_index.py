@@ -365,9 +365,10 @@ def test_captions_have_at_most_64_kib(kind):
 
 
 CAPTIONS = """
-import resource, sys
+import sys
 from helpers.config.notebook import OnlineConfig
 from helpers.raw import index, inputs
+from tests.processes import peak_kib
 
 folder = sys.argv[1]
 path, config = folder + "/a.parquet", OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])
@@ -375,11 +376,11 @@ report = index.index_file(path, -1, config=config, validation_share=0.0, uri=fol
 found = index.read_index(folder + "/index/a.parquet.parquet")
 (rows,) = inputs.reader(config).read_located(path, [found], ["hash", "caption"])
 is_right = rows["hash"].to_pylist() == list(range(0, 1500, 250))
-print(report["rejected"], is_right, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(report["rejected"], is_right, peak_kib())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_indexing_and_reading_among_large_captions_take_little_memory(tmp_path):
     """A file of some kilobytes that holds 1,494 captions of 1 MiB took 6 GiB to index, and 2.7 GiB to read six rows."""
     which = pa.array([int(row % 250 == 0) for row in range(1500)], pa.int32())
