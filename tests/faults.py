@@ -120,7 +120,7 @@ def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
         target.mkdir(exist_ok=True)
         for path in pathlib.Path(folder).iterdir():
             content = path.read_bytes()
-            (target / path.name).write_bytes(content if len(content) < 50_000 else content[: len(content) // 2])
+            (target / path.name).write_bytes(content if len(content) < 500_000 else content[: len(content) // 2])
 
     def loop(config, **options):
         copy_folder = storage.copy_folder

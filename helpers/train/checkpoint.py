@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -168,7 +169,7 @@ def async_save(
                 {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)
             )
             progress = {"step": step, "files": files, "checksums": sums}
-            storage.write_json(storage.join(folder, PROGRESS), progress)
+            storage.write_text(storage.join(folder, PROGRESS), json.dumps(progress))
 
     return finish
 
