@@ -206,6 +206,9 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
         wait_until(lambda: workers()[-1] == 1)
         third = add_node(nodes, resources=TRAINER)
         wait_until(lambda: workers()[-1] == 2)
+        # A step: Ray Train does not survive a node that is lost while it starts the workers.
+        lines = len(metrics.read_metrics(config.run_uri, all_attempts=True))
+        wait_until(lambda: len(metrics.read_metrics(config.run_uri, all_attempts=True)) > lines)
         lose(nodes, third)
         wait_until(lambda: workers()[-1] == 1)
         return saved
