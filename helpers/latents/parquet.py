@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .. import storage
+from .digests import MEND
 
 
 class PlainParquetFile(pq.ParquetFile):
@@ -35,7 +36,7 @@ class PlainParquetFile(pq.ParquetFile):
             if found != layout.field(name).type:
                 raise ValueError(
                     f"{self.uri}: the column {name!r} is {found}, and {layout.field(name).type} by the manifest: "
-                    "restore the file from a copy, or encode the data again into another latents_uri."
+                    f"{MEND}."
                 )
 
     def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:

@@ -335,7 +335,7 @@ def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str |
 def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    Of a struct without bytes, the path is read.
+    If a struct has no bytes, its path is read.
     Paths are relative to the input's folder or, in image folders, to the folder of the row's table.
     """
     column = names = table[config.image_column]

@@ -424,7 +424,7 @@ def parse_json(text: str | bytes) -> dict:
 def convert(values: list, kind: pa.DataType, is_caption: bool = False) -> pa.Array:
     """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null.
 
-    Text may hold what is not UTF-8, as that of Parquet may. Of several captions, text holds the first.
+    Text may hold bytes that are not UTF-8, as Parquet's text may. If `kind` is text, the first caption is taken.
     """
     in_list = pa.types.is_list(kind)
     if is_caption or in_list:

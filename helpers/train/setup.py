@@ -23,7 +23,7 @@ from ..runtime import lease
 from . import checkpoint, metrics, resume
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
-LISTED_ROWS = 10**8  # of a data set whose files are looked at before a run; those of larger ones are checked when read
+LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 
 
@@ -73,9 +73,8 @@ def open_run(config: TrainingConfig) -> DataSets:
     data = DataSets.open(config.proportions)
     shapes = describe_shapes(check_run(config, data))
     for uri, manifest in data.manifests.items():
-        is_listed = not manifest.online and manifest.written <= LISTED_ROWS
-        if is_listed and (sentence := find_changed_file(uri)):
-            raise ValueError(sentence)
+        if not manifest.online and manifest.written <= LISTED_ROWS:
+            check_files(uri)
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             print(f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}.")
@@ -101,18 +100,17 @@ def open_run(config: TrainingConfig) -> DataSets:
     return data
 
 
-def find_changed_file(latents_uri: str) -> str | None:
-    """A sentence about the first file that is gone or has another size than was written; None if there is none.
+def check_files(latents_uri: str) -> None:
+    """Raises ValueError for the first file that is missing or has another size than was written.
 
-    It lists the folder once, and takes a second for each thousand files on an object store.
+    It lists the folder once, which takes an object store a second for each thousand files.
     """
     sizes = storage.sizes(storage.join(latents_uri, "data"))
     for file in (file for segment in read_segments(latents_uri) for file in segment["files"]):
         name, size = file["name"], file.get("bytes")
         if name not in sizes or size not in (None, sizes[name]):
             found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
-            return f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}."
-    return None
+            raise ValueError(f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}.")
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
