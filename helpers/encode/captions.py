@@ -7,23 +7,23 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
-from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
+import transformers
 
 from ..config.preprocessing import PreprocessingConfig
 from .models import check_class, model_folder
 
 # By the names in `tokenizer_config.json`. `AutoTokenizer` would load PyTorch into each process that transforms rows.
-TOKENIZERS = {made.__name__: made for made in (CLIPTokenizer, T5Tokenizer, GemmaTokenizer)}
+TOKENIZERS = ("CLIPTokenizer", "T5Tokenizer", "GemmaTokenizer")
 
 
 @functools.lru_cache(maxsize=2)
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer of a model, loaded once per process; no code from the model's folder is run."""
     folder = model_folder(model, "tokenizer/*")
     config = pathlib.Path(folder, "tokenizer/tokenizer_config.json")
     name = json.loads(config.read_text()).get("tokenizer_class", "CLIPTokenizer").removesuffix("Fast")
     check_class(name, TOKENIZERS, f"{model!r} has a tokenizer")
-    return TOKENIZERS[name].from_pretrained(folder, subfolder="tokenizer")
+    return getattr(transformers, name).from_pretrained(folder, subfolder="tokenizer")
 
 
 def caption_ids(captions: Sequence[str], config: PreprocessingConfig) -> np.ndarray:
@@ -49,7 +49,7 @@ def clean(caption: str, cleaning: str) -> str:
 
 
 def tokenize(
-    captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, maximum_tokens: int | None = None
+    captions: Sequence[str], tokenizer: transformers.PreTrainedTokenizerBase, maximum_tokens: int | None = None
 ) -> np.ndarray:
     """B captions -> (B, L) int32 token ids, truncated to L.
 
@@ -66,6 +66,6 @@ def tokenize(
     return ids_BL
 
 
-def count_tokens(captions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def count_tokens(captions: Sequence[str], tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """The number of tokens of each caption before truncation, start and end tokens included."""
     return [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]

@@ -14,23 +14,20 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import transformers
-from diffusers import AutoencoderDC, AutoencoderKL
-from transformers import AutoConfig, CLIPTextModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
-from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from ..distributed import has_compiler
 from ..latents import schema
 from .models import check_class, model_folder
 
 # Only these classes are loaded, whatever a model's folder names, and no code from the folder is run.
-VAE = AutoencoderKL | AutoencoderDC
-VAES = {"AutoencoderKL": AutoencoderKL, "AutoencoderDC": AutoencoderDC}
-TEXT_ENCODERS = {"CLIPTextModel": CLIPTextModel, "T5EncoderModel": T5EncoderModel, "T5GemmaEncoder": T5GemmaEncoder}
+VAES = ("AutoencoderKL", "AutoencoderDC")
+TEXT_ENCODERS = ("CLIPTextModel", "T5EncoderModel", "T5GemmaEncoder")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # What each call of a `LatentEncoder` reports; times in seconds since 1970.
 CALL = pa.struct([("encoder", pa.string()), ("started", pa.float64()), ("ended", pa.float64()), ("rows", pa.int64())])
@@ -210,18 +207,18 @@ def normalize(pixels: Any) -> Any:
     return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
 
 
-def vae_moments(vae: VAE, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+def vae_moments(vae: diffusers.ModelMixin, pixels_BCHW: torch.Tensor) -> torch.Tensor:
     """(B, 3, H, W) in [-1, 1] -> (B, 2, C, H/8, W/8): the posterior's mean and standard deviation, unscaled.
 
     An `AutoencoderDC` has no posterior. For it, the latents come back: (B, 1, C, H/32, W/32).
     """
     encoded = vae.encode(pixels_BCHW)
-    if isinstance(vae, AutoencoderDC):
+    if isinstance(vae, diffusers.AutoencoderDC):
         return encoded.latent[:, None]
     return torch.stack([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
 
 
-def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
+def last_states(text_encoder: transformers.PreTrainedModel, caption_ids_BL: torch.Tensor) -> torch.Tensor:
     """(B, L) token ids -> (B, L, D): the text encoder's last hidden state.
 
     Positions with id -1 hold no token: they are masked, and their states are zero. Positions with a padding token are
@@ -235,27 +232,33 @@ def last_states(text_encoder: PreTrainedModel, caption_ids_BL: torch.Tensor) -> 
     return states_BLD.masked_fill(~mask_BL[:, :, None], 0)
 
 
-def load_vae(model: str, dtype: torch.dtype = torch.float32) -> VAE:
+def load_vae(model: str, dtype: torch.dtype = torch.float32) -> diffusers.ModelMixin:
     """The VAE of a model, without gradients. Raises Unsupported as `vae_config` does."""
-    vae_class = VAES[vae_config(model)["_class_name"]]
+    vae_class = getattr(diffusers, vae_config(model)["_class_name"])
     options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
     return vae_class.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
 
 
-def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The text encoder of a model, without gradients. Raises Unsupported as `text_config` does."""
     transformers.logging.disable_progress_bar()
     name, config = text_config(model)
     options = {"subfolder": "text_encoder", "config": config, "dtype": dtype, "use_safetensors": True}
     folder = model_folder(model, "text_encoder/*")
-    return TEXT_ENCODERS[name].from_pretrained(folder, **options).eval().requires_grad_(False)
+    return text_encoder_class(name).from_pretrained(folder, **options).eval().requires_grad_(False)
+
+
+def text_encoder_class(name: str) -> type[transformers.PreTrainedModel]:
+    """One of `TEXT_ENCODERS`. transformers has no shorter name for T5Gemma's."""
+    module = transformers.models.t5gemma.modeling_t5gemma if name == "T5GemmaEncoder" else transformers
+    return getattr(module, name)
 
 
 def vae_config(model: str) -> dict[str, Any]:
     """`vae/config.json`, with the class's defaults. Raises Unsupported for a class that is not in `VAES`."""
     config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
     check_class(config.get("_class_name"), VAES, f"{model!r} has an autoencoder")
-    options = inspect.signature(VAES[config["_class_name"]]).parameters
+    options = inspect.signature(getattr(diffusers, config["_class_name"])).parameters
     return {**{name: option.default for name, option in options.items()}, **config}
 
 
@@ -265,13 +268,13 @@ def downsampling(vae_config: dict[str, Any]) -> int:
     return 2 ** (len(vae_config[names[vae_config["_class_name"]]]) - 1)
 
 
-def text_config(model: str) -> tuple[str, PreTrainedConfig]:
+def text_config(model: str) -> tuple[str, transformers.PreTrainedConfig]:
     """`(name of the text encoder's class, its config)`. Raises Unsupported for a class not in `TEXT_ENCODERS`."""
     folder = pathlib.Path(model_folder(model, "model_index.json", "text_encoder/config.json"))
     index, values = folder / "model_index.json", json.loads((folder / "text_encoder/config.json").read_text())
     parts = json.loads(index.read_text()) if index.exists() else {}
     name = parts["text_encoder"][1] if "text_encoder" in parts else (values.get("architectures") or [None])[0]
     check_class(name, TEXT_ENCODERS, f"{model!r} has a text encoder")
-    loader = AutoConfig if name == "T5GemmaEncoder" else TEXT_ENCODERS[name].config_class
+    loader = transformers.AutoConfig if name == "T5GemmaEncoder" else text_encoder_class(name).config_class
     config = loader.from_pretrained(folder, subfolder="text_encoder")
     return name, getattr(config, "encoder", config)  # published T5Gemma configs describe a decoder too

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-from transformers import PreTrainedConfig
+import transformers
 
 from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
@@ -175,7 +175,7 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
     return columns
 
 
-def caption_length(config: PreprocessingConfig, text: PreTrainedConfig) -> int:
+def caption_length(config: PreprocessingConfig, text: transformers.PreTrainedConfig) -> int:
     """L, the number of token ids that captions are truncated or filled up to. `text`: the text encoder's config.
 
     L is `maximum_tokens` or, if that is None, the length that the tokenizer pads to. Raises Unsupported if L is more

@@ -19,11 +19,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Self
 
+import diffusers
 import numpy as np
 import ray
 import ray.train
 import torch
-from diffusers import DiffusionPipeline
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
@@ -306,7 +306,7 @@ class Evaluator:
             self.evaluation = dataclasses.replace(evaluation, prompts=list(dict.fromkeys(texts))[:NUM_PROMPTS])
 
     @functools.cached_property
-    def pipeline(self) -> DiffusionPipeline:
+    def pipeline(self) -> diffusers.DiffusionPipeline:
         return pipeline_of_run(self.denoiser, self.manifest, self.config)
 
     def losses(self, step: int) -> dict[str, Any]:

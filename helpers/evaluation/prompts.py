@@ -7,7 +7,7 @@ import io
 import json
 import pathlib
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from .. import storage
 from ..encode import captions
@@ -16,7 +16,9 @@ COLUMNS = ("prompt", "caption", "text", "Prompts")  # the last one: as DrawBench
 KINDS = (".txt", ".json", ".csv", ".tsv")
 
 
-def read_prompts(prompts: list[str] | str, *, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+def read_prompts(
+    prompts: list[str] | str, *, tokenizer: transformers.PreTrainedTokenizerBase | None = None
+) -> list[str]:
     """The prompts of a list, or of a file (path or URI).
 
     `.txt`: one per line; `.json`: a list of texts or objects; `.csv` and `.tsv`: one per row. The column or object key
@@ -43,7 +45,7 @@ def read_prompts(prompts: list[str] | str, *, tokenizer: PreTrainedTokenizerBase
     return list(texts.values())
 
 
-def check_lengths(texts: dict[int, str], where: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_lengths(texts: dict[int, str], where: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     most = tokenizer.model_max_length
     counts = dict(zip(texts, captions.count_tokens(list(texts.values()), tokenizer), strict=True))
     long = [line for line, count in counts.items() if count > most]

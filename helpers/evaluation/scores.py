@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PretrainedConfig
-from transformers import logging as transformers_logging
 
 from ..encode import models
 from ..encode.models import TINY_CLIP
@@ -92,18 +91,18 @@ class CLIP:
     def __init__(self, model: str = TINY_CLIP, device: str | torch.device = "cpu"):
         folder = models.model_folder(model, "*")
         self.device = torch.device(device)
-        transformers_logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()
         try:
-            kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
+            kind = transformers.PretrainedConfig.get_config_dict(folder)[0].get("model_type")
             if kind != "clip":
                 raise ValueError(f"its config.json says model_type={kind!r}, not 'clip'")
-            loaded, report = CLIPModel.from_pretrained(
+            loaded, report = transformers.CLIPModel.from_pretrained(
                 folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
             if report["missing_keys"]:
                 raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
-            self.tokenizer = CLIPTokenizer.from_pretrained(folder)
-            self.processor = CLIPImageProcessorPil.from_pretrained(folder)
+            self.tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)
+            self.processor = transformers.CLIPImageProcessorPil.from_pretrained(folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{model!r} is not a CLIP model in transformers layout ({str(error).strip().splitlines()[0]}): give a "

@@ -9,8 +9,8 @@ import json
 import pathlib
 from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers import ModelMixin, PixArtTransformer2DModel, PRXTransformer2DModel, UNet2DConditionModel
 from torch.nn.parallel import DistributedDataParallel
 
 NUM_TIMESTEPS = 1000
@@ -22,7 +22,7 @@ class Adapter:
     """A class of denoisers in diffusers: its blocks, its arguments, and the models that its pipeline accepts.
 
     Attributes:
-        kind: the class.
+        name: of the class.
         parts: names of the modules that own parameters, in the order of the forward pass. The name of a `ModuleList`
             stands for its items.
         blocks: the `parts` that are sharded and compiled one by one.
@@ -41,7 +41,7 @@ class Adapter:
         note: a sentence for users of the exported pipeline.
     """
 
-    kind: type[ModelMixin]
+    name: str
     parts: tuple[str, ...]
     blocks: tuple[str, ...]
     depth: str | None = None
@@ -55,6 +55,11 @@ class Adapter:
     samplers = ("ddim", "dpm++", "euler", "unipc")
     note = ""
     fixed: ClassVar[dict[str, Any]] = {}
+
+    @property
+    def kind(self) -> type[diffusers.ModelMixin]:
+        """The class. diffusers imports it here, which takes seconds: only processes that build a model pay for them."""
+        return getattr(diffusers, self.name)
 
     def divisor(self, config: dict) -> int:
         """The number that the sides of latents must be multiples of."""
@@ -72,7 +77,7 @@ class Adapter:
 class UNet(Adapter):
     """Stable Diffusion's U-Net. It reads a caption with its padding."""
 
-    kind = UNet2DConditionModel
+    name = "UNet2DConditionModel"
     parts = ("time_embedding", "conv_in", "down_blocks", "mid_block", "up_blocks", "conv_norm_out", "conv_out")
     blocks = ("down_blocks", "mid_block", "up_blocks")
     text_width = "cross_attention_dim"
@@ -95,7 +100,7 @@ class UNet(Adapter):
 class PixArt(Adapter):
     """PixArt-Sigma's transformer with cross-attention (Chen et al., 2024)."""
 
-    kind = PixArtTransformer2DModel
+    name = "PixArtTransformer2DModel"
     parts = ("pos_embed", "adaln_single", "caption_projection", "transformer_blocks", "proj_out")
     blocks = ("transformer_blocks",)
     depth = "num_layers"  # the table of `pos_embed` is a buffer outside of the state dict
@@ -115,7 +120,7 @@ class PixArt(Adapter):
 class PRX(Adapter):
     """Photoroom's transformer, with joint attention over image and caption."""
 
-    kind = PRXTransformer2DModel
+    name = "PRXTransformer2DModel"
     parts = ("txt_in", "img_in", "time_in", "resolution_embedder", "blocks", "final_layer")
     blocks = ("blocks",)
     text_width = "context_in_dim"
@@ -132,7 +137,7 @@ class PRX(Adapter):
         return {"tokenizer_max_length": max_tokens, "use_resolution_binning": False, "skip_text_cleaning": True}
 
 
-ADAPTERS = {adapter.kind.__name__: adapter for adapter in (UNet(), PixArt(), PRX())}
+ADAPTERS = {adapter.name: adapter for adapter in (UNet(), PixArt(), PRX())}
 
 # "sd2-base" is the published configuration of Stable Diffusion 2 base. "small" has the same shape at a tenth of the
 # size, for one GPU. The transformers are PRX's; "transformer-600m" takes T5Gemma's captions and 16 latent channels.
@@ -177,7 +182,7 @@ def load_denoiser_config(name: str) -> dict:
     return {**kept, **adapter.fixed}
 
 
-def build_denoiser(name: str, *, seed: int = 0) -> ModelMixin:
+def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
     """A denoiser with random weights on the CPU, the same for the same seed; `name` as in `load_denoiser_config`.
 
     Within `with torch.device("meta")`, it takes no memory.

@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..distributed import local
@@ -22,7 +22,7 @@ from .denoisers import NUM_TIMESTEPS, denoise
 
 def noise_schedule(
     prediction_type: str = "v_prediction", zero_terminal_snr: bool = False, device: torch.device | str = "cpu"
-) -> DDPMScheduler:
+) -> diffusers.DDPMScheduler:
     """Stable Diffusion's schedule: 1,000 steps, betas scaled-linear from 0.00085 to 0.012 (Rombach et al., 2022).
 
     Args:
@@ -30,7 +30,7 @@ def noise_schedule(
         zero_terminal_snr: rescale betas so that the last step is noise alone (Lin et al., 2024, algorithm 1).
         device: the device of the tensors that training reads.
     """
-    schedule = DDPMScheduler(
+    schedule = diffusers.DDPMScheduler(
         num_train_timesteps=NUM_TIMESTEPS,
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -86,7 +86,7 @@ class FlowSchedule:
         return noise_BCHW - latents_BCHW
 
 
-Schedule = DDPMScheduler | FlowSchedule
+Schedule = diffusers.DDPMScheduler | FlowSchedule
 
 
 # ---- random numbers

@@ -9,9 +9,9 @@ import contextlib
 import math
 import os
 
+import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import ModelMixin
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,7 +31,7 @@ def build_model(
     channels_last: bool = False,
     activation_checkpointing: bool = False,
     device: torch.device | str = "cpu",
-) -> tuple[ModelMixin, torch.nn.Module]:
+) -> tuple[diffusers.ModelMixin, torch.nn.Module]:
     """`(denoiser, model)`: the denoiser of a training run with its first weights, and the module to call in training.
 
     Call it on every rank. The weights are the same on any number of ranks. A rank allocates its own part only, after
@@ -69,7 +69,7 @@ def build_model(
     return denoiser, DistributedDataParallel(denoiser, gradient_as_bucket_view=True)
 
 
-def compile_blocks(denoiser: ModelMixin) -> None:
+def compile_blocks(denoiser: diffusers.ModelMixin) -> None:
     """Compile each of `denoisers.blocks` in place, once for each size of its input.
 
     Without a C++ compiler, it prints a sentence and compiles nothing. Parameter names do not change. A U-Net that is
@@ -102,7 +102,7 @@ def is_sharded(strategy: str, precision: str) -> bool:
     return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
 
 
-def apply_fsdp(denoiser: ModelMixin, strategy: str, precision: str, device: torch.device | str) -> None:
+def apply_fsdp(denoiser: diffusers.ModelMixin, strategy: str, precision: str, device: torch.device | str) -> None:
     """Shard the denoiser in place with FSDP2: each block, then the rest.
 
     In bf16, weights are gathered and used in bf16, also by GroupNorm and LayerNorm (MosaicML's low-precision norms).
@@ -160,7 +160,7 @@ def node_sizes(device: torch.device | str) -> list[int]:
     return nodes
 
 
-def cast_inputs(denoiser: ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:
+def cast_inputs(denoiser: diffusers.ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:
     """Forward pre-hook: inputs in bf16, except for the timestep, which bf16 would round to 8 bits.
 
     The timestep is the second positional argument or the keyword argument `timestep`.
@@ -174,7 +174,7 @@ def cast_inputs(denoiser: ModelMixin, arguments: tuple, named: dict) -> tuple[tu
     return arguments, {name: cast(name, value) for name, value in named.items()}
 
 
-def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.device | str) -> None:
+def allocate_weights(denoiser: diffusers.ModelMixin, name: str, seed: int, device: torch.device | str) -> None:
     """Move a denoiser from the "meta" device to `device`, with the weights that rank 0 draws and broadcasts."""
     weights = denoisers.build_denoiser(name, seed=seed).state_dict() if rank() == 0 else {}
     denoiser.to_empty(device=device)
@@ -183,7 +183,7 @@ def allocate_weights(denoiser: ModelMixin, name: str, seed: int, device: torch.d
     denoisers.rebuild_buffers(denoiser)
 
 
-def apply_channels_last(denoiser: ModelMixin, sharded: bool) -> None:
+def apply_channels_last(denoiser: diffusers.ModelMixin, sharded: bool) -> None:
     """Let convolutions use the memory layout (B, H, W, C), on which tensor cores are fastest.
 
     Without FSDP2, the weights are converted to channels_last. FSDP2 needs contiguous weights, so with it each

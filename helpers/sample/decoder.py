@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import diffusers
 import numpy as np
 import torch
 
-from ..encode.encoder import VAE, downsampling, load_vae
+from ..encode.encoder import downsampling, load_vae
 
 MOST_DECODED = 32  # images at a time; more are not faster
 MEMORY_SHARE = 0.8  # share of the free memory for activations: convolutions need work space, and memory is fragmented
@@ -27,7 +28,7 @@ def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) ->
 
 
 @torch.inference_mode()
-def decode_latents(model: str | VAE, latents_BCHW: torch.Tensor) -> np.ndarray:
+def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
     """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
 
     On a GPU, as many images are decoded at once as its free memory holds.
@@ -43,6 +44,6 @@ def decode_latents(model: str | VAE, latents_BCHW: torch.Tensor) -> np.ndarray:
     return torch.cat(images).numpy()
 
 
-def reconstruct(model: str | VAE, moments_B2CHW: np.ndarray) -> np.ndarray:
+def reconstruct(model: str | diffusers.ModelMixin, moments_B2CHW: np.ndarray) -> np.ndarray:
     """Stored moments -> (B, H, W, 3) uint8 images, decoded from the posterior's mean."""
     return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))

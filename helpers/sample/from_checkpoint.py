@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import diffusers
 import numpy as np
 import ray.train
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
 
 from .. import storage
 from ..config.training import TrainingConfig
@@ -16,13 +16,15 @@ from ..train import checkpoint
 from .pipeline import build_pipeline, build_sampler, denoiser_of, export_pipeline, generate
 
 
-def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> ModelMixin:
+def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
     """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
     with saved.as_directory() as folder:
         return checkpoint.load_weights(folder, build_denoiser(config.unet_config), which)
 
 
-def pipeline_of_run(denoiser: ModelMixin, manifest: Manifest, config: TrainingConfig) -> DiffusionPipeline:
+def pipeline_of_run(
+    denoiser: diffusers.ModelMixin, manifest: Manifest, config: TrainingConfig
+) -> diffusers.DiffusionPipeline:
     """diffusers' pipeline of a run's denoiser, with the models that `manifest` names and the config's sampler."""
     objective = {"zero_terminal_snr": config.zero_terminal_snr, "timestep_shift": config.timestep_shift}
     return build_pipeline(
@@ -66,7 +68,7 @@ def export_checkpoint(
     return uri
 
 
-def describe_call(pipeline: DiffusionPipeline, config: TrainingConfig) -> str:
+def describe_call(pipeline: diffusers.DiffusionPipeline, config: TrainingConfig) -> str:
     """The README of an exported folder: how plain diffusers draws the images that `generate` draws."""
     adapter, max_tokens = denoisers.adapter_of(denoiser_of(pipeline)), pipeline.tokenizer.model_max_length
     options = {

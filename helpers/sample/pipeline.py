@@ -16,10 +16,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
-from transformers import T5GemmaConfig
-from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from .. import storage
 from ..encode import captions, encoder
@@ -37,7 +34,7 @@ SAMPLERS = {
 
 def build_sampler(
     name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
-) -> SchedulerMixin:
+) -> diffusers.SchedulerMixin:
     """diffusers' scheduler for a denoiser, which was trained with this objective (see `TrainingConfig`).
 
     `name`: one of `SAMPLERS`.
@@ -59,8 +56,13 @@ def build_sampler(
 
 
 def build_pipeline(
-    denoiser: ModelMixin, sampler: SchedulerMixin, *, vae_model: str, text_encoder_model: str, max_tokens: int
-) -> DiffusionPipeline:
+    denoiser: diffusers.ModelMixin,
+    sampler: diffusers.SchedulerMixin,
+    *,
+    vae_model: str,
+    text_encoder_model: str,
+    max_tokens: int,
+) -> diffusers.DiffusionPipeline:
     """diffusers' pipeline of a denoiser, with the models that encoded its training data.
 
     Args:
@@ -88,7 +90,7 @@ def build_pipeline(
     return pipeline
 
 
-def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
+def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
     return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
 
 
@@ -106,7 +108,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def generate(
-    pipeline: DiffusionPipeline,
+    pipeline: diffusers.DiffusionPipeline,
     prompts: list[str],
     *,
     resolution: int,
@@ -155,25 +157,25 @@ def save_images(images: list[np.ndarray], uri: str) -> None:
         storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(image))
 
 
-def export_pipeline(pipeline: DiffusionPipeline, uri: str) -> str:
+def export_pipeline(pipeline: diffusers.DiffusionPipeline, uri: str) -> str:
     """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
-        if isinstance(pipeline.text_encoder, T5GemmaEncoder):
+        if type(pipeline.text_encoder).__name__ == denoisers.T5GEMMA:
             config = json.dumps(whole_config(pipeline.text_encoder), indent=2)
             pathlib.Path(folder, "text_encoder", "config.json").write_text(config)
         storage.copy_folder(folder, uri)
     return uri
 
 
-def whole_config(text_encoder: T5GemmaEncoder) -> dict[str, Any]:
+def whole_config(text_encoder: transformers.PreTrainedModel) -> dict[str, Any]:
     """The config.json that diffusers' loader takes for a T5Gemma's encoder: it describes a decoder too."""
     sizes = text_encoder.config.to_dict()
-    config = T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
+    config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
     return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
 
 
-def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
+def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
     """A pipeline from a folder, a URI or a hub id, without its safety checker."""
     with contextlib.ExitStack() as stack:
         if "://" in model:
@@ -182,9 +184,9 @@ def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> DiffusionPi
             model = folder
         folder = model_folder(model, "model_index.json", "*/*")
         options = {"dtype": dtype, "use_safetensors": True}
-        if "safety_checker" in DiffusionPipeline.load_config(folder):
+        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
             options["safety_checker"] = None
         with without_warnings():
-            loaded = DiffusionPipeline.from_pretrained(folder, **options)
+            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import diffusers
 import torch
-from diffusers import ModelMixin
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -112,7 +112,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 def count_forward(
     name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]
-) -> tuple[ModelMixin, FlopCounterMode]:
+) -> tuple[diffusers.ModelMixin, FlopCounterMode]:
     """A denoiser without weights, and the FLOPs of its forward pass on one sample, counted on the "meta" device.
 
     Args:

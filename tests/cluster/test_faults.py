@@ -65,34 +65,30 @@ def run_of(run, name, **changes):
 # ---- training
 
 
-def test_killed_driver_and_damaged_checkpoint_lose_nothing(run, straight, tmp_path, capsys):
-    """The same run bit by bit: a driver is killed after 33 steps, and the newest checkpoint, of step 30, damaged."""
-    config = run_of(run, "resumed")
+def test_killed_driver_and_damaged_checkpoints_lose_nothing(run, straight, tmp_path, capsys):
+    """The same run bit by bit: a driver is killed after 33 steps, and the newest checkpoint, of step 30, cut short.
+
+    When step 33 is done again, a worker dies, and the new checkpoint of step 30 is damaged at its full size. The one
+    restart that `max_failures` allows is the worker's.
+    """
+    config = run_of(run, "resumed", max_failures=1)
     run_driver(f"""
         config = TrainingConfig(**{config.to_dict()!r})
         die_when(lambda: steps_done(config) >= 33 and is_listed(config, 30))
         fit(config, loop=loop_with((wait_for_ever, 33, 0, {str(tmp_path / "driver")!r})))
     """)
     newest, file = truncate_newest(config)
-    fit(config)
-    assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in capsys.readouterr().out
-    assert attempts_of(config) == [1, 21]
-    assert_same_run(config, straight)
-    newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
-    assert newest == [checkpoint.checkpoint_name(40, 2), checkpoint.checkpoint_name(30, 2)]
-
-
-def test_a_checkpoint_damaged_at_its_full_size_costs_no_restart(run, straight, tmp_path, capsys):
-    """The one restart that `max_failures` allows is the killed worker's; the run goes on from the checkpoint before."""
-    config = run_of(run, "flipped", max_failures=1)
     strike = functools.partial(damage_and_die, config.run_uri)
     with monitor.monitor_run(config):
-        fit(config, loop=loop_with((strike, 23, 0, tmp_path / "flag")))
+        fit(config, loop=loop_with((strike, 33, 0, tmp_path / "worker")))
     said = capsys.readouterr().out
-    assert "lost: checkpoint-000000020-001 cannot be used: its file __" in said
-    assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000010-001." in said
-    assert attempts_of(config) == [1, 11]
+    assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said
+    assert "lost: checkpoint-000000030-002 cannot be used: its file __" in said
+    assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000020-001." in said
+    assert attempts_of(config) == [1, 21, 21]
     assert_same_run(config, straight)
+    newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
+    assert newest == [checkpoint.checkpoint_name(40, 3), checkpoint.checkpoint_name(30, 3)]
 
 
 @slow

@@ -18,11 +18,12 @@ def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [{"strategy": "ddp"}, {"strategy": "fsdp", "bf16": True}])
-def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path, spread):
-    """And their sampler draws what diffusers' draws."""
+def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
+    """And their sampler draws what diffusers' draws. Sharded, in bf16; in the notebook nbval runs them with DDP."""
     captioned_shapes.write_data_set(tmp_path / "raw", 200, spoilt_share=0.05)
-    printed = by_hand.run(tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6, **spread)
+    printed = by_hand.run(
+        tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6, strategy="fsdp", bf16=True
+    )
     assert "200 rows read, 190 written, 10 dropped" in printed
     assert [line for line in printed.splitlines() if line.startswith("{'step'")] == ["{'step': 4}", "{'step': 6}"]
     assert int(re.search(r"largest difference of a pixel: (\d+) of 255", printed)[1]) <= 2

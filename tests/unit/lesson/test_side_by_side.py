@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
-from scipy import stats
 
 from helpers.lesson import side_by_side
 from helpers.lesson.side_by_side import NO_PREFERENCE, SideBySide
@@ -93,8 +92,8 @@ def test_a_report_counts_preferences_and_ties():
     assert found.loc["quality", ["early", NO_PREFERENCE, "late"]].tolist() == [4, 2, 6]
     assert found.loc["alignment", ["early", NO_PREFERENCE, "late"]].tolist() == [0, 0, 11]
     assert found.loc["quality", "preferred"] == 0.6 and found.loc["alignment", "preferred"] == 1
-    wilson = stats.binomtest(6, 10).proportion_ci(method="wilson")
-    assert found.loc["quality", ["low", "high"]].tolist() == pytest.approx([wilson.low, wilson.high])
+    wilson = [0.3126737697, 0.8318196703]  # scipy.stats.binomtest(6, 10).proportion_ci(method="wilson"), scipy 1.17
+    assert found.loc["quality", ["low", "high"]].tolist() == pytest.approx(wilson)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
@@ -276,7 +275,7 @@ def test_logit_normal_timesteps_are_as_frequent_as_diffusers_draws_them():
     drawn = compute_density_for_timestep_sampling("logit_normal", 200_000, **options).numpy()
     counts = np.bincount((drawn * 10).astype(int), minlength=10)
     expected = density_T.reshape(10, 100).sum(axis=1) * len(drawn) / 1000
-    assert ((counts - expected) ** 2 / expected).sum() < scipy.stats.chi2(9).ppf(0.999)
+    assert ((counts - expected) ** 2 / expected).sum() < 27.88  # the 99.9 % quantile of chi-squared, 9 degrees
     assert density_T.mean() == pytest.approx(1)
 
 
