@@ -35,17 +35,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
 
-# Two processes run the tests (pytest-xdist): one starts with those that share a Ray cluster, the other one with the
-# notebooks; then both take the unit tests, a file at a time.
+# Two processes run the tests (pytest-xdist), each with a Ray cluster of its own: one starts with the folder `cluster`,
+# the other one with the object stores and the notebooks; then both take the unit tests, a file at a time.
 ORDER = ["cluster", "object_store", "test_nodes.py", "test_profile_placement.py", "notebooks", "unit"]
-TOGETHER = {"cluster": "cluster", "object_store": "cluster", "notebooks": "notebooks"}
+TOGETHER = {"cluster", "notebooks", "object_store"}
 
 
 class Scheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid):
         """What is run by one process: the file of a test, or its folder."""
         file = pathlib.PurePosixPath(nodeid.partition("::")[0])
-        return TOGETHER.get(file.parent.name, str(file))
+        return file.parent.name if file.parent.name in TOGETHER else str(file)
 
 
 def pytest_xdist_make_scheduler(config, log):

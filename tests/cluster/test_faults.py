@@ -107,6 +107,7 @@ def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, cap
     assert not storage.exists(torn)
 
 
+@slow
 def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_the_run(run, straight, capsys):
     """One is kept: that of step 10, from which the same command goes on, with the same steps bit by bit.
 
