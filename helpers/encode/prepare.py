@@ -84,11 +84,10 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
-    begun = begun or {}
-    config = pin_models(config, begun.get("encoder"))
+    config = pin_models(config, begun and begun.get("encoder"))
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     of_first = inputs.id_type(checks.check_input(paths[0], config).field(config.id_column).type)
-    if "input_crc32" in begun:
+    if begun and "input_crc32" in begun:
         id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))
     else:
         id_type = checks.check_inputs(paths, config)

@@ -228,6 +228,17 @@ def stored_types(paths: list[str], columns: list[str], config: PreprocessingConf
         return set(pool.map(types_of, paths))
 
 
+def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:
+    """Columns of a row group of a Parquet file, some rows at a time; `captions` as lists of short texts."""
+    tables = []
+    for table in readers.Parquet().stream(path, list(columns), [group]):
+        for name in captions:
+            short = pa.array(text_lists(table[name]), pa.list_(pa.string()))
+            table = table.set_column(table.column_names.index(name), name, short)
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
 def with_path(table: pa.Table, path: str) -> pa.Table:
     """A table of one file's rows with the column `path`."""
     return table.append_column(PATH, pa.repeat(path, len(table)))

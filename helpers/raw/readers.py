@@ -265,12 +265,6 @@ def release_large(batch: pa.RecordBatch) -> None:
         pa.default_memory_pool().release_unused()
 
 
-def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
-    """Columns of a row group of a Parquet file."""
-    with Parquet().open(path) as file:
-        return file.read_row_group(group, columns=list(columns))
-
-
 def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
     """The rows of a row group that `piece` locates, in ascending order.
 
