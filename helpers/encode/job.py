@@ -68,18 +68,18 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
 
 def begun_with(latents_uri: str) -> dict | None:
     """`Job.parameters` of the job at `latents_uri`, finished or not; None if there is none."""
-    if is_finished(latents_uri):
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
         return read_manifest(latents_uri).job
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
     remedy = f"give another latents_uri, or delete {latents_uri} and encode the data again"
     return storage.read_json(job_uri, remedy).get("parameters", {}) if storage.exists(job_uri) else None
 
 
-def is_finished(latents_uri: str) -> bool:
-    """Whether a job's manifest is there. A damaged one is not: the job makes it again from its segments' entries."""
+def finished_segments(latents_uri: str) -> list[dict]:
+    """The entries of a finished job's segments; [] if its manifest is missing or damaged, and has to be made again."""
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
-        return bool(read_manifest(latents_uri) and read_segments(latents_uri))
-    return False
+        return read_manifest(latents_uri) and read_segments(latents_uri)
+    return []
 
 
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
@@ -120,7 +120,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return is_finished(self.latents_uri)
+        return bool(finished_segments(self.latents_uri))
 
     def known_segments(self) -> list[Segment]:
         """The segments that an earlier run planned; [] without one.
@@ -129,8 +129,7 @@ class Job:
         """
         if (earlier := begun_with(self.latents_uri)) is not None:
             self.check_same(earlier)
-        if self.finished:
-            entries = read_segments(self.latents_uri)
+        if entries := finished_segments(self.latents_uri):
             return [Segment(entry["index"], entry["sources"], entry["read"], entry["limit"]) for entry in entries]
         if storage.exists(self.uri(SEGMENTS, JOB)):
             job = storage.read_json(self.uri(SEGMENTS, JOB))

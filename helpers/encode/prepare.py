@@ -41,7 +41,7 @@ def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None
     that says what to change.
     """
     begun = job.begun_with(config.latents_uri)
-    checked = check(config, begun and begun.get("encoder"), begun)
+    checked = check(config, begun)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     return job.Job(
@@ -76,20 +76,21 @@ class CheckedInput:
     id_type: pa.DataType
 
 
-def check(config: PreprocessingConfig, earlier: dict | None = None, begun: dict | None = None) -> CheckedInput:
+def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInput:
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
-    `earlier`: as for `pin_models`. `begun`: parameters that a job began with, whose files were all checked then.
+    `begun`: parameters of the job that is being resumed, whose files were all checked when it began; or of a run, only
+    its "encoder" (`pin_models`).
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
-    config = pin_models(config, earlier)
+    config = pin_models(config, begun and begun.get("encoder"))
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     of_first = inputs.id_type(checks.check_input(paths[0], config).field(config.id_column).type)
-    if begun is None:
-        id_type = checks.check_inputs(paths, config)
-    else:
+    if begun and "input_crc32" in begun:
         id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))
+    else:
+        id_type = checks.check_inputs(paths, config)
     listing = inputs.listing(paths, config.data_uri)
     parameters = {
         **config.fixed("rows", "latents"),

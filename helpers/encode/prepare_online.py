@@ -36,7 +36,7 @@ def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifes
         )
     uri, share = training.latents_uri, training.validation_share
     earlier = read_if_there(uri)
-    found = prepare.check(config, earlier and earlier.encoder)
+    found = prepare.check(config, earlier and {"encoder": earlier.encoder})
     config = found.config
     with lease.hold(uri, f"latents_uri={uri!r}"):
         key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)

@@ -44,8 +44,8 @@ def transform(
     Tensors are plain bytes, so that nothing is parsed between the stages. Columns:
         id, source
         reason: empty for a good row
-        caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`). With
-            `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
+        caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`); of a bad row, of
+            an empty text. With `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the picture better. Also null if the picture is smaller than the shape and
             `config.upscale` is False.
@@ -63,7 +63,9 @@ def transform(
         schema.SOURCE: rows[inputs.SOURCE],
     }
     for number in schema.numbers(inputs.CAPTION, rows.column_names):
-        texts = [caption or "" for caption in rows[schema.numbered(inputs.CAPTION, number)].to_pylist()]
+        captions = rows[schema.numbered(inputs.CAPTION, number)].to_pylist()
+        # A caption that is too long would cost its tokens.
+        texts = ["" if reason else caption or "" for caption, (_, reason) in zip(captions, done, strict=True)]
         ids_BL = caption_ids(texts, config)
         columns[schema.numbered(schema.CAPTION, number)] = pa.array(texts, pa.string())
         columns[schema.numbered(schema.CAPTION_IDS, number)] = schema.to_binary(ids_BL, dtype=np.int32)

@@ -34,13 +34,13 @@ from ..latents import schema
 from ..latents.manifest import RowRange
 from ..latents.parquet import read_parquet, write_table
 from ..runtime import retries
-from . import filters, images, inputs, readers
+from . import filters, images, inputs
 from .readers import GROUP, rows_of
 
 REPORT = "index.json"  # written last: an index that has it is complete
 REJECTS = "rejects"  # suffix of the folder that lists unusable rows with their reasons
 MOST_TASKS = 2_000
-ReadGroup = Callable[[str, int, tuple[str, ...]], pa.Table]  # path, row group, columns
+ReadGroup = Callable[[str, int, tuple[str, ...], tuple[str, ...]], pa.Table]  # see `inputs.read_row_group`
 
 
 def build_index(
@@ -188,6 +188,7 @@ def read_indexed_rows(
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
     columns = list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column]))
+    names = tuple(columns), tuple(set(config.caption_columns) - {config.id_column, config.image_column})
     folder, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
     for file_name in dict.fromkeys(one.file_name for one in ranges):
         path = f"{folder}/{file_name.partition('/')[2]}"
@@ -199,7 +200,7 @@ def read_indexed_rows(
             for one in (ranges[position] for position in positions)
         ]
         if read_group:
-            found = (rows_of(read_group(path, piece[GROUP][0].as_py(), tuple(columns)), piece) for piece in pieces)
+            found = (rows_of(read_group(path, piece[GROUP][0].as_py(), *names), piece) for piece in pieces)
         else:
             found = inputs.reader(config).read_located(path, pieces, columns)
         for position, rows in zip(positions, found, strict=True):
@@ -216,10 +217,10 @@ class RowGroups:
     def __init__(self, most: int):
         # A read is a task of its own, on any node: no bytes pass through the actor.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "retry_exceptions": [OSError]}
-        self.read = functools.lru_cache(most)(ray.remote(**options)(readers.read_row_group).remote)
+        self.read = functools.lru_cache(most)(ray.remote(**options)(inputs.read_row_group).remote)
 
     def get(self, *group: Any) -> list[ray.ObjectRef]:
-        """The rows' reference, in a list, because Ray would send the rows otherwise. `group`: path, number, columns."""
+        """The rows' reference, in a list, because Ray would send the rows otherwise. `group`: see `ReadGroup`."""
         return [self.read(*group)]
 
     def reads(self) -> int:

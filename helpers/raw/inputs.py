@@ -24,12 +24,11 @@ from pyarrow import fs
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
-from ..latents.parquet import check_types, plain_type
 from . import filters, readers
 from .images import BadImage
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
-PATH = "path"  # added column: the file of each row
+PATH, GROUPS = "path", "groups"  # added column: the file of each row; of a task that reads: the row groups
 C_LIBRARY = ctypes.CDLL(None)
 RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
 ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a time
@@ -229,6 +228,17 @@ def stored_types(paths: list[str], columns: list[str], config: PreprocessingConf
         return set(pool.map(types_of, paths))
 
 
+def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:
+    """Columns of a row group of a Parquet file, some rows at a time; `captions` as lists of short texts."""
+    tables = []
+    for table in readers.Parquet().stream(path, list(columns), [group]):
+        for name in captions:
+            short = pa.array(text_lists(table[name]), pa.list_(pa.string()))
+            table = table.set_column(table.column_names.index(name), name, short)
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
 def with_path(table: pa.Table, path: str) -> pa.Table:
     """A table of one file's rows with the column `path`."""
     return table.append_column(PATH, pa.repeat(path, len(table)))
@@ -252,25 +262,28 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
 
 
 def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
-    """A dataset of columns of files, with `path`. Ray Data moves a filter on them into the Parquet read.
+    """A dataset of columns of files, with `path`. A task reads a file, or some row groups of it (`readers.PART_ROWS`).
 
-    It reads Parquet itself if the files' types are plain and alike; else, a task reads each file.
+    `ray.data.read_parquet` sizes what it reads at a time by the footer, in which a row group with long captions may
+    look small.
     """
-    kinds = stored_types(paths, columns, config)
-    is_parquet = config.input_format == "parquet"
-    if is_parquet and len(kinds) == 1 and all(kind == plain_type(kind) for kind in next(iter(kinds))):
-        filesystem = storage.open_filesystem(paths[0])[0]
-        options = {"include_paths": True, "partitioning": None, "file_extensions": None, "ray_remote_args": RETRIES}
-        rows = ray.data.read_parquet(paths, filesystem=filesystem, **options)
-        return rows.select_columns([*columns, PATH])
-    read = functools.partial(read_file_batch, columns=columns, reader=reader(config))
-    tasks = ray.data.from_items([{PATH: path} for path in paths], override_num_blocks=len(paths))
-    return tasks.map_batches(read, batch_size=1, **RETRIES)  # one task per file
+    one = reader(config)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        parts = [
+            {PATH: path, GROUPS: part}
+            for path, of in zip(paths, pool.map(one.parts, paths), strict=True)
+            for part in of
+        ]
+    read = functools.partial(read_part, columns=columns, reader=one)
+    tasks = ray.data.from_items(parts, override_num_blocks=len(parts))
+    return tasks.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
 
 
-def read_file_batch(batch: dict, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
-    """`read_files` of a batch of Ray Data."""
-    return read_files(batch[PATH].tolist(), columns, reader)
+def read_part(part: pa.Table, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
+    """Columns of the rows of a file's part, which is a row of `PATH` and `GROUPS`, some rows at a time."""
+    path = part[PATH][0].as_py()
+    for table in reader.stream(path, columns, part[GROUPS][0].as_py()):
+        yield with_path(table, path)
 
 
 def read_files(paths: list[str], columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
@@ -287,8 +300,6 @@ def convert_block(
     block: pa.Table, *, config: PreprocessingConfig, id_type: pa.DataType | None = None
 ) -> Iterator[pa.Table]:
     """`to_raw_rows` of a block, some rows at a time, because pictures given as paths may be too many to hold."""
-    if len(block):  # Ray Data has opened the files itself
-        check_types(block.schema, block[PATH][0].as_py())
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config, id_type)
     release_memory()

@@ -54,6 +54,7 @@ MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 LARGE_BATCH_BYTES = 2**24
+PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
 GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
@@ -73,6 +74,10 @@ class Reader:
     def largest_group(self, path: str) -> int:
         """Rows of the largest row group that can only be read whole; 0 if rows can be read alone."""
         return 0
+
+    def parts(self, path: str) -> list[list[int] | None]:
+        """What tasks read of the file, each for itself: numbers of row groups; None stands for all."""
+        return [None]
 
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
         """The columns of some rows; unused ones are typed as text."""
@@ -130,6 +135,12 @@ class Parquet(Reader):
 
     def largest_group(self, path: str) -> int:
         return max(self.row_groups(path), default=0)
+
+    def parts(self, path: str) -> list[list[int] | None]:
+        rows = self.row_groups(path)
+        part_of_group = (np.cumsum([0, *rows[:-1]]) // PART_ROWS).tolist()
+        numbered = itertools.groupby(range(len(rows)), key=part_of_group.__getitem__)
+        return [list(groups) for _, groups in numbered]
 
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one row group, as `locate` gives them.
@@ -252,12 +263,6 @@ def release_large(batch: pa.RecordBatch) -> None:
     """Return unused memory to the system after a large batch: Arrow's pool may keep that of each before it."""
     if batch.nbytes > LARGE_BATCH_BYTES:
         pa.default_memory_pool().release_unused()
-
-
-def read_row_group(path: str, group: int, columns: Iterable[str]) -> pa.Table:
-    """Columns of a row group of a Parquet file."""
-    with Parquet().open(path) as file:
-        return file.read_row_group(group, columns=list(columns))
 
 
 def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:

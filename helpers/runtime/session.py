@@ -60,8 +60,6 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # the same input gives the same files
     context.target_max_block_size = 32 * 2**20  # small blocks keep all stages busy and memory low
-    # Ray Data reads Parquet footers in an actor, and does not itself start another one where its node is lost.
-    context.retried_map_errors, context.max_map_retries = ["class_name: FooterReader"], 5
 
 
 def answers() -> bool:

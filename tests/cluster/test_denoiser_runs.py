@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 
 import pytest
@@ -12,7 +11,7 @@ from helpers.encode import prepare_online
 from helpers.sample.from_checkpoint import export_checkpoint
 from helpers.train.resume import last_checkpoint
 from tests.faults import attempts_of, die, loop_with, slow
-from tests.pipelines import assert_bare, encode, fit, fit_parts, online_stream, short_run
+from tests.pipelines import assert_bare, encode, fit, online_stream, short_run
 from tests.unit.model.test_denoisers import FLOW, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,23 +44,12 @@ def test_a_killed_run_of_pixart_over_stored_latents_is_a_bare_loop(encoded, reci
 
 
 @slow
-@pytest.mark.parametrize("keep_latents", [False, True])
-def test_a_killed_online_run_of_prx_is_a_bare_loop(encoded, recipe, tmp_path, keep_latents):
-    """Also where its first epoch keeps what it encodes, for the others."""
-    values = {
-        "storage": str(tmp_path),
-        "input_uri": encoded[0].raw_uri,
-        "resolutions": [32],
-        "keep_latents": keep_latents,
-    }
+def test_a_killed_online_run_of_prx_is_a_bare_loop(encoded, recipe, tmp_path):
+    values = {"storage": str(tmp_path), "input_uri": encoded[0].raw_uri, "resolutions": [32]}
     raw = OnlineConfig(**values, maximum_tokens=24, text_cleaning="ftfy", encoder_batch_size=8)
     config = short_run(str(tmp_path), "prx", latents_uri=str(tmp_path / "online"), **recipe("prx"))
     loop = loop_with((die, 11, 0, tmp_path / "killed"))
-    if keep_latents:
-        fit_parts(raw, config, loop=loop)
-        assert os.path.exists(tmp_path / "killed")
-    else:
-        prepare_online.prepare_run(raw, config)
-        fit(config, loop=loop, stream=online_stream(raw, seed=config.seed))
-        assert attempts_of(config) == [1, 9]
-        assert_bare(config, raw=raw)
+    prepare_online.prepare_run(raw, config)
+    fit(config, loop=loop, stream=online_stream(raw, seed=config.seed))
+    assert attempts_of(config) == [1, 9]
+    assert_bare(config, raw=raw)

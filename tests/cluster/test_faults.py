@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import ray.train
-from fsspec.implementations.local import LocalFileSystem
 from ray import cloudpickle
 
 from helpers import storage
@@ -240,24 +239,11 @@ def table_of(latents_uri):
     return pa.concat_tables([pq.read_table(f"{latents_uri}/data/{name}") for name in names])
 
 
-class FooterlessFiles(pa.fs.FSSpecHandler):
-    """Files on a disk, of which the first actor that opens one is killed: Ray Data's, which reads Parquet footers."""
-
-    def __init__(self, flag):
-        super().__init__(LocalFileSystem())
-        self.flag = flag
-
-    def open_input_file(self, path):
-        if ray.get_runtime_context().get_actor_id():
-            once(self.flag, die)
-        return super().open_input_file(path)
-
-
 def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeypatch, capsys):
     """Every row once, in the order and with the bytes of a job that nothing happened to; no segment begins again."""
     finished, expected = encoded
     config = dataclasses.replace(finished, latents_uri=str(tmp_path / "latents"))
-    reader, encoding, transforming = flags = [str(tmp_path / name) for name in ("reader", "encoder", "transform")]
+    reading, encoding, transforming = flags = [str(tmp_path / name) for name in ("read", "encode", "transform")]
 
     class MortalEncoder(encoder.LatentEncoder):
         def __call__(self, rows):
@@ -270,16 +256,15 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
         once(transforming, die)
         return stages.transform(rows, config=config)
 
-    job, opened = prepare.prepare_job(config), storage.open_filesystem
-    build = build_pipeline(job, latent_encoder=MortalEncoder, transform=mortal_transform)
+    read = inputs.read_part
 
-    def pipeline(segment):
-        with monkeypatch.context() as patch:
-            mortal = pa.fs.PyFileSystem(FooterlessFiles(reader))
-            patch.setattr(storage, "open_filesystem", lambda uri: (mortal, opened(uri)[1]))
-            return build(segment)
+    def mortal_read(part, **options):
+        once(reading, die)
+        return read(part, **options)
 
-    manifest = job.run(pipeline)
+    job = prepare.prepare_job(config)
+    monkeypatch.setattr(inputs, "read_part", mortal_read)
+    manifest = job.run(build_pipeline(job, latent_encoder=MortalEncoder, transform=mortal_transform))
     assert all(map(os.path.exists, flags))
     assert "is restarted" not in capsys.readouterr().out
     assert manifest.read == expected.read and manifest.rejected == expected.rejected

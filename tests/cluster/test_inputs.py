@@ -296,11 +296,8 @@ def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
         looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
 
 
-def test_ray_reads_only_what_is_used(tmp_path, cluster, capsys):
-    """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops.
-
-    Where no limit cuts the file, the filter is pushed down into the read.
-    """
+def test_a_job_reads_only_what_is_used(tmp_path, cluster):
+    """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
     paths, widths = [], [None, 1, 2, 3, 4] * 4
     for number in range(2):
         columns = {"hash": range(100 * number, 100 * number + 20), "width": widths, "unused": [0] * 20}
@@ -309,16 +306,9 @@ def test_ray_reads_only_what_is_used(tmp_path, cluster, capsys):
     config = PreprocessingConfig(row_filter=text, limit=30)
     segments = job.plan_segments(paths, config, rows_per_segment=20)
     assert [segment.rows for segment in segments] == [20, 10]
-    plans = []
     for path, segment in zip(paths, segments, strict=True):
-        dataset = inputs.read_rows(segment, config)
-        rows, table = dataset.take_all(), pq.read_table(path)[: segment.rows]
+        rows, table = inputs.read_rows(segment, config).take_all(), pq.read_table(path)[: segment.rows]
         expected = table.filter(filters.parse_filter(text).to_pyarrow())["hash"].to_pylist()
         assert [row["id"] for row in rows] == expected and 0 < len(expected) < segment.rows
         assert {row["source"] for row in rows} == {storage.name(path)}
         assert set(rows[0]) == {"id", "caption", "image", "error", "source"}
-        capsys.readouterr()
-        dataset.explain()
-        plans.append(capsys.readouterr().out.rpartition("Physical Plan (Optimized)")[2])
-    assert "Filter" not in plans[0] and "Limit" not in plans[0]
-    assert "Filter" in plans[1] and "limit=10" in plans[1]

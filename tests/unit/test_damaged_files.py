@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
-from helpers.encode.job import is_finished
 from helpers.encode.prepare_online import read_if_there
 from helpers.evaluation import generation
 from helpers.evaluation.run_figure import read_evaluated_images
@@ -171,7 +170,7 @@ def test_a_damaged_manifest_without_the_segments_entries_is_said(tmp_path):
     pipeline, _ = failing(job := job_of(tmp_path), [])
     job.run(pipeline)
     storage.delete(tmp_path / "segments")
-    assert is_finished(str(tmp_path))
+    assert job_of(tmp_path).finished
     halve(tmp_path / "manifest.json")
     with pytest.raises(ValueError, match="do not belong to an unfinished job .*: give another latents"):
         job_of(tmp_path)

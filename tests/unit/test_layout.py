@@ -37,7 +37,7 @@ def copied_lines(*modules):
         pytest.param(lambda: copied_lines("latents.read"), 1_250, id="to copy: plan and read"),
         pytest.param(lambda: copied_lines("train.loop"), 3_229, id="to copy: the training loop"),
         pytest.param(lambda: folder_lines(PACKAGE / "lesson"), 2_400, id="lesson"),
-        pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_856, id="all but lesson"),
+        pytest.param(lambda: folder_lines(PACKAGE, leave_out="lesson"), 7_868, id="all but lesson"),
         pytest.param(lambda: folder_lines(ROOT / "tests"), 16_000, id="tests"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().split()), 1550, id="words of README.md"),
         pytest.param(lambda: len((ROOT / "README.md").read_text().splitlines()), 150, id="lines of README.md"),

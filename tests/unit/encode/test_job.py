@@ -106,6 +106,16 @@ def test_an_error_that_would_come_again_ends_the_job(tmp_path, error):
     assert begun == [0] and not job.written_files()
 
 
+def test_a_finished_job_reads_its_list_of_files_once_and_again_where_it_is_run(tmp_path, monkeypatch):
+    """The list of a large data set takes minutes."""
+    pipeline, begun = failing(job := job_of(tmp_path), [])
+    manifest, read, names = job.run(pipeline), storage.read_json, []
+    monkeypatch.setattr(storage, "read_json", lambda uri, *more: names.append(storage.name(uri)) or read(uri, *more))
+    again = job_of(tmp_path)
+    assert names.count("files.json") == 1 and again.segments == job.segments
+    assert again.run(pipeline) == manifest and names.count("files.json") == 2 and begun == [0, 1]
+
+
 def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
     job = job_of(tmp_path)
     storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})

@@ -95,11 +95,11 @@ def test_raw_data_with_such_an_id_is_refused_before_a_job(hostile):
 
 
 def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
-    """Where Ray Data has opened it: the columns of its blocks are checked before a value is made of them."""
+    """In the task that reads it, before a value is made."""
     config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
-    block = inputs.with_path(pq.read_table(hostile, columns=["hash", "caption", "jpg"]), str(hostile))
+    part, one = pa.table({inputs.PATH: [str(hostile)], inputs.GROUPS: [[0]]}), inputs.reader(config)
     with pytest.raises(ValueError, match=REFUSED):
-        list(inputs.convert_block(block, config=config))
+        list(inputs.read_part(part, columns=["hash", "caption", "jpg"], reader=one))
 
 
 def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(hostile, tmp_path, build_manifest):
@@ -118,7 +118,6 @@ def test_parquet_and_arrow_files_are_opened_in_one_place():
     """A module that opens them in another way must use `latents.parquet`, or be listed here with the reason."""
     known = {
         ("helpers.latents.parquet", "ParquetFile"),  # the place
-        ("helpers.raw.inputs", "read_parquet"),  # Ray Data's; `convert_block` checks its blocks
         ("helpers.lesson.captioned_shapes", "read_schema"),  # no values
     }
     openers = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}
