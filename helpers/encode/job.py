@@ -221,8 +221,8 @@ class Job:
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
         """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray retries the pipeline's tasks and restarts its actors. But Ray does not restart its own actors that read
-        Parquet footers, and it loses blocks that it cannot recompute. In both cases the segment is retried.
+        Ray retries the pipeline's tasks and restarts its actors. The segment is retried where Ray gives up, or loses
+        blocks that it cannot recompute.
         """
         for failures in itertools.count(1):
             try:
