@@ -56,7 +56,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
         sources.append(path)
         rows += taken
         if rows >= rows_per_segment or is_cut:
-            # Set a limit only where it ends inside a file, because it prevents filter pushdown into the read.
+            # Set a limit only where it ends inside a file, because reading and converting are then two tasks.
             segments.append(Segment(len(segments), sources, rows, rows if is_cut else None))
             sources, rows = [], 0
     if sources:
@@ -221,8 +221,8 @@ class Job:
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
         """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray retries the pipeline's tasks and restarts its actors. The segment is retried where Ray gives up, or loses
-        blocks that it cannot recompute.
+        Ray retries the pipeline's tasks and restarts its actors. But Ray loses blocks that it cannot recompute, and it
+        repeats a task that reads only so often (`inputs.RETRIES`). In both cases the segment is retried.
         """
         for failures in itertools.count(1):
             try:
