@@ -3,7 +3,13 @@
 import subprocess
 import sys
 
+import pyarrow as pa
 import pytest
+
+from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import captions, stages
+from helpers.latents import schema
+from helpers.raw import inputs
 
 STAGES = """
 import sys, tempfile
@@ -60,3 +66,13 @@ def test_memory_that_is_free_goes_back_to_the_system():
     done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, timeout=120)
     used, left = map(float, done.stdout.split())
     assert used > 100 and left < used / 4
+
+
+def test_a_rejected_caption_is_not_tokenized(tmp_path, monkeypatch):
+    """Tokenizing 64 KiB takes 50 ms and much memory."""
+    seen, clean = [], captions.clean
+    monkeypatch.setattr(captions, "clean", lambda text, how: seen.append(text) or clean(text, how))
+    rows = {inputs.ID: [1], inputs.CAPTION: ["long " * 2**14], inputs.IMAGE: [b"x"], inputs.ERROR: [""]}
+    table = pa.table({**rows, inputs.SOURCE: ["a.parquet"]})
+    (row,) = stages.transform(table, config=PreprocessingConfig(storage=str(tmp_path))).to_pylist()
+    assert row[schema.REASON] == "caption of more than 65536 bytes" and seen == [""]
