@@ -14,7 +14,6 @@ from tests.faults import slow
     ("name", "arguments"),
     [
         ("encode_through_ray", "--rows 120 --rounds 1"),
-        ("online_throughput", "--encoders 1 --seconds 2"),
         ("train_through_ray", "--steps 24 --rounds 1"),
     ],
 )
