@@ -1,4 +1,4 @@
-"""What the notebooks promise: their form, and that they run, shrunk, from another folder, cells of two of them twice."""
+"""What the notebooks promise: their form, and that they run, shrunk, from another folder."""
 
 import ast
 import copy
