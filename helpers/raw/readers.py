@@ -140,7 +140,7 @@ class Parquet(Reader):
         rows = self.row_groups(path)
         part_of_group = (np.cumsum([0, *rows[:-1]]) // PART_ROWS).tolist()
         numbered = itertools.groupby(range(len(rows)), key=part_of_group.__getitem__)
-        return [list(groups) for _, groups in numbered]
+        return [list(groups) for _, groups in numbered] or [[]]  # a file without rows is read too
 
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one row group, as `locate` gives them.

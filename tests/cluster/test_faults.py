@@ -10,7 +10,6 @@ import sys
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import ray

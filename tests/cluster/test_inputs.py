@@ -296,6 +296,16 @@ def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
         looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
 
 
+def test_tasks_read_each_row_group_once_and_a_file_without_any_too(tmp_path):
+    """Spark and polars leave such files; a segment may hold nothing else."""
+    table = pa.table({"hash": range(5000)})
+    pq.ParquetWriter(tmp_path / "none.parquet", table.schema).close()
+    pq.write_table(table, tmp_path / "many.parquet", row_group_size=500)
+    assert readers.Parquet().parts(str(tmp_path / "none.parquet")) == [[]]
+    assert list(readers.Parquet().stream(str(tmp_path / "none.parquet"), ["hash"], [])) == []
+    assert readers.Parquet().parts(str(tmp_path / "many.parquet")) == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9]]
+
+
 def test_a_job_reads_only_what_is_used(tmp_path, cluster):
     """The limit is on the rows that are read, so that read = written + rejected + filtered whatever a filter drops."""
     paths, widths = [], [None, 1, 2, 3, 4] * 4
