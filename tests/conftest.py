@@ -14,10 +14,10 @@ import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Manifest, encode_embedding
-from helpers.latents.plan import load_plan
+from helpers.latents.manifest import Manifest, encode_embedding
 from helpers.model import sharding
 from helpers.runtime import session
+from tests.latents import SHAPES, build_segment
 from tests.object_store.s3_server import S3Server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for jobs in the background
@@ -31,8 +31,6 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 # Threads of PyTorch that wait for each other leave the cores to other processes, of which there are many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
 
 # Two processes run the tests (pytest-xdist), each with a Ray cluster of its own: one starts with the folder `cluster`,
@@ -135,28 +133,6 @@ def build_manifest():
         return Manifest.of(segments or [build_segment([("0.parquet", row_groups)], columns)], **{**values, **changes})
 
     return build
-
-
-def plan_for(config):
-    """The plan of a run, with its rows."""
-    return load_plan(DataSets.open(config.proportions), config)
-
-
-def build_segment(files, columns=("image_latents_32", "image_latents_64")):
-    """A segment's entry. `files`: [(name, rows of each row group)]; all rows have latents in all columns."""
-    bucket, num_rows = schema.bucket_name(columns, held_out=False), sum(sum(groups) for _, groups in files)
-    return {
-        "index": 0,
-        "files": [
-            {"name": name, "row_groups": list(groups), "buckets": {bucket: len(groups)}} for name, groups in files
-        ],
-        "rejects": [],
-        "read": num_rows,
-        "written": num_rows,
-        "buckets": {bucket: num_rows},
-        "rejected": {},
-        "filtered": 0,
-    }
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,12 @@ import pyarrow as pa
 
 from helpers.encode import stages
 from helpers.encode.job import Segment, segment_entry
-from helpers.latents.manifest import Manifest, encode_embedding, write_manifest
+from helpers.latents import schema
+from helpers.latents.manifest import DataSets, Manifest, encode_embedding, write_manifest
+from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks, worker_units
+
+SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
 
 def write_job(uri, num_rows, tables, columns, id_type="int64", validation_share=0.0, job=None, **fields):
@@ -48,3 +52,25 @@ def receive_steps(plan, read, first_step, end_step, num_workers=1):
     for received in zip(*workers, strict=True):
         units = {number: rows for of_worker in received for number, rows in of_worker.items()}
         yield dict(sorted(units.items()))
+
+
+def plan_for(config):
+    """The plan of a run, with its rows."""
+    return load_plan(DataSets.open(config.proportions), config)
+
+
+def build_segment(files, columns=("image_latents_32", "image_latents_64")):
+    """A segment's entry. `files`: [(name, rows of each row group)]; all rows have latents in all columns."""
+    bucket, num_rows = schema.bucket_name(columns, held_out=False), sum(sum(groups) for _, groups in files)
+    return {
+        "index": 0,
+        "files": [
+            {"name": name, "row_groups": list(groups), "buckets": {bucket: len(groups)}} for name, groups in files
+        ],
+        "rejects": [],
+        "read": num_rows,
+        "written": num_rows,
+        "buckets": {bucket: num_rows},
+        "rejected": {},
+        "filtered": 0,
+    }

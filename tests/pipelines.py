@@ -26,8 +26,7 @@ from helpers.train import kept, metrics, setup, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep, Unit
-from tests.conftest import plan_for
-from tests.latents import read_steps
+from tests.latents import plan_for, read_steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 PREPROCESSING, TRAINING = "Preprocessing.ipynb", "Training.ipynb"

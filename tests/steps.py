@@ -17,7 +17,7 @@ from helpers.latents import schema
 from helpers.model.denoisers import build_denoiser
 from helpers.train import checkpoint
 from helpers.train.step import TrainStep, Unit
-from tests.conftest import SHAPES
+from tests.latents import SHAPES
 from tests.processes import start_ranks
 
 BATCH, MIDDLE, STEPS, COLUMN = 8, 3, 6, "image_latents_64"

@@ -21,7 +21,7 @@ from helpers.latents.held_out import FOLDER
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import filters, images, inputs, readers
-from tests.conftest import plan_for
+from tests.latents import plan_for
 
 ROWS = 150
 LISTED = {"id_column": "key", "caption_column": "text", "image_column": "file_name"}

@@ -13,8 +13,8 @@ from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.train import metrics, step
 from helpers.train.kept import FOLDER
-from tests.conftest import plan_for
 from tests.faults import assert_same_run, attempts_of, die, loop_with, run_driver, slow, steps_done
+from tests.latents import plan_for
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
 
 STEPS = 12  # two epochs and some

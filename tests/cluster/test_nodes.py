@@ -30,7 +30,6 @@ from helpers.train import faults, metrics, monitor, results, resume, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
-from tests.conftest import plan_for
 from tests.faults import (
     ROOT,
     MetadataService,
@@ -44,7 +43,7 @@ from tests.faults import (
     this_node,
     wait_until,
 )
-from tests.latents import receive_steps
+from tests.latents import plan_for, receive_steps
 from tests.pipelines import assert_bare, encode, fit, online_stream, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.

@@ -28,9 +28,9 @@ from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests import killing_pictures
 from tests.benchmarks import executor_ceiling
-from tests.conftest import plan_for
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
 from tests.killing_pictures import KILLED, KILLS, with_killing_pictures
+from tests.latents import plan_for
 from tests.pipelines import assert_bare, fit, online_stream, short_run
 from tests.unit.latents.test_plan import plan_of
 

@@ -28,8 +28,8 @@ from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.profiling import speed_summary
-from tests.conftest import plan_for
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
+from tests.latents import plan_for
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
 
 

@@ -17,9 +17,8 @@ from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, faults, metrics, resume
 from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
-from tests.conftest import plan_for
 from tests.faults import attempts_of, wait_until
-from tests.latents import read_steps
+from tests.latents import plan_for, read_steps
 from tests.pipelines import assert_bare, encode, fit, short_run
 
 ROWS, STEPS = 300, 12

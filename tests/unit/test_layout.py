@@ -139,3 +139,10 @@ def test_no_two_public_functions_or_classes_share_a_name():
                 defined[node.name].append(module)
     shared = {name: modules for name, modules in defined.items() if len(modules) > 1}
     assert shared.keys() <= SHARED_NAMES | {"main"}, shared
+
+
+def test_what_benchmarks_import_leaves_the_environment_of_their_processes_alone():
+    """`tests.conftest` sets variables for the tests, by which training through Ray was a quarter slower."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "tests.conftest"), path

@@ -28,8 +28,7 @@ from helpers.train import setup
 from helpers.train.kept import open_job
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
-from tests.conftest import plan_for
-from tests.latents import read_steps
+from tests.latents import plan_for, read_steps
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
 

@@ -17,8 +17,7 @@ from helpers.latents.read import latents_reader
 from helpers.raw import checks, inputs
 from helpers.train import setup
 from helpers.train.kept import keep_block
-from tests.conftest import plan_for
-from tests.latents import read_steps, receive_steps, write_job
+from tests.latents import plan_for, read_steps, receive_steps, write_job
 from tests.unit.raw.test_index import picture
 
 NUM_ROWS = 96

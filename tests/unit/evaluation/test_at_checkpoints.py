@@ -22,7 +22,7 @@ from helpers.model.denoisers import build_denoiser
 from helpers.train import checkpoint, results
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
-from tests.conftest import SHAPES
+from tests.latents import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["a large red circle in the centre on a blue background", "a small white square", "a triangle"]

@@ -12,7 +12,7 @@ from helpers.model.denoisers import build_denoiser
 from helpers.train import setup
 from helpers.train.step import Unit
 from tests.benchmarks import made_up
-from tests.conftest import SHAPES
+from tests.latents import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from helpers.latents import held_out, read
 from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet
 from helpers.raw import checks, inputs
-from tests.conftest import build_segment
 from tests.copy_table import MODULES
+from tests.latents import build_segment
 
 PICKLED = {b"ARROW:extension:name": b"ray.data.arrow_pickled_object", b"ARROW:extension:metadata": b""}
 

@@ -22,8 +22,7 @@ from helpers.latents.read import (
     share_plan,
     split_units,
 )
-from tests.conftest import build_segment, plan_for
-from tests.latents import read_steps
+from tests.latents import build_segment, plan_for, read_steps
 from tests.unit.latents.test_plan import dealt, plan_of
 
 

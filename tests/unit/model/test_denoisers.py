@@ -22,7 +22,7 @@ from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
 from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
-from tests.conftest import SHAPES
+from tests.latents import SHAPES
 from tests.models import tiny_model
 from tests.pipelines import untrained_pipeline
 from tests.steps import MIDDLE, column, train, train_in_groups

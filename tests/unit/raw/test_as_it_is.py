@@ -19,7 +19,7 @@ from PIL import Image
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import online, prepare, prepare_online, stages
 from helpers.raw import inputs
-from tests.conftest import plan_for
+from tests.latents import plan_for
 
 TARS = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__"}
 FOLDERS = {"input_format": "imagefolder", "image_column": "file_name", "caption_column": "text"}

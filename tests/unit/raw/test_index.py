@@ -25,8 +25,7 @@ from helpers.latents import schema
 from helpers.latents.manifest import read_manifest
 from helpers.raw import images, index, inputs, isolation, readers
 from helpers.train.step import Unit
-from tests.conftest import plan_for
-from tests.latents import read_steps
+from tests.latents import plan_for, read_steps
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 

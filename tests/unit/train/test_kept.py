@@ -18,8 +18,7 @@ from helpers.latents import held_out, read, schema
 from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_manifest
 from helpers.latents.plan import Plan, Shape
 from helpers.train import kept, resume, sources
-from tests.conftest import build_segment, plan_for
-from tests.latents import read_steps
+from tests.latents import build_segment, plan_for, read_steps
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
 
 RAW = OnlineConfig(keep_latents=True)

@@ -6,7 +6,7 @@ import torch
 
 from helpers.latents import schema
 from helpers.train.step import Unit
-from tests.conftest import SHAPES
+from tests.latents import SHAPES
 from tests.steps import COLUMN, INFINITY, KEEP, NAN, column, everything, same, train, units, with_bits, with_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
