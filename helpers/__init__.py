@@ -23,5 +23,5 @@ Data
     profiles/       the notebooks' parameters for a laptop, a GPU, a node, the full run: `papermill -f`
     clusters/       Ray's launcher on AWS, KubeRay, Slurm; the image; restarting a driver
     models/         tiny-sd, tiny-clip, and the configurations that `unet_config` names
-    docs/           the glossary
+    docs/           data, parameters, copying, blurry images, why Ray alone is or is not enough, the glossary
 """

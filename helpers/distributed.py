@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import shutil
@@ -26,12 +27,24 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list |
     """Every rank's `value`, as a list in the order of ranks, on rank 0; None on other ranks. Call it on all ranks.
 
     `group`: a gloo group, for a thread beside the training; two threads must not share a group.
+
+    Raises RuntimeError if a value is of an earlier call. While a group is taken down, gloo may end a call without an
+    error and without having received: what is in its buffer then is what the call before left there.
     """
     if world_size() == 1:
         return [value]
-    values = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values, group=group or _gloo_group(dist.group.WORLD))
-    return values
+    group = group or _gloo_group(dist.group.WORLD)
+    _calls[group] += 1
+    numbered = [None] * world_size() if rank() == 0 else None
+    dist.gather_object((_calls[group], value), numbered, group=group)
+    if numbered is None:
+        return None
+    if any(number != _calls[group] for number, _ in numbered):
+        raise RuntimeError("A value was gathered that is of an earlier call: the workers' group is being taken down.")
+    return [theirs for _, theirs in numbered]
+
+
+_calls: collections.Counter = collections.Counter()  # of `gather_objects`, by group
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,6 +85,9 @@ def use_cores(workers_here: int, online: bool = False) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, (cores - online) // workers_here))
+
+
+COMPILED_SHAPES = 64  # the most shapes of inputs that a module is compiled for; others run as without torch.compile
 
 
 def has_compiler() -> bool:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from pyarrow import fs
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 REMEDY = "delete it, and start the same command again"  # for a damaged file
+LOCAL = fs.LocalFileSystem()
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
@@ -34,8 +36,11 @@ def resolve(uri: str | os.PathLike) -> str:
     Relative paths must be resolved on the driver: Ray workers run in folders of their own.
     """
     uri = str(uri)
-    if "://" in uri:
-        return uri.rstrip("/")
+    if not uri.isascii() and uri != uri.encode(errors="replace").decode():
+        raise ValueError(f"{uri!r} is no name in UTF-8: rename it.")
+    scheme, mark, path = uri.partition("://")
+    if mark:
+        return scheme + mark + path.rstrip("/")
     return os.path.abspath(os.path.expanduser(uri))
 
 
@@ -47,8 +52,13 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     URI is of no store that is known.
     """
     uri, env = resolve(uri), os.environ
+    if "://" not in uri:
+        return LOCAL, uri
     scheme, _, path = uri.partition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
     bucket, slash, below = path.partition("/")
+    known = "s3://bucket/folder, gs://bucket/folder or abfs://container@account.dfs.core.windows.net/folder"
+    if not bucket and scheme in ("s3", "gs", "abfs", "abfss"):
+        raise ValueError(f"{uri} cannot be opened (it names no bucket): give a folder, or a URI such as {known}.")
     if scheme == "s3":
         endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
         return _open_s3(bucket, endpoint, env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")), path
@@ -65,7 +75,6 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     try:
         return fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid as error:
-        known = "s3://bucket/folder, gs://bucket/folder or abfs://container@account.dfs.core.windows.net/folder"
         raise ValueError(f"{uri} cannot be opened ({error}): give a folder, or a URI such as {known}.") from None
 
 
@@ -149,44 +158,61 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
     return found.size, found.mtime_ns
 
 
-def entries(uri: str | os.PathLike, recursive: bool = False) -> dict[str, fs.FileInfo]:
-    """{path below `uri`: info} of the files and folders in a folder, sorted; {} if there is no folder.
+def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
+    """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
-    A link that leads nowhere is of the type NotFound, as is a name that is not UTF-8 (with "?" for its odd bytes).
+    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a name that is not UTF-8 (with "?" for
+    its odd bytes). A link that leads back to a folder above is not followed.
     """
     filesystem, path = open_filesystem(uri)
-    if recursive and isinstance(filesystem, fs.LocalFileSystem):
-        found = filesystem.get_file_info([name.encode(errors="replace").decode() for name in _paths_below(path)])
-    else:
-        found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive))
-    return {item.path[len(path) :].lstrip("/"): item for item in sorted(found, key=lambda item: item.path)}
+    if isinstance(filesystem, fs.LocalFileSystem):
+        yield from _walk_disk(path.rstrip("/"), "", recursive)
+        return
+    for item in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive)):
+        if item.is_file:
+            yield item.path[len(path) :].lstrip("/"), item.size
 
 
-def _paths_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """All that a local folder holds, at any depth; a link that leads back to a folder above is not followed."""
-    real = os.path.realpath(folder)
-    if os.path.isdir(folder) and real not in above:
-        for entry in os.scandir(folder):
-            yield entry.path
-            if entry.is_dir():
-                yield from _paths_below(entry.path, (*above, real))
+def _walk_disk(folder: str, prefix: str, recursive: bool, above: tuple = ()) -> Iterator[tuple[str, int | None]]:
+    real = os.path.realpath(folder or "/")
+    if not os.path.isdir(real) or real in above:
+        return
+    for entry in os.scandir(folder or "/"):
+        below = prefix + entry.name
+        is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+        if not is_folder:
+            yield below.encode(errors="replace").decode(), _regular_size(entry)
+        elif recursive:
+            yield from _walk_disk(entry.path, f"{below}/", recursive, (*above, real))
+
+
+def _regular_size(entry: os.DirEntry) -> int | None:
+    try:
+        entry.path.encode()
+        found = entry.stat()
+    except (OSError, UnicodeEncodeError):  # a link that leads nowhere, or to itself; a name that is not UTF-8
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
     """Sorted paths or URIs of the files in a folder that end in `suffix` (or one of several)."""
-    found = entries(uri, recursive)
-    return [join(uri, below) for below, item in found.items() if item.is_file and below.endswith(suffix)]
+    found = sorted(below for below, size in walk(uri, recursive) if size is not None and below.endswith(suffix))
+    return [join(uri, below) for below in found]
 
 
 def list_folders(uri: str | os.PathLike) -> list[str]:
     """Sorted paths or URIs of the folders directly in a folder."""
-    return [join(uri, below) for below, item in entries(uri).items() if item.type == fs.FileType.Directory]
+    filesystem, path = open_filesystem(uri)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return sorted(join(uri, name(item.path)) for item in found if item.type == fs.FileType.Directory)
 
 
 def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
-    found = {"": _info(uri)} if _info(uri).is_file else entries(uri, recursive)
-    return {below: item.size for below, item in found.items() if item.is_file}
+    if _info(uri).is_file:
+        return {"": _info(uri).size}
+    return dict(sorted(found for found in walk(uri, recursive) if found[1] is not None))
 
 
 def read_text(uri: str | os.PathLike) -> str:

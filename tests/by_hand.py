@@ -1,5 +1,6 @@
 """The notebooks' hand-written thread as one script: the cells tagged "by-hand" of Preprocessing and Training.ipynb."""
 
+import ast
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
+MODELS = str(ROOT / "helpers" / "models" / "tiny-sd")
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
 BEGIN = """import ray
 
@@ -25,13 +27,24 @@ pipeline.save_pretrained({folder!r})
 """
 
 
-def cells():
+def cells(names=NOTEBOOKS):
     """The code of the tagged cells, in order."""
-    notebooks = [json.loads((ROOT / name).read_text()) for name in NOTEBOOKS]
+    notebooks = [json.loads((ROOT / name).read_text()) for name in names]
     tagged = [
         cell for notebook in notebooks for cell in notebook["cells"] if "by-hand" in cell["metadata"].get("tags", [])
     ]
-    return ["".join(cell["source"]) for cell in tagged]
+    return ["".join(cell["source"]).removeprefix("# section: by-hand\n") for cell in tagged]
+
+
+def run_until(notebook, wanted, **values):
+    """What a notebook's tagged cells define, up to and with the statement that defines `wanted`; they see `values`."""
+    space = dict(values)
+    for source in cells([notebook]):
+        for statement in ast.parse(source).body:
+            exec(compile(ast.Module([statement], []), notebook, "exec"), space)
+            if wanted in space:
+                return space
+    raise NameError(f"No tagged cell of {notebook} defines {wanted}.")
 
 
 def assemble(folder, **settings):
@@ -40,8 +53,7 @@ def assemble(folder, **settings):
     `settings`: replace those of the cell that defines them.
     """
     folder = pathlib.Path(folder).resolve()
-    models = str(ROOT / "helpers" / "models" / "tiny-sd")
-    begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=models)
+    begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=MODELS)
     parts = [begin]
     for cell in cells():
         parts.append(cell + "\n")

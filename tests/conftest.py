@@ -11,7 +11,6 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from xdist.scheduler import LoadScopeScheduling
 
 from helpers.latents import schema
 from helpers.latents.manifest import Manifest, encode_embedding
@@ -33,30 +32,25 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-# Two processes run the tests (pytest-xdist), each with a Ray cluster of its own: one starts with the folder `cluster`,
-# the other one with the object stores and the notebooks; then both take the unit tests, a file at a time.
-ORDER = ["cluster", "object_store", "test_nodes.py", "test_profile_placement.py", "notebooks", "unit"]
-TOGETHER = {"cluster", "notebooks", "object_store"}
-
-
-class Scheduling(LoadScopeScheduling):
-    def _split_scope(self, nodeid):
-        """What is run by one process: the file of a test, or its folder."""
-        file = pathlib.PurePosixPath(nodeid.partition("::")[0])
-        return file.parent.name if file.parent.name in TOGETHER else str(file)
-
-
-def pytest_xdist_make_scheduler(config, log):
-    return Scheduling(config, log)
+# Two processes run the tests (pytest-xdist), a file at a time in this order: first those that take long, or start Ray
+# for themselves, then those that share a cluster, which each process starts when it first needs one.
+OWN_RAY = [
+    "notebooks",
+    "test_nodes.py",
+    "test_profile_placement.py",
+    "test_secrets.py",
+    "test_access.py",
+    "test_slurm.py",
+]
+ORDER = [*OWN_RAY, "cluster", "object_store", "unit"]
 
 
 def pytest_collection_modifyitems(items):
     def place(item):
         parts = pathlib.Path(item.path).relative_to(pathlib.Path(__file__).parent).parts
-        return max(ORDER.index(name) for name in parts if name in ORDER)
+        return min(ORDER.index(name) for name in parts if name in ORDER)
 
-    # Stable: within a folder as they were collected. Those that stop the shared cluster come after it.
-    items.sort(key=place)
+    items.sort(key=place)  # stable: within a folder as they were collected
 
 
 @pytest.fixture(scope="session")

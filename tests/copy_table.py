@@ -1,6 +1,6 @@
-"""What copying a module costs, computed from the imports: the table of README's section "Copy it".
+"""What copying a module costs, computed from the imports: the table of helpers/docs/COPYING.md.
 
-python -m tests.copy_table     # writes the table into README.md
+python -m tests.copy_table     # writes the table into that page
 """
 
 import ast
@@ -13,16 +13,16 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "helpers"
 NAME = PACKAGE.name
-README = ROOT / "README.md"
+PAGE = PACKAGE / "docs" / "COPYING.md"
 BEGIN, END = "<!-- copy table -->", "<!-- end of copy table -->"
 COPIED = {
-    "encode.encoder": "the actor that turns pictures and captions into latents and embeddings",
+    "encode.encoder": "the actor that turns images and captions into latents and embeddings",
     "encode.stages": "what the preprocessing pipeline maps over rows: transform, write",
     "latents.plan": "which rows make which step, on any number of workers",
     "latents.read": "how these rows get to the workers, by Ray Data",
     "model.sharding": "the denoiser, sharded and compiled",
     "model.diffusion": "the objective",
-    "train.loop": "the function that each Ray Train worker runs",
+    "train.loop": "the function that Ray Train's workers run",
     "sample.pipeline": "images from prompts by diffusers' pipeline, its export",
 }
 PACKAGES = {"PIL": "pillow"}  # imported name -> what pip calls it, where they differ
@@ -113,8 +113,8 @@ def table():
 
 
 def main():
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ MODEL = "org/model"
 class HubServer(http.server.ThreadingHTTPServer):
     """Serves one model, `org/model`, from a folder, at `url` in a thread; `requests`: (method, path) of all that came.
 
-    `refs`: {branch, tag or commit: commit}.
+    `refs`: {branch, tag or commit: commit}. `gated`: whether no file is given, as for want of a token.
     """
 
-    daemon_threads = True
+    daemon_threads, gated = True, False
 
     def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -52,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         folder = self.server.folders[commit]
         if found[1] == "resolve":
             file = folder / found[3]
+            if self.server.gated:
+                return self.answer(403, X_Error_Code="GatedRepo")
             if not file.is_file():
                 return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
             return self.answer(200, file.read_bytes(), X_Repo_Commit=commit, ETag=f'"{oid(file)}"')

@@ -46,12 +46,13 @@ def bound_names(statement):
 def definitions(notebook):
     """{name: (the statement that defines it, whether it is a parameter)}; the first definition counts."""
     found = {}
-    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            is_parameter = "parameters" in cell["metadata"].get("tags", [])
-            for statement in ast.parse("".join(cell["source"])).body:
-                for name in bound_names(statement):
-                    found.setdefault(name, (statement, is_parameter))
+    cells = [cell for cell in json.loads((ROOT / notebook).read_text())["cells"] if cell["cell_type"] == "code"]
+    tagged = ["parameters" in cell["metadata"].get("tags", []) for cell in cells]
+    for number, cell in enumerate(cells):
+        is_parameter = number <= tagged.index(True)  # the tagged cell, and the short one above it
+        for statement in ast.parse("".join(cell["source"])).body:
+            for name in bound_names(statement):
+                found.setdefault(name, (statement, is_parameter))
     return found
 
 

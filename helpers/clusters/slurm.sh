@@ -3,7 +3,8 @@
 #   sbatch helpers/clusters/slurm.sh papermill Training.ipynb executed/Training.ipynb \
 #       -f helpers/profiles/full-sd2-256.yaml -p storage /shared/sd2
 # Trainers are the first component of a heterogeneous job, encoders the second; without the second (`hetjob` and the
-# line below it deleted), both are on the same nodes. The Python environment must be active, and on all nodes.
+# line below it deleted), both are on the same nodes. `--nodes` is what full-sd2-256 asks for; README.md has the numbers
+# of the other profiles. The Python environment must be active, and on all nodes.
 # Slurm queues the job again when a node fails, and this script does when the command fails: up to REQUEUES times (3).
 #SBATCH --requeue --open-mode=append
 #SBATCH --job-name=sd2 --partition=a100 --nodes=4 --ntasks-per-node=1 --exclusive --gpus-per-node=8

@@ -83,7 +83,7 @@ free = functools.partial(parameter, fixes=None)  # nothing: it may change when a
 LATENTS_URI = "encoded data; empty: storage/latents"
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
-NAMES = {"ray_address", "sections", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
+NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 
 
 def checked(cls: type) -> type:
@@ -123,22 +123,53 @@ def describe_error(cls: type, error: dict, values: dict) -> str:
         return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: check its spelling."
     if error["type"] == "literal_error":
         return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
-    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}."
+    quoted = f": write {values[name].strip()}, without quotes" if is_quoted(values[name]) else ""
+    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}{quoted}."
+
+
+def is_quoted(value: Any) -> bool:
+    """Whether a value is a text that spells a number, a list, True, False or None."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return not isinstance(ast.literal_eval(value.strip()), str)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def check_names(cells: Sequence[str]) -> None:
-    """Raises ValueError if papermill set a name that is no parameter. `cells`: those run so far, IPython's `In`.
+    """Raises ValueError if a parameters cell sets a name that is no parameter. `cells`: those run so far (`In`).
 
-    papermill puts what it is given (`-p`, `-f`) into a cell of its own, which begins with this comment. Parameters of
-    other notebooks are allowed, as a profile serves all three: `NAMES` has those of all classes imported so far.
+    A cell counts until a later one sets one of its names again: a cell that was mended takes the place of what it was.
+    papermill puts what it is given (`-p`, `-f`) into a cell of its own. Parameters of other notebooks are allowed, as a
+    profile serves all three: `NAMES` has those of all classes imported so far.
     """
-    for cell in cells:
-        if cell.startswith("# Parameters\n"):
-            for name in (statement.targets[0].id for statement in ast.parse(cell).body):
+    seen: set[str] = set()
+    for cell in reversed(cells):
+        names = names_set(cell)
+        if seen.isdisjoint(names):
+            for name in names:
                 if name not in NAMES:
                     close = difflib.get_close_matches(name, NAMES, 1)
                     hint = f"did you mean {close[0]}?" if close else "check its spelling."
                     raise ValueError(f"{name} is not a parameter of any notebook: {hint}")
+        seen.update(names)
+
+
+def names_set(cell: str) -> list[str]:
+    """The names that a parameters cell sets; [] of another cell.
+
+    It consists of assignments alone, and sets a parameter or begins with papermill's comment.
+    """
+    try:
+        statements = ast.parse(cell).body
+    except SyntaxError:  # magic, such as "%time"
+        return []
+    targets = [getattr(statement, "targets", [None])[0] for statement in statements]
+    if not all(isinstance(target, ast.Name) for target in targets):
+        return []
+    names = [target.id for target in targets]
+    return names if cell.startswith("# Parameters\n") or NAMES.intersection(names) else []
 
 
 @checked
@@ -147,6 +178,7 @@ class Parameters:
 
     storage: Location = free("storage", "folder or URI of all data and results; on several nodes a shared one")
     validation_share: Share = fixes_rows(0.02, "share of rows held out for validation, chosen by a hash of their id")
+    leave_out: Location = free("", "file of ids (or SHA-256 of raw images) to leave out, text or Parquet; empty: none")
     channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
 
@@ -154,7 +186,7 @@ class Parameters:
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:
         """The config of a notebook's variables (`globals()`) that have the names of parameters.
 
-        Raises ValueError for a parameter that papermill was given and that no notebook has; papermill only warns of it.
+        Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
         check_names(namespace.get("In", ()))
         names = [field.name for field in dataclasses.fields(cls)]

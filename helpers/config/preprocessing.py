@@ -38,11 +38,11 @@ def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
 Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
 Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
 Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
-Captions = Annotated[Text | Several[Text], must_be("a column, or a list of several")]
+Captions = Annotated[Text | Several[Text] | None, must_be("a column, a list of several, or None")]
 LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
 OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
-InputFormat = Literal["parquet", "webdataset", "imagefolder"]
+InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
 TextCleaning = Literal["none", "lower", "ftfy"]
 EncoderPrecision = Literal["fp32", "fp16", "bf16"]
 Statistics = Literal["moments", "mean"]
@@ -61,13 +61,15 @@ class PreprocessingConfig(Parameters):
 
     # the input
     input_uri: Location = free("", "raw data: a file, folder or pattern, local or s3://; empty: drawn sample data")
-    input_format: InputFormat = fixes_rows("parquet", '"parquet", "webdataset" (tars), "imagefolder" (images, a table)')
+    input_format: InputFormat = fixes_rows(
+        "auto", '"auto" (what is there), "parquet", "webdataset", "imagefolder", "arrow"'
+    )
     row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
-    image_column: Text = fixes_latents("jpg", "column of encoded images: their bytes, or their paths in the input")
-    caption_column: Captions = fixes_rows("caption", "column of captions, texts or lists; or several columns")
+    image_column: OptionalText = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
+    caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
     # `prepare.check` records `num_captions` instead.
-    max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists")
-    id_column: Text = fixes_rows("hash", "column of ids")
+    max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists or lines")
+    id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row's place")
     limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
     # the transform
     resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
@@ -84,6 +86,8 @@ class PreprocessingConfig(Parameters):
     vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
     text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
+    # Captions are encoded for it: `maximum_tokens` and `text_cleaning` follow it by default.
+    unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
     text_cleaning: TextCleaning = fixes_latents("none", 'cleaning of captions: "none", "lower" (case), "ftfy" (repair)')
     encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
@@ -103,7 +107,7 @@ class PreprocessingConfig(Parameters):
         self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
         for part in ("encoder", "vae", "text_encoder"):
             self.add_revision(f"{part}_model", f"{part}_revision")
-        if len(set(self.caption_columns)) < len(self.caption_columns) or not self.caption_columns:
+        if len(set(self.caption_columns)) < len(self.caption_columns) or self.caption_column in ("", ()):
             raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
         if len(self.caption_columns) > 1 and self.max_captions > 1:
             raise ValueError(
@@ -148,8 +152,8 @@ class PreprocessingConfig(Parameters):
 
     @property
     def caption_columns(self) -> list[str]:
-        """The columns that `caption_column` names."""
-        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column)
+        """The columns that `caption_column` names; [] if that is left to `layout.look`."""
+        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column or ())
 
     @property
     def num_captions(self) -> int:

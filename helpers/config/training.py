@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from packaging.licenses import canonicalize_license_expression
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from .. import storage
 from .parameters import (
@@ -35,6 +36,11 @@ def read_size(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdigit() else key
 
 
+def resolve_run(run: str) -> str:
+    """A run's folder as an absolute path or URI; a run's name stays as it is."""
+    return storage.resolve(run) if "/" in run else run
+
+
 Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
 Size = Annotated[Count, BeforeValidator(read_size)]
 SizeShares = Annotated[
@@ -43,22 +49,32 @@ SizeShares = Annotated[
 # Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
 PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
 RunName = Annotated[Text, must_be("a plain ASCII folder name without slashes or spaces", pattern=PLAIN)]
-Weights = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a run, the folder of a denoiser, or None")]
+Weights = Annotated[
+    Annotated[Model, Field(min_length=1)] | None,
+    must_be("a run, the folder or hub id of a checkpoint, pipeline or denoiser, or None"),
+]
+Run = Annotated[
+    Annotated[Text, Field(min_length=1), AfterValidator(resolve_run)] | None,
+    must_be("a run's name or folder, perhaps with @step, or None"),
+]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
-Gamma = Annotated[float | None, must_be("more than 0, or None for no weighting", gt=0)]
+Gamma = Annotated[Positive | Literal["auto"] | None, must_be("more than 0, None for no weighting, or 'auto'")]
 Tracker = Literal["tensorboard", "wandb"]
 Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
 Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
 Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
+Spdx = Annotated[Text, AfterValidator(canonicalize_license_expression)]
+Licence = Annotated[Spdx | None, must_be("an SPDX id such as 'Apache-2.0' or 'LicenseRef-Name', or None")]
 Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
 Objective = Literal["v_prediction", "epsilon", "flow"]
-Timesteps = Literal["uniform", "importance", "logit_normal"]
+Which = Literal["model", "ema"]
+Timesteps = Literal["auto", "uniform", "importance", "logit_normal"]
 Schedule = Literal["cosine", "constant"]
 Strategy = Literal["ddp", "fsdp", "fsdp-full", "hsdp"]
 Precision = Literal["fp32", "bf16"]
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient"]
-Sampler = Literal["ddim", "dpm++", "euler", "unipc"]
+Sampler = Literal["auto", "ddim", "dpm++", "euler", "unipc"]
 Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
 Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
 
@@ -70,7 +86,10 @@ class TrainingConfig(Parameters):
     # the data and the run
     latents_uri: Mixture = free("", LATENTS_URI)
     run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
-    init_from: Weights = fixes_run(None, "weights to start from: a run, or a folder in diffusers layout; None: random")
+    init_from: Weights = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
+    init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')
+    init_other_objective: Switch = free(False, "whether init_from may be of another prediction_type")
+    continue_from: Run = fixes_run(None, 'run to continue with its optimizer, EMA, place: "name", "name@step"; None')
     # the model and its objective
     unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
@@ -78,9 +97,10 @@ class TrainingConfig(Parameters):
     zero_terminal_snr: Switch = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')
     caption_shares: CaptionShares = fixes_run(None, "shares of a row's captions, in their order; None: equal shares")
     caption_dropout: Share = fixes_run(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
-    min_snr_gamma: Gamma = fixes_run(5.0, "gamma of the min-SNR loss weights; None: weight 1 at all timesteps")
+    # "auto" stands for the value in `follow_objective`, which the run's config.json holds in its place.
+    min_snr_gamma: Gamma = fixes_run("auto", 'gamma of the min-SNR loss weights; None: weight 1; "auto": 5, flow None')
     timestep_sampling: Timesteps = fixes_run(
-        "uniform", '"importance" (by loss weight), "uniform"; flow: "logit_normal"'
+        "auto", '"importance", "uniform", "logit_normal" (flow); "auto": by objective'
     )
     timestep_shift: Positive = fixes_run(1.0, "flow's shift to noise at the largest resolution; smaller ones get less")
     ema_start: CountOrZero = fixes_run(0, "first step whose weights are averaged")
@@ -119,9 +139,10 @@ class TrainingConfig(Parameters):
     prompts: Prompts = free(None, "texts, or a file, for images at checkpoints; None: captions of held-out rows")
     guidance_scale: Guidance = free(2.0, "scale of classifier-free guidance; 1: none")
     sampling_steps: Steps = free(20, "denoising steps per image")
-    sampler: Sampler = free("ddim", 'sampler: "ddim"; in fewer steps "dpm++", "euler", "unipc"')
+    sampler: Sampler = free("auto", '"ddim"; in fewer steps "dpm++", "euler", "unipc"; "auto": "ddim", flow "dpm++"')
     clip_model: Clip = free("tiny-clip", 'CLIP for scores: "tiny-clip" (in helpers), folder or hub id; None: none')
     best_by: Score = free("validation_loss", 'score of the best checkpoint; "clip_score", "cmmd", "agreement"')
+    licence: Licence = free(None, "SPDX id of the exported model's licence, for its card; None: none is named")
     profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
 
     def __post_init__(self) -> None:
@@ -129,8 +150,18 @@ class TrainingConfig(Parameters):
             raise ValueError(
                 f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
             )
+        if self.init_from and self.continue_from:
+            raise ValueError(
+                f"init_from={self.init_from!r} and continue_from={self.continue_from!r} exclude each other: give one."
+            )
         given = self.units_per_step
         self.set_derived(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
+        self.follow_objective()
+        if self.most_workers > self.units_per_step:
+            raise ValueError(
+                f"num_training_workers={self.num_training_workers} is more than units_per_step={self.units_per_step}, "
+                "and a worker without a unit only waits: use fewer workers, or more units in a new run."
+            )
         if self.global_batch_size % self.units_per_step:
             default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
             raise ValueError(
@@ -157,19 +188,51 @@ class TrainingConfig(Parameters):
         if self.best_by.startswith("validation_set") and not self.validation_uri:
             raise ValueError(f"best_by={self.best_by!r} needs a validation_uri: give one, or keep the best by another.")
 
+    def follow_objective(self) -> None:
+        """Replace each "auto" by what goes with the objective."""
+        flow = self.prediction_type == "flow"
+        gamma = None if flow or self.zero_terminal_snr else 5.0
+        gamma = gamma if self.min_snr_gamma == "auto" else self.min_snr_gamma
+        sampling = "logit_normal" if flow else "importance" if gamma else "uniform"
+        chosen = {"min_snr_gamma": gamma, "timestep_sampling": sampling, "sampler": "dpm++" if flow else "ddim"}
+        self.set_derived(**{name: value for name, value in chosen.items() if getattr(self, name) == "auto"})
+
     def check_objective(self) -> None:
-        """Raises ValueError for parameters of the objective that do not go together."""
+        """Raises ValueError that names all parameters of the objective that do not go together."""
         flow, kind = self.prediction_type == "flow", f"prediction_type={self.prediction_type!r}"
+        gamma, problems = f"min_snr_gamma={self.min_snr_gamma}", []
         if flow and self.min_snr_gamma is not None:
-            raise ValueError(f"min_snr_gamma={self.min_snr_gamma} weights epsilon and v, not {kind}: set it to None.")
+            problems.append(f"{gamma} weights epsilon and v, not {kind}: set it to None.")
         if flow and self.timestep_sampling == "importance":
-            raise ValueError(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
+            problems.append(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
         if not flow and (self.timestep_sampling == "logit_normal" or self.timestep_shift != 1):
-            raise ValueError(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
+            problems.append(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
         if self.zero_terminal_snr and self.prediction_type != "v_prediction":
-            raise ValueError(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+            problems.append(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+        elif self.zero_terminal_snr and self.min_snr_gamma is not None:
+            problems.append(
+                f"{gamma} with zero_terminal_snr=True gives the last timestep weight 0, and sampling begins there: set "
+                "min_snr_gamma to None, or zero_terminal_snr to False."
+            )
         if flow and self.sampler not in ("dpm++", "unipc"):
-            raise ValueError(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
+            problems.append(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
+        fewest, most = self.sampling_steps_taken
+        if not fewest <= self.sampling_steps <= most:
+            problems.append(
+                f"sampling_steps={self.sampling_steps}: sampler={self.sampler!r} takes {fewest} to {most} with "
+                f"timestep_shift={self.timestep_shift:g}, or it does not begin once at the noisiest timestep."
+            )
+        if problems:
+            raise ValueError(" ".join(problems))
+
+    @property
+    def sampling_steps_taken(self) -> tuple[int, int]:
+        """The least and the most steps with which diffusers' sampler begins at the noisiest timestep, once.
+
+        A shift moves flow's first timesteps together. Euler's sampler takes a single step at timestep 0.
+        """
+        most = int(998 / max(1, self.timestep_shift)) if self.prediction_type == "flow" else 999
+        return (2 if self.sampler == "euler" else 1), most
 
     def resolve_latents(self) -> str | dict[str, float]:
         """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""

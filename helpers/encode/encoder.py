@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import torch
 import transformers
 
-from ..distributed import has_compiler
+from ..distributed import COMPILED_SHAPES, has_compiler
 from ..latents import schema
 from .models import check_class, model_folder
 
@@ -108,7 +108,7 @@ class Encoder:
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
         precision: "fp32", "fp16" or "bf16", in which the networks compute on a GPU. On a CPU they compute in fp32,
-            because half precision is tens of times slower there.
+            because half precision is tens of times slower there. The VAE: see `load_vae`.
         text_encoder_model: as `model`, for the text encoder; None: `model`.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
@@ -143,7 +143,7 @@ class Encoder:
         if compiled and not self.compiled:
             print("compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
         if self.compiled:
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = COMPILED_SHAPES
             self.vae.encoder.compile(dynamic=False)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -174,7 +174,7 @@ class Encoder:
     @torch.no_grad()
     def moments(self, pixels_BHWC: torch.Tensor) -> torch.Tensor:
         """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: see `vae_moments`."""
-        pixels_BCHW = normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.dtype)
+        pixels_BCHW = normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.vae.dtype)
         return vae_moments(self.vae, pixels_BCHW).to(torch.float16)
 
     @torch.no_grad()
@@ -233,9 +233,14 @@ def last_states(text_encoder: transformers.PreTrainedModel, caption_ids_BL: torc
 
 
 def load_vae(model: str, dtype: torch.dtype = torch.float32) -> diffusers.ModelMixin:
-    """The VAE of a model, without gradients. Raises Unsupported as `vae_config` does."""
-    vae_class = getattr(diffusers, vae_config(model)["_class_name"])
+    """The VAE of a model, without gradients. Raises Unsupported as `vae_config` does.
+
+    In place of fp16 it is in fp32 if its config.json says `force_upcast`, as Stable Diffusion XL's, which overflows.
+    """
+    config = vae_config(model)
+    dtype = torch.float32 if config["force_upcast"] and dtype == torch.float16 else dtype
     options = {"subfolder": "vae", "dtype": dtype, "use_safetensors": True}
+    vae_class = getattr(diffusers, config["_class_name"])
     return vae_class.from_pretrained(model_folder(model, "vae/*"), **options).eval().requires_grad_(False)
 
 
@@ -255,11 +260,13 @@ def text_encoder_class(name: str) -> type[transformers.PreTrainedModel]:
 
 
 def vae_config(model: str) -> dict[str, Any]:
-    """`vae/config.json`, with the class's defaults. Raises Unsupported for a class that is not in `VAES`."""
+    """`vae/config.json`, with its class's defaults. Raises Unsupported for a class that is not in `VAES`."""
     config = json.loads(pathlib.Path(model_folder(model, "vae/config.json"), "vae/config.json").read_text())
     check_class(config.get("_class_name"), VAES, f"{model!r} has an autoencoder")
     options = inspect.signature(getattr(diffusers, config["_class_name"])).parameters
-    return {**{name: option.default for name, option in options.items()}, **config}
+    defaults = {name: option.default for name, option in options.items()}
+    # By default the class forces it. Stable Diffusion 2's VAE, which says nothing, computes well in fp16.
+    return {**defaults, "force_upcast": False, **config}
 
 
 def downsampling(vae_config: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -24,24 +25,31 @@ import ray
 from .. import storage
 from ..config.parameters import first_difference
 from ..config.preprocessing import PreprocessingConfig
+from ..latents import withdrawn
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..raw import inputs
 from ..runtime import lease, retries
+from ..runtime.progress import naming_stop
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points per segment
+STOPPED = "Stopped: {:,} of {:,} rows are encoded and kept. Running this cell again encodes the others."
 SEGMENTS, JOB = "segments", "job.json"  # the folder of an unfinished job's entries, and the job's description in it
 FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writes, and deletes if not committed
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive input files that are committed together. `limit`: the maximum number of their rows; None: all."""
+    """Consecutive input files that are committed together.
+
+    `limit`: the maximum number of their rows; None: all. `unreadable`: files that stood there and cannot be read.
+    """
 
     index: int
     paths: list[str]
     rows: int
     limit: int | None = None
+    unreadable: list[str] = dataclasses.field(default_factory=list)
 
 
 def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEGMENT) -> list[Segment]:
@@ -49,9 +57,12 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
 
     The segments depend only on the files' row counts. Raises ValueError if there are no rows.
     """
-    segments, sources, rows = [], [], 0
+    segments, sources, rows, unreadable = [], [], 0, []
     for path, taken, is_cut in inputs.rows_to_read(paths, config):
-        if taken == 0:
+        if taken is None:
+            print(f"{path} cannot be read, and is left out.")
+            unreadable.append(inputs.name_of(path, config))
+        if not taken:
             continue
         sources.append(path)
         rows += taken
@@ -62,7 +73,11 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     if sources:
         segments.append(Segment(len(segments), sources, rows))
     if not segments:
-        raise ValueError(f"The input holds no rows ({len(paths)} files, the first is {paths[0]}): give other data.")
+        raise ValueError(
+            f"The input holds no rows ({len(paths)} files, {len(unreadable)} of which cannot be read; the first is "
+            f"{paths[0]}): give other data."
+        )
+    segments[-1].unreadable.extend(unreadable)
     return segments
 
 
@@ -73,6 +88,17 @@ def begun_with(latents_uri: str) -> dict | None:
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
     remedy = f"give another latents_uri, or delete {latents_uri} and encode the data again"
     return storage.read_json(job_uri, remedy).get("parameters", {}) if storage.exists(job_uri) else None
+
+
+def check_parameters(latents_uri: str, begun: dict, now: dict, names: Iterable[str] | None = None) -> None:
+    """Raises ValueError naming the first parameter that differs from what a job began with. `names`: None: all."""
+    if found := first_difference(begun, now, names):
+        name, before, value = found
+        what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
+        raise ValueError(
+            f"latents_uri={latents_uri!r} holds data that was made with other parameters ({what}): give another "
+            "latents_uri, or delete that folder."
+        )
 
 
 def finished_segments(latents_uri: str) -> list[dict]:
@@ -130,7 +156,8 @@ class Job:
         if (earlier := begun_with(self.latents_uri)) is not None:
             self.check_same(earlier)
         if entries := finished_segments(self.latents_uri):
-            return [Segment(entry["index"], entry["sources"], entry["read"], entry["limit"]) for entry in entries]
+            names = ("index", "sources", "read", "limit")
+            return [Segment(*(entry[name] for name in names), entry.get("unreadable", [])) for entry in entries]
         if storage.exists(self.uri(SEGMENTS, JOB)):
             job = storage.read_json(self.uri(SEGMENTS, JOB))
             return [Segment(**segment) for segment in job["segments"]]
@@ -142,14 +169,18 @@ class Job:
         return []
 
     def check_same(self, earlier: dict) -> None:
-        """Raises ValueError naming the first parameter that differs from those of an earlier run."""
-        if found := first_difference(earlier, self.parameters):
-            name, before, now = found
-            what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {now!r}"
-            raise ValueError(
-                f"latents_uri={self.latents_uri!r} holds data that was made with other parameters ({what}): give "
-                "another latents_uri, or delete that folder."
+        """Raises ValueError naming the first parameter that differs from those of an earlier run.
+
+        A finished job may be given another `leave_out`, which changes nothing. This is printed.
+        """
+        before, now = (of.get("leave_out") for of in (earlier, self.parameters))
+        if before != now and self.finished:
+            print(
+                f"leave_out is not the list that {self.latents_uri} was encoded with: its rows stay as they are, and "
+                "training masks those that are listed."
             )
+            earlier = {**earlier, "leave_out": now}
+        check_parameters(self.latents_uri, earlier, self.parameters)
 
     def save(self) -> None:
         """Write the segments and parameters, which a rerun reads."""
@@ -209,9 +240,12 @@ class Job:
             total = sum(segment.rows for segment in self.segments)
             pending = self.pending()
             done = total - sum(segment.rows for segment in pending)
+            if progress:
+                progress(done, total)
             for segment in pending:
                 failed = f"The same command resumes the job, whose segment {segment.index} failed"
-                with retries.in_a_sentence(failed, OSError):
+                stopped = functools.partial(STOPPED.format, done, total)
+                with retries.in_a_sentence(failed, OSError), naming_stop(stopped):
                     self.run_segment(
                         pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
                     )
@@ -286,6 +320,7 @@ class Job:
             job=self.parameters,
         )
         write_manifest(self.latents_uri, manifest, entries)
+        withdrawn.say_if_unused(self.parameters.get("leave_out"), manifest.rejected)
         return manifest
 
 
@@ -306,16 +341,18 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
     def joined(name: str) -> list:
         return [item for report in reports for item in report[name]]
 
-    rejected, buckets = (add_up(report[name] for report in reports) for name in ("rejected", "buckets"))
+    rejected, noted, buckets = (add_up(report[name] for report in reports) for name in ("rejected", "noted", "buckets"))
     summed = ("written", "bytes", "transform_seconds", "encode_seconds", "write_seconds")
     sums, calls = {name: sum(report[name] for report in reports) for name in summed}, joined("calls")
     return {
         "index": segment.index,
         "sources": segment.paths,
         "limit": segment.limit,
+        "unreadable": segment.unreadable,
         "read": segment.rows,
         "filtered": segment.rows - sums["written"] - sum(rejected.values()),
         "rejected": rejected,
+        "noted": noted,
         "buckets": buckets,
         "files": joined("files"),
         "rejects": joined("rejects"),

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+from collections.abc import Sequence
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import WeakFileLock, disable_progress_bars
@@ -21,12 +22,12 @@ def is_hub_id(model: str) -> bool:
     return not (model in IN_PACKAGE or "://" in model or os.path.exists(model))
 
 
-def model_folder(model: str, *patterns: str) -> str:
+def model_folder(model: str, *patterns: str, unused: Sequence[str] = UNUSED) -> str:
     """The folder of a model on this machine: in this package, as given, or in the hub's cache (`HF_HOME`).
 
-    For "hub/id@commit" (`pin_model`), the files that match `patterns` are downloaded, unless the cache has them. A lock
-    makes a node's processes take turns, so each file is downloaded once. A file in the cache needs no request. Raises
-    ValueError for a model that is not there and cannot be downloaded.
+    For "hub/id@commit" (`pin_model`), the files that match `patterns`, and none of `unused`, are downloaded, unless the
+    cache has them. A lock makes a node's processes take turns, so each file is downloaded once. A file in the cache
+    needs no request. Raises ValueError for a model that is not there and cannot be downloaded.
     """
     if model in IN_PACKAGE:
         return str(pathlib.Path(__file__).parents[1] / "models" / model)
@@ -36,10 +37,14 @@ def model_folder(model: str, *patterns: str) -> str:
     os.makedirs(cache, exist_ok=True)
     writable = os.access(cache, os.W_OK)  # one in an image may not be
     lock = WeakFileLock(f"{cache}/{name.replace('/', '--')}.lock") if writable else contextlib.nullcontext()
-    options = {"allow_patterns": list(patterns), "ignore_patterns": UNUSED}
+    options = {"allow_patterns": list(patterns), "ignore_patterns": list(unused)}
     try:
         with lock, disable_progress_bars():
             return snapshot_download(name, revision=revision or None, **options)
+    except errors.GatedRepoError:
+        raise ValueError(
+            f"{model!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN."
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{model!r} is neither a folder here, nor in {cache}, nor to be had from {constants.ENDPOINT}: check its "

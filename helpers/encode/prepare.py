@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import pathlib
-import zlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-import transformers
 
 from ..config.preprocessing import PreprocessingConfig
-from ..latents import schema
+from ..distributed import COMPILED_SHAPES
+from ..latents import schema, withdrawn
 from ..latents.manifest import encode_embedding
-from ..raw import checks, inputs
+from ..model import denoisers
+from ..raw import checks, layout
 from . import captions, encoder, job, models
 
 MOMENTS = {"moments": 2, "mean": 1}
@@ -26,12 +27,40 @@ MOST_TOKENS = 8192  # in a caption, if neither the tokenizer nor the text encode
 # older than an entry has none, and is the same.
 LEFT_OUT = {
     "num_captions": 1,
+    "input_files": None,
+    "leave_out": None,
     "maximum_tokens": None,
     "text_cleaning": "none",
     "vae_class": "AutoencoderKL",
     "text_encoder_class": "CLIPTextModel",
 }
+# Parameters that a job may leave open; what it found in the data or the models is recorded.
+FOUND = {"input_format", "image_column", "caption_column", "id_column", "maximum_tokens", "text_cleaning"}
 Config = TypeVar("Config", bound=PreprocessingConfig)
+
+
+def find_input(config: PreprocessingConfig) -> layout.Found:
+    """What the job at `config.latents_uri` will read, by names and first rows alone (`layout.look`)."""
+    return layout.look(config, job.begun_with(config.latents_uri))
+
+
+def check_early(config: PreprocessingConfig) -> None:
+    """What can be refused before data is looked at: another job's parameters, and what `check_models` refuses."""
+    begun = job.begun_with(config.latents_uri) or {}
+    now = config.fixed("rows", "latents")
+    names = [name for name in now if name in begun and name not in FOUND]
+    job.check_parameters(config.latents_uri, begun, now, names)
+    check_models(config, begun.get("encoder"))
+
+
+def check_models(config: PreprocessingConfig, earlier: dict[str, str] | None = None) -> None:
+    """Raises ValueError for models that are unknown, or that the parameters do not fit. Reads no weights.
+
+    `earlier`: as in `pin_models`.
+    """
+    pinned = fit_denoiser(pin_models(config, earlier))
+    with naming_models(pinned):
+        stored_columns(pinned, config.max_captions)
 
 
 def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None) -> job.Job:
@@ -46,9 +75,9 @@ def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     return job.Job(
         config.latents_uri,
-        checked.parameters,
+        checked.parameters | leave_out({"leave_out": withdrawn.record(checked.config.leave_out)}),
         checked.description,
-        plan=functools.partial(job.plan_segments, checked.paths, config, rows_per_segment),
+        plan=functools.partial(job.plan_segments, checked.paths, checked.config, rows_per_segment),
         id_type=checked.id_type,
         max_failures=config.max_failures,
         config=checked.config,
@@ -60,7 +89,7 @@ class CheckedInput:
     """Raw data and encoder of a job, as `check` found them.
 
     Args:
-        config: the parameters, with the commits of the models.
+        config: the parameters, with the commits of the models and the columns of the input.
         paths: input files.
         listing: {path below the input: bytes}.
         parameters: those that decide what is written, and a checksum of the listing.
@@ -79,25 +108,33 @@ class CheckedInput:
 def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInput:
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
-    `begun`: parameters of the job that is being resumed, whose files were all checked when it began; or of a run, only
-    its "encoder" (`pin_models`).
+    `begun`: parameters that a job or an online run began with. It keeps their models, and their columns
+    (`layout.look`). Of a job that is resumed, all files were checked when it began.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
-    config = pin_models(config, begun and begun.get("encoder"))
-    paths = inputs.list_inputs(config.data_uri, config.input_format)
-    of_first = inputs.id_type(checks.check_input(paths[0], config).field(config.id_column).type)
-    if begun and "input_crc32" in begun:
+    pinned = pin_models(config, begun and begun.get("encoder"))
+    pinned = dataclasses.replace(pinned, leave_out=withdrawn.pin(config.leave_out))
+    if config.compile_encoder and (count := sum(map(len, config.shapes.values()))) > COMPILED_SHAPES:
+        print(
+            f"compile_encoder=True compiles for {COMPILED_SHAPES} shapes, and resolutions and aspect_ratios come to "
+            f"{count}: later shapes run as without it."
+        )
+    found = layout.look(fit_denoiser(pinned), begun)
+    config, paths, listing = found.config, found.paths, found.listing
+    of_first = checks.id_type_of(checks.first_readable(paths, config)[1], config=config)
+    is_resumed = begun is not None and "online" not in begun
+    if is_resumed:
         id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))
     else:
         id_type = checks.check_inputs(paths, config)
-    listing = inputs.listing(paths, config.data_uri)
     parameters = {
         **config.fixed("rows", "latents"),
         "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,
-        "input_crc32": zlib.crc32(json.dumps(sorted(listing.items())).encode()),
+        "input_crc32": layout.checksum(listing),
+        "input_files": begun.get("input_files") if is_resumed else found.counts,  # earlier versions recorded none
     }
     if id_type != of_first:  # a job that goes on reads no other file's type
         parameters["id_type"] = str(id_type)
@@ -124,6 +161,21 @@ def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
         pinned[parameter] = models.pin_model(getattr(config, parameter), before, parameter)
         pinned[parameter.replace("model", "revision")] = None  # the model's name has the commit now
     return dataclasses.replace(config, **pinned)
+
+
+def fit_denoiser(config: Config) -> Config:
+    """The config with `maximum_tokens` and `text_cleaning` as the denoiser's pipeline needs them.
+
+    A value other than the default stays. Raises ValueError for a `unet_config` or a model that is unknown.
+    """
+    adapter = denoisers.ADAPTERS[denoisers.load_denoiser_config(config.unet_config)["_class_name"]]
+    tokens, cleaning = config.maximum_tokens, config.text_cleaning
+    if adapter.masks_padding and tokens is None:
+        with naming_models(config):
+            tokens = min(adapter.max_tokens, longest_caption(config))
+    if cleaning == "none":
+        cleaning = adapter.text_cleaning or "none"
+    return dataclasses.replace(config, maximum_tokens=tokens, text_cleaning=cleaning)
 
 
 # ---- the encoder
@@ -168,7 +220,7 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
                 )
             shape = MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor
             columns.append(schema.ColumnSpec(schema.latents_column(width, height), shape, resolution=resolution))
-    text_shape = caption_length(config, text), text.hidden_size
+    text_shape = caption_length(config), text.hidden_size
     is_ragged = config.maximum_tokens is not None
     for number in range(1, 1 + num_captions):
         name = schema.numbered(schema.EMBEDDINGS, number)
@@ -176,22 +228,28 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
     return columns
 
 
-def caption_length(config: PreprocessingConfig, text: transformers.PreTrainedConfig) -> int:
-    """L, the number of token ids that captions are truncated or filled up to. `text`: the text encoder's config.
+def caption_length(config: PreprocessingConfig) -> int:
+    """L, the number of token ids that captions are truncated or filled up to.
 
     L is `maximum_tokens` or, if that is None, the length that the tokenizer pads to. Raises Unsupported if L is more
     than the tokenizer or the text encoder takes.
     """
-    model = config.model_of("text_encoder")
-    padded_to = captions.load_tokenizer(model).model_max_length
-    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", MOST_TOKENS)
-    wanted, longest = config.maximum_tokens or padded_to, min(padded_to, positions)
+    model, longest = config.model_of("text_encoder"), longest_caption(config)
+    wanted = config.maximum_tokens or captions.load_tokenizer(model).model_max_length
     if wanted > longest:
         raise models.Unsupported(
             f"maximum_tokens={config.maximum_tokens} comes to captions of {wanted} tokens, and tokenizer and text "
             f"encoder of {model!r} take {longest}: give at most that."
         )
     return wanted
+
+
+def longest_caption(config: PreprocessingConfig) -> int:
+    """The most token ids that tokenizer and text encoder take."""
+    model = config.model_of("text_encoder")
+    _, text = encoder.text_config(model)
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", MOST_TOKENS)
+    return min(captions.load_tokenizer(model).model_max_length, positions)
 
 
 def describe_encoder(config: PreprocessingConfig) -> dict:
@@ -202,10 +260,25 @@ def describe_encoder(config: PreprocessingConfig) -> dict:
     for parameters that do not fit the models.
     """
     model, text_model = config.model_of("vae"), config.model_of("text_encoder")
-    try:
+    with naming_models(config):
         columns = stored_columns(config, config.num_captions)
         vae, (text_class, _) = encoder.vae_config(model), encoder.text_config(text_model)
         empty_caption = encode_empty_caption(config)
+    names = {**name_models(model, text_model), "precision": config.encoder_precision}
+    return {
+        "encoder": leave_out({**names, "vae_class": vae["_class_name"], "text_encoder_class": text_class}),
+        "columns": columns,
+        "scaling_factor": vae["scaling_factor"],
+        "shift_factor": vae.get("shift_factor") or 0.0,
+        "empty_caption_embedding": encode_embedding(empty_caption.numpy()),
+    }
+
+
+@contextlib.contextmanager
+def naming_models(config: PreprocessingConfig) -> Iterator[None]:
+    """Context manager that reads models: an error becomes a ValueError that names their parameters."""
+    try:
+        yield
     except models.Unsupported:
         raise
     except (OSError, ValueError) as error:
@@ -215,14 +288,6 @@ def describe_encoder(config: PreprocessingConfig) -> dict:
             f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
             f"or a hub id. ({str(error).splitlines()[0]})"
         ) from None
-    names = {**name_models(model, text_model), "precision": config.encoder_precision}
-    return {
-        "encoder": leave_out({**names, "vae_class": vae["_class_name"], "text_encoder_class": text_class}),
-        "columns": columns,
-        "scaling_factor": vae["scaling_factor"],
-        "shift_factor": vae.get("shift_factor") or 0.0,
-        "empty_caption_embedding": encode_embedding(empty_caption.numpy()),
-    }
 
 
 @torch.inference_mode()

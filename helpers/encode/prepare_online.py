@@ -34,9 +34,14 @@ def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifes
             f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
             f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
         )
+    if config.keep_latents and training.continue_from:
+        raise ValueError(
+            f"keep_latents=True begins with an epoch of its own, and continue_from={training.continue_from!r} does not:"
+            " use keep_latents=False, or train on the latents that the other run has kept with Training.ipynb."
+        )
     uri, share = training.latents_uri, training.validation_share
     earlier = read_if_there(uri)
-    found = prepare.check(config, earlier and {"encoder": earlier.encoder})
+    found = prepare.check(config, earlier and {**earlier.job, "encoder": earlier.encoder})
     config = found.config
     with lease.hold(uri, f"latents_uri={uri!r}"):
         key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)
@@ -74,11 +79,11 @@ def read_if_there(latents_uri: str) -> Manifest | None:
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
     """Whether two manifests describe the same rows and encoder.
 
-    Parameters that decide neither, such as the number of workers, are not compared.
+    Parameters that decide neither, such as the number of workers, and files that are not read are not compared.
     """
 
     def comparable(manifest: Manifest) -> dict:
-        job = {name: value for name, value in manifest.job.items() if name != "online"}
+        job = {name: value for name, value in manifest.job.items() if name not in ("online", "input_files")}
         return {**dataclasses.asdict(manifest), "job": job}
 
     return earlier is not None and first_difference(comparable(earlier), comparable(manifest)) is None
@@ -106,7 +111,8 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
     buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
     counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
-    return {"index": 0, "files": files, "rejects": [], **counts}
+    unreadable = [report["name"] for report in reports if report.get("unreadable")]
+    return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
 
 
 def pixel_bytes(config: OnlineConfig) -> int:

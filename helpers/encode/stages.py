@@ -24,12 +24,11 @@ import pyarrow.parquet as pq
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
-from ..latents import digests, schema
+from ..latents import digests, schema, withdrawn
 from ..raw import images, inputs, isolation
 from .captions import caption_ids
 
 LOST = "lost_pictures"  # folder under `storage`
-Pixels = dict[images.Shape, np.ndarray]  # (H, W, 3) uint8
 
 
 def transform(
@@ -49,6 +48,7 @@ def transform(
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the picture better. Also null if the picture is smaller than the shape and
             `config.upscale` is False.
+        note: what is wrong with a picture that is used; empty for most
         transform_seconds: of the call, in its first row
 
     Args:
@@ -59,19 +59,20 @@ def transform(
     done = transform_pictures(rows, config, crops, shapes)
     columns = {
         schema.ID: rows[inputs.ID],
-        schema.REASON: pa.array([reason for _, reason in done], pa.string()),
+        schema.REASON: pa.array([made.reason for made in done], pa.string()),
         schema.SOURCE: rows[inputs.SOURCE],
     }
     for number in schema.numbers(inputs.CAPTION, rows.column_names):
         captions = rows[schema.numbered(inputs.CAPTION, number)].to_pylist()
         # A caption that is too long would cost its tokens.
-        texts = ["" if reason else caption or "" for caption, (_, reason) in zip(captions, done, strict=True)]
+        texts = ["" if made.reason else caption or "" for caption, made in zip(captions, done, strict=True)]
         ids_BL = caption_ids(texts, config)
         columns[schema.numbered(schema.CAPTION, number)] = pa.array(texts, pa.string())
         columns[schema.numbered(schema.CAPTION_IDS, number)] = schema.to_binary(ids_BL, dtype=np.int32)
     for shape in itertools.chain.from_iterable(config.shapes.values()):
-        pixels = [by_shape[shape].data if shape in by_shape else None for by_shape, _ in done]
+        pixels = [made.pixels[shape].data if shape in made.pixels else None for made in done]
         columns[schema.input_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
+    columns["note"] = pa.array([made.note for made in done], pa.string())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
@@ -81,25 +82,29 @@ def transform_pictures(
     config: PreprocessingConfig,
     crops: Iterable[images.Crop] | None = None,
     shapes: Iterable[images.Shape] | None = None,
-) -> list[tuple[Pixels, str]]:
+) -> list[images.Made]:
     """`images.make_pixels` of each raw row, in a child process; a row that cannot be used has only a reason.
+
+    Rows that `config.leave_out` lists are rejected before anything is decoded.
 
     A picture that kills the process or takes too long is noted in `lost_pictures` under `storage`. From then on it is
     rejected for the same reason.
     """
     raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     uri = storage.join(config.storage, LOST)
-    done = [({}, row_reason(row, lost_pictures(uri))) for row in raw]
+    left_out = withdrawn.reject_reasons(config.leave_out, rows[inputs.ID], (row[inputs.IMAGE] for row in raw))
+    reasons = [reason or row_reason(row, lost_pictures(uri)) for row, reason in zip(raw, left_out, strict=True)]
+    done = [images.Made({}, reason) for reason in reasons]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
     calls = [(row[inputs.IMAGE], crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
-    good = [number for number, (_, reason) in enumerate(done) if not reason]
+    good = [number for number, made in enumerate(done) if not made.reason]
     sizing = images.Sizing.of(config, has_sizes=bool(inputs.size_columns(config)))
     work = functools.partial(images.make_pixels, sizing=sizing)
     results = isolation.run_apart(work, [calls[number] for number in good], isolation.SECONDS)
     for number, result in zip(good, results, strict=True):
         if isinstance(result, isolation.Lost):
             note_lost(uri, raw[number], str(result))
-            result = {}, str(result)
+            result = images.Made({}, str(result))
         done[number] = result
     return done
 
@@ -160,7 +165,8 @@ def write_latents(
         buckets = {bucket: len(sizes) for bucket, sizes in groups.items()}
         file = {"name": name, "row_groups": row_groups, "buckets": buckets, "bytes": num_bytes, "digest": digest}
         files = [file]
-    bad = rows.filter(pc.not_equal(rows[schema.REASON], ""))
+    good_B = pc.equal(rows[schema.REASON], "")
+    bad = rows.filter(pc.invert(good_B))
     if len(bad):
         layout = schema.rejects_schema(id_type)
         write_parquet([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
@@ -171,6 +177,7 @@ def write_latents(
         "rejects": rejects,
         "written": sum(counts.values()),
         "rejected": collections.Counter(bad[schema.REASON].to_pylist()),
+        "noted": collections.Counter(filter(None, rows.filter(good_B)["note"].to_pylist())),
         "buckets": counts,
         "bytes": num_bytes,
         "calls": calls,

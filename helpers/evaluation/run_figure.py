@@ -83,11 +83,12 @@ def choose_evenly(values: Sequence[int], most: int) -> list[int]:
 
 
 def first_panels(fig: FigureBase, count: int) -> list[Axes]:
-    """Axes in rows of `PANELS_PER_ROW`, the last row filled as far as needed."""
-    made = panels(fig, -(-count // PANELS_PER_ROW), min(PANELS_PER_ROW, count), grid="both", squeeze=False).ravel()
-    for ax in made[count:]:
-        ax.remove()
-    return list(made[:count])
+    """Axes in rows of `PANELS_PER_ROW`; the first row has what is left, and wider ones."""
+    sizes = [PANELS_PER_ROW] * (count // PANELS_PER_ROW)
+    if left := count % PANELS_PER_ROW:
+        sizes.insert(0, left)
+    rows = zip(fig.subfigures(len(sizes), 1, squeeze=False).ravel(), sizes, strict=True)
+    return [ax for row, size in rows for ax in panels(row, 1, size, grid="both", squeeze=False).ravel()]
 
 
 def draw_loss(ax: Axes, metrics: pd.DataFrame, scores: pd.DataFrame) -> str:

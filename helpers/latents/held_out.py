@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from .. import storage
 from ..config.training import TrainingConfig
-from . import schema
+from . import schema, withdrawn
 from .manifest import Files, Manifest, RowRange, read_files, read_manifest
 from .parquet import read_parquet, write_table
 from .read import read_repeatedly, read_row_ranges, take_ahead
@@ -38,6 +38,7 @@ def of_run(config: TrainingConfig) -> pa.Table | None:
 def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
     """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
+    Rows that `config.leave_out` lists are left out.
     In a mixture, each data set contributes its proportion.
     """
     if config.validation_share == 0:
@@ -57,7 +58,14 @@ def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
             parts = list(pool.map(read, ([one] for one in ranges)))
         if parts:
             tables.append(pa.concat_tables(parts)[:wanted])
-    return pa.concat_tables(tables) if tables else None
+    return withdrawn.drop_listed(config.leave_out, pa.concat_tables(tables)) if tables else None
+
+
+def drop_cached(config: TrainingConfig) -> None:
+    """Delete the rows that `config.leave_out` lists from what `of_run` has cached."""
+    uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
+    if config.leave_out and storage.exists(uri):
+        write_table(uri, withdrawn.drop_listed(config.leave_out, read_parquet(uri)))
 
 
 def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:

@@ -47,9 +47,10 @@ class Manifest:
         scaling_factor, shift_factor: of the VAE; latents are stored without them.
         id_type: Arrow type of the ids.
         empty_caption_embedding: base64 of fp16, in the shape of the embeddings; without padding if they are ragged.
-        job: the parameters that decide what is written.
+        job: the parameters that decide what is written, and `layout.Found.counts` of the input's files.
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
+        noted: what is wrong with pictures that are used -> rows.
         buckets: bucket -> rows.
         files_crc32: of the names and row groups of the files.
         work: sums over the segments, of seconds by stage and of bytes (`job.segment_entry`).
@@ -71,13 +72,20 @@ class Manifest:
     files_crc32: int
     schema_version: int = SCHEMA_VERSION
     shift_factor: float = 0.0
+    noted: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: list[dict], **description) -> Manifest:
         """The manifest of a job's segments. `description`: the fields that are not sums over them."""
         rows = {count: sum(segment[count] for segment in segments) for count in ("read", "written", "filtered")}
-        rows |= {count: add_up(segment[count] for segment in segments) for count in ("rejected", "buckets")}
+        sums = ("rejected", "noted", "buckets")
+        rows |= {count: add_up(segment.get(count, {}) for segment in segments) for count in sums}
         work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
+        unreadable = [name for segment in segments for name in segment.get("unreadable", ())]
+        if files := unreadable and description["job"].get("input_files"):
+            left_out = {**files["left_out"], "that cannot be read": len(unreadable)}
+            files = {**files, "read": files["read"] - len(unreadable), "left_out": left_out, "unreadable": unreadable}
+            description["job"] = {**description["job"], "input_files": files}
         crc = 0
         for file in (file for segment in segments for file in segment["files"]):
             crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)

@@ -7,7 +7,8 @@ steps. Ray's documentation does not guarantee this order, so each row carries it
 checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. If a stage
-finds a row unusable (online: a broken picture), it keeps the row, and the row is masked out of the loss.
+finds a row unusable (online: a broken picture; a row that `leave_out` lists), it keeps the row, and the row is masked
+out of the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ray.actor import ActorHandle
 
 from .. import storage
 from ..runtime import throttle
-from . import digests, schema
+from . import digests, schema, withdrawn
 from .manifest import Files, RowRange, read_files
 from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
@@ -59,8 +60,8 @@ def latents_dataset(plan: Plan, first_step: int, end_step: int) -> ray.data.Data
 
     Its blocks are the plan's, in the plan's order.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (True) and `unit` (the unit's number
-    in the run).
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False for rows that
+    `plan.leave_out` lists) and `unit` (the unit's number in the run).
     """
     return build_dataset(plan, first_step, end_step, latents_reader(plan))
 
@@ -287,11 +288,12 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
 def latents_reader(plan: Plan) -> ReadRows:
     """`read_latents` for a plan: latents of several shapes travel in one column, padded to the widest."""
     widest = max(shape.latents.row_bytes for shape in plan.shapes)
-    return functools.partial(read_latents, padded_to=widest if len(plan.shapes) > 1 else 0)
+    padded_to = widest if len(plan.shapes) > 1 else 0
+    return functools.partial(read_latents, padded_to=padded_to, leave_out=plan.leave_out)
 
 
-def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
-    """Rows of a latents folder at the source's shape, with `keep` always True: the plan has no masked rows.
+def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0, leave_out: str = "") -> pa.Table:
+    """Rows of a latents folder at the source's shape. `keep` is False for rows that the list `leave_out` holds.
 
     Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """
@@ -299,7 +301,7 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0)
     rows = read_row_ranges(row_ranges, columns, source.files)
     if padded_to:
         rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[source.latents.name], padded_to))
-    return rows.append_column(KEEP, pa.array(np.ones(len(rows), dtype=bool)))
+    return rows.append_column(KEEP, pa.array(~withdrawn.is_listed(leave_out, rows[schema.ID])))
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files) -> pa.Table:

@@ -39,7 +39,6 @@ LINE = 0.16  # inches, height of a line of the SMALL font
 STAGES = {"transform": SKY, "encode": ORANGE, "write": GREEN}  # of preprocessing
 PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
 NEAR = 0.01  # share of held-out rows; a generated image nearer than all but these may be a copy
-ENCODERS_GOAL = 95  # % of their time
 
 
 # ---- images
@@ -373,40 +372,17 @@ def stage_throughput(rates: pd.DataFrame) -> DescribedFigure:
     return fig.described(f"Throughput of each stage. {'; '.join(said)}.")
 
 
-def encoder_utilization(timeline: pd.DataFrame) -> DescribedFigure:
-    """The share of their time that the encoders compute, and images/s, since the encoders' first batch.
+def throughput_over_encoders(measured: pd.DataFrame, predicted: pd.DataFrame, *, ceiling: float) -> DescribedFigure:
+    """Throughput over the number of encoders: what was measured, what is predicted, and the limit that trainers set.
 
-    `timeline`: columns seconds, busy (0 to 1), images_per_second. The time before the first row, in which models are
-    loaded, is left out.
-    """
-    seconds, busy, rate = timeline["seconds"], 100 * timeline["busy"], timeline["images_per_second"]
-    seconds = seconds - seconds.iloc[0]
-    fig = DescribedFigure(3.6)
-    top, bottom = panels(fig, 2, 1, sharex=True, height_ratios=(3, 2))
-    top.plot(seconds, busy, color=ORANGE, lw=2, marker="o", ms=3)
-    top.axhline(ENCODERS_GOAL, color=RED, ls="--", lw=1.6, label=f"goal {ENCODERS_GOAL} %")
-    add_legend(top, loc="lower right")
-    title = f"encoders compute for {busy.median():.0f}% of their time (median)"
-    top.set(ylabel="encoders compute, %", ylim=(0, 108), title=title)
-    bottom.plot(seconds, rate, color=BLUE, lw=2)
-    bottom.set(xlabel="seconds since the first batch", ylabel="images/s", ylim=(0, 1.15 * max(rate.max(), 1e-9)))
-    return fig.described(f"Over {seconds.iloc[-1]:.0f} seconds {title}, at {rate.median():,.0f} images/s.")
-
-
-def throughput_over_encoders(
-    measured: pd.DataFrame, predicted: pd.DataFrame, *, ceiling: float, others: str = "trainers"
-) -> DescribedFigure:
-    """Throughput over the number of encoders: what was measured, what is predicted, and the limit that others set.
-
-    `measured` and `predicted`: columns num_encoders and images_per_second. `ceiling`: images/s of the `others` alone:
-    of the trainers online, of the transforms in preprocessing.
+    `measured` and `predicted`: columns num_encoders and images_per_second. `ceiling`: images/s of the trainers alone.
     """
     fig = DescribedFigure(3.8)
     ax = panels(fig, grid="both")
-    limit = f"{others} alone: {ceiling:,.0f} images/s"
+    limit = f"trainers alone: {ceiling:,.0f} images/s"
     # wide and pale, so that the prediction is seen where both coincide
     ax.axhline(ceiling, color=GREEN, lw=8, alpha=0.3, label=limit)
-    label = f"predicted: min(n x encoder, {others})"
+    label = "predicted: min(n x encoder, trainers)"
     columns = ["num_encoders", "images_per_second"]
     ax.plot(*predicted[columns].to_numpy().T, color="0.3", ls="--", marker=".", label=label)
     ax.plot(*measured[columns].to_numpy().T, "o", color=BLUE, ms=9, mec="white", zorder=3, label="measured")
@@ -461,49 +437,21 @@ def noise_schedule_curves(alphas_cumprod: np.ndarray) -> DescribedFigure:
     )
 
 
-def block_costs(blocks: pd.DataFrame) -> DescribedFigure:
-    """Parameters and FLOPs of a forward pass, by block. `blocks`: columns block, parameters, gflops."""
-    names, sizes, flops = blocks["block"], blocks["parameters"], 1e9 * blocks["gflops"]
-    fig = DescribedFigure(1.0 + 0.3 * len(blocks))
-    axes = panels(fig, 1, 2, grid="x", sharey=True)
-    costs = (("parameters", sizes, BLUE), ("FLOPs of a forward pass", flops, ORANGE))
-    for ax, (name, values, color) in zip(axes, costs, strict=True):
-        bars = ax.barh(range(len(blocks)), values, color=color, height=0.7)
-        labels = [f"{_short(value)} ({value / (values.sum() or 1):.0%})" for value in values]
-        ax.bar_label(bars, labels, padding=4, fontsize=SMALL)
-        ax.set(title=f"{name}: {_short(values.sum())}", xlabel=name, xlim=(0, 1.35 * (values.max() or 1)))
-        ax.xaxis.set_major_locator(ticker.MaxNLocator(5))
-        ax.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
-        ax.tick_params(axis="y", length=0)
-    axes[0].set(yticks=range(len(blocks)), yticklabels=names)
-    axes[0].invert_yaxis()
-    parts = zip(names, sizes.map(_short), flops.map(_short), strict=True)
-    said = "; ".join(f"{name}: {size} parameters, {cost} FLOPs" for name, size, cost in parts)
-    return fig.described(f"Size and cost of the U-Net's blocks. {said}.")
-
-
-def _short(number: float) -> str:
-    """865,910,724 -> "866 M"."""
-    for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= 0.9995 * factor:
-            return f"{number / factor:.3g}{unit}"
-    return f"{number:.3g}"
-
-
 # ---- comparisons
 
 
 def agreement_by_attribute(scores: Mapping[str, Mapping[str, float]], *, goal: float) -> DescribedFigure:
     """Share of images that show what their prompt says, by attribute; "all" (every attribute right) set apart.
 
-    `scores`: two labels -> attribute -> share (0 to 1). `goal`: a share, for "all".
+    `scores`: one or two labels -> attribute -> share (0 to 1). `goal`: a share, for "all".
     """
     fig = DescribedFigure(3.4)
     ax, said = panels(fig), []
     names = [*(name for name in next(iter(scores.values())) if name != "all"), "all"]
     centres = np.arange(len(names), dtype=float)
     centres[-1] += 0.5
-    for (label, shares), color, shift in zip(scores.items(), (GREY, BLUE), (-0.2, 0.2), strict=True):
+    looks = [(GREY, -0.2), (BLUE, 0.2)] if len(scores) == 2 else [(BLUE, 0)]
+    for (label, shares), (color, shift) in zip(scores.items(), looks, strict=True):
         heights = [100 * shares[name] for name in names]
         bars = ax.bar(centres + shift, heights, 0.38, color=color, label=label)
         ax.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=SMALL)

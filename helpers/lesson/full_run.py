@@ -89,7 +89,7 @@ _WHY = {
     },
     "run": {
         "run_name": "the same name resumes",
-        "sections": "the main lesson only",
+        "sections": "only what a job needs",
     },
 }
 

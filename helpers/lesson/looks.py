@@ -1,12 +1,14 @@
-"""What the notebooks show of the pipeline, raw rows, a finished job, held-out prompts, and a cell run too early."""
+"""What the notebooks show of the pipeline, raw rows, a finished job, held-out prompts, and errors."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import html
 import io
-import pathlib
-import re
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -15,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import ray.train
 from IPython import get_ipython
-from IPython.display import SVG
+from IPython.display import HTML, display
 from PIL import Image
 
 from .. import storage
@@ -23,32 +25,52 @@ from ..config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from ..encode import stages
 from ..encode.captions import count_tokens, load_tokenizer
 from ..evaluation import at_checkpoints
-from ..latents import held_out, schema
-from ..latents.manifest import Manifest, read_manifest
+from ..latents import held_out, schema, withdrawn
+from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
 from ..latents.read import first_latents
-from ..raw import filters, images, inputs
+from ..raw import filters, images, inputs, layout, readers
+from ..sample import decoder
 from ..train import checkpoint, resume, setup, tracking
 from . import captioned_shapes
 
 
-def explain_missing_names() -> None:
-    """Make a NameError in this notebook say, too, that the cells above must be run first."""
+def fold_tracebacks() -> None:
+    """Show an error in this notebook as one sentence, which papermill prints too, and its traceback folded."""
     if (shell := get_ipython()) is not None:
-        shell.set_custom_exc((NameError,), _show_name_error)
+        shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
 
 
-def _show_name_error(shell, kind, error, trace, tb_offset=None):
-    """Show the error as IPython does, with a note. An error of a Ray task, of a subclass of NameError, gets none."""
+def _show_error(shell, kind, error, trace, tb_offset=None):
+    """An error of a Ray task, of a subclass of NameError, gets no note; a cell that was stopped no traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        print(str(error) or "Stopped: this cell did not finish.")
+        return
     if kind is NameError:
         error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
-    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+    text = html.escape("".join(traceback.format_exception(kind, error, trace)))
+    display(HTML(f"<details><summary>Traceback</summary><pre>{text}</pre></details>"))
+    shell.showtraceback((kind, error, trace), exception_only=True)
 
 
-def pipeline_diagram() -> SVG:
-    """The diagram of the pipeline, with its title as alternative text."""
-    file = pathlib.Path(__file__).with_name("architecture.svg")
-    return SVG(filename=str(file), metadata={"alt": re.search("<title>(.*)</title>", file.read_text())[1]})
+def catch_up() -> None:
+    """Run the notebook's cells above the one that calls it, but for the sections. Nothing, if they have been run.
+
+    For a kernel that was restarted after a run: a finished run is not trained again. The notebook's file is the one
+    that JupyterLab or VS Code names; it holds what was saved last.
+    """
+    shell = get_ipython()
+    if "config" in shell.user_ns:
+        return
+    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
+    if not os.path.isfile(path):
+        raise RuntimeError("This kernel does not know its notebook's file: run the cells above, with sections = [].")
+    cells = storage.read_json(path)["cells"]
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        if "looks.catch_up()" in source:
+            return
+        if not source.startswith("# section: "):
+            shell.run_cell(source).raise_error()
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
@@ -58,15 +80,6 @@ def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame
     seconds = {stage: manifest.work[f"{stage}_seconds"] for stage in workers}
     rates = [(stage, number * rows / seconds[stage], number) for stage, number in workers.items() if seconds[stage]]
     return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
-
-
-def encoder_timeline(segments: list[dict]) -> pd.DataFrame:
-    """Segments -> a frame for `figures.encoder_utilization`: columns seconds, busy (0 to 1), images_per_second."""
-    points, before = [], 0.0
-    for segment in segments:
-        points += [(before + seconds, *values) for seconds, *values in segment["timeline"]]
-        before += segment["seconds"]
-    return pd.DataFrame(points, columns=["seconds", "busy", "images_per_second"])
 
 
 def dataset_stats(
@@ -142,7 +155,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     for start in range(0, len(rows), num_rows):
         some = rows.slice(start, num_rows)
         done = stages.transform_pictures(some, config)
-        good += [row for row, (_, reason) in zip(some.to_pylist(), done, strict=True) if not reason]
+        good += [row for row, made in zip(some.to_pylist(), done, strict=True) if not made.reason]
         if len(good) >= num_rows:
             break
     # A picture that would kill its process is not among them.
@@ -152,12 +165,24 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     ]
 
 
+def input_tables(found: layout.Found) -> list[pd.DataFrame]:
+    """The input's files by kind: found = read + left out; and the columns that are taken, with why."""
+    files = pd.DataFrame(found.files, columns=["files", "found", "read", "why they are left out"])
+    files.insert(3, "left out", files["found"] - files["read"])
+    files.loc[files["left out"] == 0, "why they are left out"] = ""
+    return [files, pd.DataFrame(found.columns, columns=["parameter", "taken", "why"])]
+
+
 def summary(manifest: Manifest) -> pd.DataFrame:
-    """What became of a job's rows: read = written (online: usable) + rejected (by reason) + filtered."""
-    rows = [("read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
+    """What became of a job's files and rows: read = written (online: usable) + rejected (by reason) + filtered."""
+    files = manifest.job.get("input_files") or {"found": 0, "read": 0, "left_out": {}}  # earlier versions counted none
+    rows = [("files found", "", files["found"]), ("files read", "", files["read"])] * bool(files["found"])
+    rows += [("files left out", reason, count) for reason, count in files["left_out"].items()]
+    rows += [("rows read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
+    rows += [("of these", note, count) for note, count in manifest.noted.items()]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
     rows += [("filtered", "", manifest.filtered)]
-    return pd.DataFrame(rows, columns=["what", "reason", "rows"])
+    return pd.DataFrame(rows, columns=["what", "reason", "number"])
 
 
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
@@ -187,8 +212,14 @@ def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame
 
 
 def read_run_rejects(run_uri: str) -> pd.DataFrame:
-    """The bad rows that a run found, each once: a frame with columns id, reason, source."""
-    return read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
+    """The bad rows that a run found, each once: a frame with columns id, reason, source.
+
+    If `leave_out` lists none of the rows that the run has encoded, a sentence is printed.
+    """
+    rejects = read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
+    if used := setup.read_config(run_uri).get("leave_out"):
+        withdrawn.say_if_unused(used[-1]["list"], rejects["reason"])
+    return rejects
 
 
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
@@ -199,8 +230,10 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     random = np.random.default_rng(seed)
     paths = inputs.list_inputs(config.data_uri, config.input_format)
     chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
-    num_each = -(-num_rows // len(chosen))
-    tables = [inputs.with_path(table, path) for path in chosen for table in sample_file(path, config, num_each, random)]
+    num_each, tables = -(-num_rows // len(chosen)), []
+    for path in chosen:
+        with contextlib.suppress(*[readers.Unreadable] * (len(chosen) > 1)):  # the job leaves such a file out
+            tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
     rows = inputs.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
     expression = filters.parse_filter(config.row_filter)
@@ -246,7 +279,8 @@ def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
     if not texts:
         raise ValueError("row_filter='' drops nothing: there is nothing to count.")
     paths = inputs.list_inputs(config.data_uri, config.input_format)
-    rows = inputs.read_columns(paths, filters.filter_columns(config.row_filter), config)
+    readable = [path for path, rows, _ in inputs.rows_to_read(paths, config) if rows]
+    rows = inputs.read_columns(readable, filters.filter_columns(config.row_filter), config)
     if config.limit is not None:
         rows = rows.limit(config.limit)
     count = functools.partial(count_dropped, texts=texts)
@@ -298,6 +332,19 @@ def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list
     except ValueError:
         return captions, None
     return given or captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
+
+
+def held_out_pictures(training: TrainingConfig) -> tuple[list[np.ndarray], list[str]]:
+    """`(pictures, captions)`: what the latents of held-out rows decode to; of the first rows, if none are held out."""
+    manifest, rows = DataSets.open(training.proportions).first, held_out.of_run(training)
+    if rows is None:
+        rows = first_latents(next(iter(training.proportions)), held_out.NUM_ROWS)
+    pictures, captions = [], []
+    for spec in manifest.latents_at(training.largest_resolution):
+        moments, is_there = spec.decode(rows[spec.name])
+        pictures += list(decoder.reconstruct(manifest.vae_model, moments[np.asarray(is_there)]))
+        captions += rows.filter(pa.array(np.asarray(is_there)))[schema.CAPTION].to_pylist()
+    return pictures, captions
 
 
 def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:

@@ -43,6 +43,8 @@ def totals() -> pd.DataFrame:
         "template, steps at 512 px": anyscale["num_samples"][512] / anyscale["global_batch_size"][512],
         "EFA, 512 px, 16 GPUs": efa["+ EFA"] / efa["DDP"],
         "Stability AI over Anyscale": fact["Stability AI"] / fact["A100 hours"],
+        "Stability AI over MosaicML": fact["Stability AI"] / all_hours,
+        "MosaicML's first run over it": math.nan,
     }
     rows = [{"what": name, **total, "follows": follows[name]} for name, total in _DATA["totals"].items()]
 
@@ -89,9 +91,9 @@ def precomputation_table() -> pd.DataFrame:
 
 
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
-    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters.
+    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters, to two digits.
 
-    Raises ValueError for other resolutions.
+    A setting without a number is "not measured". Raises ValueError for other resolutions.
     `measured`: your own results by setting (`ablations.ablation`), with columns "images/s" and "speedup".
     """
     rows = ABLATION[ABLATION["resolution"] == resolution]
@@ -105,7 +107,8 @@ def published_ablation(resolution: int, measured: pd.DataFrame | None = None) ->
         parts["here"] = measured[["images/s", "speedup"]].rename(index={"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"})
     table = pd.concat(parts, axis=1).rename_axis("setting")
     order = ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile", "+ channels last"]
-    return table.reindex([name for name in order if name in table.index])
+    table = table.reindex([name for name in order if name in table.index]).round(2).astype(object)
+    return table.where(table.notna(), "not measured")
 
 
 def data_paths_table(measured: dict[str, float]) -> pd.DataFrame:

@@ -99,32 +99,41 @@ class SideBySide(widgets.VBox):
         judged = set(self.choices[["pair", "prompt", "pictures"]].itertuples(index=False, name=None))
         if judged - {(number, pair.prompt, pair.checksum) for number, pair in self.pairs.items()}:
             raise ValueError(f"{uri} holds choices about other pictures: give another file for these, or delete it.")
+        self.title, self.prompt, self.said = widgets.Label(), widgets.Label(), widgets.Label()
+        self.pictures = widgets.HBox([widgets.Image(), widgets.Image()])
+        options, style = ["left", NO_PREFERENCE, "right"], {"description_width": "15em"}
+        self.questions = [
+            widgets.ToggleButtons(options=options, value=None, description=text, style=style)
+            for text in QUESTIONS.values()
+        ]
+        self.next = widgets.Button(description="Next")
+        self.next.on_click(self.save)
         self.show()
 
     def show(self) -> None:
-        """Show the first pair without choices; after the last one, a note that all are judged."""
+        """Show the first pair without choices; after the last one, a note that all are judged.
+
+        The widgets stay and get other values, so that the keyboard's focus stays where it is.
+        """
         judged = set(self.choices["pair"])
         self.pair = next((pair for number, pair in self.pairs.items() if number not in judged), None)
         if self.pair is None:
-            self.children = [widgets.Label(f"All {len(self.pairs)} pairs are judged.")]
+            self.title.value = f"All {len(self.pairs)} pairs are judged."
+            self.children = [self.title]
             return
-        title = widgets.Label(f"Pair {len(judged) + 1} of {len(self.pairs)}")
-        left, right = self.pair.left_model, 1 - self.pair.left_model
-        pictures = [widgets.Image(value=enlarged_png(self.pair.by_model[model])) for model in (left, right)]
-        self.questions = []
-        for text in QUESTIONS.values():
-            options, style = ["left", NO_PREFERENCE, "right"], {"description_width": "15em"}
-            self.questions.append(widgets.ToggleButtons(options=options, value=None, description=text, style=style))
-            self.questions[-1].observe(self.enable_next, "value")
-        self.next = widgets.Button(description="Next", disabled=True)
-        self.next.on_click(self.save)
-        self.children = [title, widgets.Label(self.pair.prompt), widgets.HBox(pictures), *self.questions, self.next]
-
-    def enable_next(self, _) -> None:
-        """Called when a reader has clicked on an answer."""
-        self.next.disabled = any(buttons.value is None for buttons in self.questions)
+        self.title.value, self.prompt.value = f"Pair {len(judged) + 1} of {len(self.pairs)}", self.pair.prompt
+        left = self.pair.left_model
+        for widget, model in zip(self.pictures.children, (left, 1 - left), strict=True):
+            widget.value = enlarged_png(self.pair.by_model[model])
+        for buttons in self.questions:
+            buttons.value = None
+        self.said.value = ""
+        self.children = [self.title, self.prompt, self.pictures, *self.questions, self.next, self.said]
 
     def save(self, _) -> None:
+        if any(buttons.value is None for buttons in self.questions):
+            self.said.value = "Answer both questions first."
+            return
         left_model = self.pair.left_model
         names = {"left": self.names[left_model], "right": self.names[1 - left_model], NO_PREFERENCE: NO_PREFERENCE}
         answers = [names[buttons.value] for buttons in self.questions]

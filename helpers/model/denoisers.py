@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import diffusers
@@ -38,6 +39,10 @@ class Adapter:
         samplers: values of the parameter `sampler` that the pipeline can use.
         fixed: required config values, {key: value}. With any other value, the model would need arguments that its
             pipeline does not pass.
+        learned_variance: whether the pipeline leaves out the variance that follows the prediction's channels.
+        max_tokens: tokens of a caption that the pipeline takes by default; None if captions are padded.
+        bins: image sides in pixels for which the pipeline has aspect-ratio bins. If it has any, called with a prompt
+            alone it generates one of these sizes or raises ValueError.
         note: a sentence for users of the exported pipeline.
     """
 
@@ -53,6 +58,9 @@ class Adapter:
     component = "transformer"
     left_out: ClassVar[dict[str, Any]] = {}
     samplers = ("ddim", "dpm++", "euler", "unipc")
+    learned_variance = False
+    max_tokens: int | None = None
+    bins: tuple[int, ...] = ()
     note = ""
     fixed: ClassVar[dict[str, Any]] = {}
 
@@ -65,6 +73,10 @@ class Adapter:
         """The number that the sides of latents must be multiples of."""
         return config["patch_size"]
 
+    def caption_width(self, config: dict) -> int:
+        """The width of caption embeddings."""
+        return config[self.text_width]
+
     def conditions(self, timesteps_B: torch.Tensor, mask_BL: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of the forward pass beside latents and captions."""
         raise NotImplementedError
@@ -72,6 +84,18 @@ class Adapter:
     def call_options(self, max_tokens: int) -> dict[str, Any]:
         """Arguments of the pipeline's call that make it prepare captions and sizes as training does."""
         return {}
+
+    def set_default_size(self, denoiser: diffusers.ModelMixin, pixels: int, side: int) -> dict[str, Any]:
+        """Make squares of `pixels`, whose latents have this `side`, what the pipeline generates by default.
+
+        Changes the denoiser's config, and returns further arguments of the pipeline's class.
+        """
+        denoiser.register_to_config(sample_size=side)
+        return {}
+
+    def spacing(self, config: dict[str, Any]) -> float | None:
+        """How far apart the positions of neighbouring patches are, where `sample_size` decides it."""
+        return None
 
 
 class UNet(Adapter):
@@ -93,6 +117,10 @@ class UNet(Adapter):
     def divisor(self, config):
         return 2 ** (len(config["block_out_channels"]) - 1)
 
+    def caption_width(self, config):
+        width = config.get("encoder_hid_dim") or super().caption_width(config)
+        return width[0] if isinstance(width, list) and len(set(width)) == 1 else width  # one for each level
+
     def conditions(self, timesteps_B, mask_BL):
         return {"timestep": timesteps_B}
 
@@ -107,6 +135,9 @@ class PixArt(Adapter):
     text_width = "caption_channels"
     text_cleaning = "lower"
     pipeline = "PixArtSigmaPipeline"
+    learned_variance = True
+    max_tokens = 300
+    bins = (256, 512, 1024, 2048)
     fixed: ClassVar[dict[str, Any]] = {"use_additional_conditions": False}  # PixArt-Alpha's conditions on the size
 
     def conditions(self, timesteps_B, mask_BL):
@@ -115,6 +146,15 @@ class PixArt(Adapter):
 
     def call_options(self, max_tokens):
         return {"max_sequence_length": max_tokens, "use_resolution_binning": False, "clean_caption": False}
+
+    def set_default_size(self, denoiser, pixels, side):
+        positions = denoiser.pos_embed  # patch i is at i * base_size / (patches a side * interpolation_scale)
+        scale = positions.interpolation_scale * (side // positions.patch_size) / positions.base_size
+        denoiser.register_to_config(interpolation_scale=scale)
+        return super().set_default_size(denoiser, pixels, side)
+
+    def spacing(self, config):
+        return config["sample_size"] / (config["interpolation_scale"] or max(config["sample_size"] // 64, 1))
 
 
 class PRX(Adapter):
@@ -127,6 +167,8 @@ class PRX(Adapter):
     text_cleaning = "ftfy"
     vaes, shifts = (KL, DC), True
     pipeline = "PRXPipeline"
+    max_tokens = 256
+    bins = (256, 512, 1024)
     samplers = ("ddim", "dpm++", "unipc")  # Euler needs scaled inputs, and the pipeline does not scale them
     note = "Give it one prompt a call: with several, and guidance, this pipeline fails in diffusers 0.42."
 
@@ -135,6 +177,9 @@ class PRX(Adapter):
 
     def call_options(self, max_tokens):
         return {"tokenizer_max_length": max_tokens, "use_resolution_binning": False, "skip_text_cleaning": True}
+
+    def set_default_size(self, denoiser, pixels, side):
+        return {"default_sample_size": pixels}
 
 
 ADAPTERS = {adapter.name: adapter for adapter in (UNet(), PixArt(), PRX())}
@@ -191,6 +236,33 @@ def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ADAPTERS[config["_class_name"]].kind.from_config(config)
+
+
+def find_faults(name: str) -> Iterator[str]:
+    """Sentences that say why a denoiser cannot be trained or sampled; none if it can.
+
+    Runs a training step on the "meta" device, which computes shapes alone. `name`: see `load_denoiser_config`.
+    """
+    config = load_denoiser_config(name)
+    adapter, channels = ADAPTERS[config["_class_name"]], config["in_channels"]
+    side, which = 2 * adapter.divisor(config), f"unet_config={name!r} cannot be trained or sampled"
+    try:
+        with torch.device("meta"):
+            model = build_denoiser(name).to("meta")
+            text_BLD, mask_BL = torch.ones(2, 8, adapter.caption_width(config)), torch.ones(2, 8, dtype=torch.bool)
+            mask_BL = mask_BL if adapter.masks_padding else None
+            denoise(model, torch.ones(2, channels, side, side), torch.ones(2), text_BLD, mask_BL).sum().backward()
+    except Exception as error:  # of any kind, from diffusers
+        reason = str(error).splitlines()[0].rstrip(".")
+        yield f"{which} on latents, timesteps and captions alone: {reason}."
+        return
+    predicted = model.config.get("out_channels") or channels
+    if predicted != channels and not (adapter.learned_variance and predicted == 2 * channels):
+        yield f"{which}: out_channels={predicted} is not in_channels={channels}, which {adapter.pipeline} needs."
+    if unused := [name for name, parameter in model.named_parameters() if parameter.grad is None]:
+        yield f"{which}: {len(unused)} parameters get no gradient, such as {unused[0]}: leave out what they belong to."
+    if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
+        yield f"{which}: its dropout is not 0, and a resumed run would draw other numbers: set it to 0."
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter:

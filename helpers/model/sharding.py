@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import has_compiler, rank, world_size
+from ..distributed import COMPILED_SHAPES, has_compiler, rank, world_size
 from . import denoisers
 
 
@@ -86,9 +86,9 @@ def compile_blocks(denoiser: diffusers.ModelMixin) -> None:
     # symbolic sizes. Inductor chooses worse memory layouts for those.
     try:
         for block in blocks:
-            block.compile(dynamic=False, isolate_recompiles=True, recompile_limit=64)
+            block.compile(dynamic=False, isolate_recompiles=True, recompile_limit=COMPILED_SHAPES)
     except TypeError:  # PyTorch 2.11 has no `isolate_recompiles`
-        torch._dynamo.config.recompile_limit = 64 * len(blocks)
+        torch._dynamo.config.recompile_limit = COMPILED_SHAPES * len(blocks)
         for block in blocks:
             block.compile(dynamic=False)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 
 import pyarrow as pa
 
 from ..config.preprocessing import PreprocessingConfig
 from . import filters, inputs, readers
+from .layout import is_text_or_bytes
 
 
 def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
@@ -15,34 +17,58 @@ def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
 
     Only Parquet files have types that may differ. With a limit, only the files that it reaches are looked at.
     """
-    columns = check_input(paths[0], config)
-    if config.input_format != "parquet":
-        return inputs.id_type(columns.field(config.id_column).type)
+    first, columns = first_readable(paths, config)
+    if not inputs.reader(config).typed:
+        return id_type_of(columns, config=config)
     if config.limit is not None:
-        paths = [path for path, _, _ in inputs.rows_to_read(paths, config)]
+        paths = [path for path, taken, _ in inputs.rows_to_read(paths, config) if taken is not None]
+
+    def schema_of(path: str) -> pa.Schema | None:
+        with contextlib.suppress(readers.Unreadable):
+            return inputs.reader(config).schema(path)
+
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        schemas = pool.map(inputs.reader(config).schema, paths)
-        different = {str(columns): (path, columns) for path, columns in zip(paths, schemas, strict=True)}
+        schemas = zip(paths, pool.map(schema_of, paths), strict=True)
+        different = {str(columns): (path, columns) for path, columns in schemas if columns is not None}
     for path, columns in different.values():
         try:
             check_columns(columns, path, config)
         except ValueError as error:
-            raise ValueError(f"{path} does not go with {paths[0]}, which can be read: {error}") from None
-    return inputs.id_type(*(columns.field(config.id_column).type for _, columns in different.values()))
+            raise ValueError(f"{path} does not go with {first}, which can be read: {error}") from None
+    return id_type_of(*(columns for _, columns in different.values()), config=config)
+
+
+def id_type_of(*files: pa.Schema, config: PreprocessingConfig) -> pa.DataType:
+    """The type that ids are stored in (`inputs.id_type`), by the columns of some files."""
+    return inputs.id_type(
+        *(columns.field(name).type for columns in files for name in inputs.stored([config.id_column]))
+    )
+
+
+def first_readable(paths: list[str], config: PreprocessingConfig) -> tuple[str, pa.Schema]:
+    """The first file that can be read, and its columns. Raises as `check_input`."""
+    for number, path in enumerate(paths, start=1):
+        try:
+            if number == len(paths) or inputs.reader(config).schema(path).names:
+                return path, check_input(path, config)
+        except readers.Unreadable:
+            if number == len(paths):
+                raise
 
 
 def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:
     """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
     columns = inputs.reader(config).schema(path)
     check_columns(columns, path, config)
-    check_no_urls(columns, config)
+    check_no_urls(columns, path, config)
     return columns
 
 
 def check_columns(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
     """Raises ValueError for a column of a file that is missing or of an unusable type."""
     for parameter in USABLE:
-        if name := getattr(config, parameter, None):  # width and height may not be given
+        name = getattr(config, parameter, None)
+        if name and name != inputs.PLACE:  # width and height may not be given
             check_column(parameter, name, path, columns)
             is_usable, otherwise = USABLE[parameter]
             if not is_usable(kind := columns.field(name).type):
@@ -63,10 +89,6 @@ def check_column(parameter: str, name: str, path: str, columns: pa.Schema) -> No
         )
 
 
-def is_text_or_bytes(kind: pa.DataType) -> bool:
-    return inputs.is_text(kind) or inputs.is_bytes(kind) or pa.types.is_null(kind)  # null: no row has a value
-
-
 def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
     """Raises ValueError for a caption column that is missing or holds no text, and for unexpected lists."""
     for name in config.caption_columns:
@@ -75,7 +97,7 @@ def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -
         in_list = inputs.is_list(kind)
         if not is_text_or_bytes(kind.value_type if in_list else kind):
             raise ValueError(f"caption_column={name!r} holds {kind}, not text: name the column that does.")
-        if in_list and len(config.caption_columns) > 1 and config.input_format == "parquet":
+        if in_list and len(config.caption_columns) > 1 and inputs.reader(config).typed:
             raise ValueError(f"caption_column names several columns, and {name!r} holds lists: name that one alone.")
         if config.max_captions > 1 and not in_list:
             raise ValueError(
@@ -103,10 +125,11 @@ USABLE = {
 }
 
 
-def check_no_urls(columns: pa.Schema, config: PreprocessingConfig) -> None:
-    """Raises ValueError if the first rows name their pictures by URL, or hold them in base64."""
+def check_no_urls(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
+    """Raises ValueError if the first rows of a file name their pictures by URL, or hold them in base64."""
     if inputs.is_text(columns.field(config.image_column).type):
-        names = inputs.texts(inputs.first_rows(config, num_rows=64)[config.image_column])
+        rows = next(inputs.stream_file(path, [config.image_column], inputs.reader(config)), None)
+        names = [] if rows is None else inputs.texts(rows[config.image_column])
         if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(
                 f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for "

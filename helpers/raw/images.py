@@ -10,7 +10,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageMode, ImageOps
@@ -31,10 +31,22 @@ JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with 
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 RESTARTS = [bytes([0xFF, 0xD0 + number % 8]) for number in range(20)]  # a JPEG's markers between its parts
 PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
+NOTE, BROKEN_PROFILE = "note", "broken colour profile"  # in `Image.info`, what is wrong with a picture that is used
 PROBE = Image.fromarray(np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(64, 64, 3))
 
 Shape = tuple[int, int]  # width, height
 Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
+
+
+class Made(NamedTuple):
+    """What became of a picture: its (H, W, 3) uint8 pixels by shape, or the `reason` why it cannot be used.
+
+    `note`: what is wrong with a picture that is used.
+    """
+
+    pixels: dict[Shape, np.ndarray]
+    reason: str = ""
+    note: str = ""
 
 
 class BadImage(ValueError):
@@ -75,7 +87,10 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise BadImage("broken image") from None
         try:
             image.load()
-            return to_rgb(image)
+            found = to_rgb(image)
+            profile = image.info.get("icc_profile", b"")  # None: Pillow could not unpack it
+            found.info = {NOTE: BROKEN_PROFILE} if profile is None or srgb_transform(profile)[1] else {}
+            return found
         except Exception:
             raise BadImage("broken image") from None
 
@@ -136,11 +151,14 @@ def scans(data: bytes) -> Iterator[bytes]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow mode -> sRGB, by the picture's ICC profile; 16-bit and float greys in 8 bits, alpha over white."""
-    transform = srgb_transform(image.info.get("icc_profile"))
+    transform, _ = srgb_transform(image.info.get("icc_profile"))
     is_grey = ImageMode.getmode(image.mode).basemode == "L"
     fitting = ("L", "RGB") if is_grey else ("CMYK",) if image.mode == "CMYK" else ("RGB",)
     if image.mode.startswith("I") or image.mode == "F":
-        image = Image.fromarray(to_grey(image), "L")
+        grey = Image.fromarray(to_grey(image), "L")
+        if "transparency" in image.info:
+            grey.putalpha(Image.fromarray(np.asarray(image) != image.info["transparency"]))
+        image = grey
     has_alpha = image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
     if has_alpha and image.mode != "RGBA":
         image = image.convert("RGBA")
@@ -155,23 +173,24 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 @functools.lru_cache(maxsize=16)
-def srgb_transform(profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
-    """From an ICC profile's colours to sRGB: relative colorimetric, with black point compensation.
+def srgb_transform(profile: bytes | None) -> tuple[ImageCms.ImageCmsTransform | None, bool]:
+    """`(transform, whether the profile is broken)`, from an ICC profile's colours to sRGB.
 
-    None without a profile, for a broken one, and for one that is sRGB (it changes no colour by more than 1).
+    The transform is relative colorimetric, with black point compensation. It is None without a profile, for a broken
+    one, and for one that is sRGB (it changes no colour by more than 1).
     """
     if not profile:
-        return None
+        return None, False
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         mode = PROFILE_MODES[source.profile.xcolor_space.strip()]
         intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", intent, flags)
     except (ImageCms.PyCMSError, OSError, KeyError):
-        return None
+        return None, True
     probe = PROBE.convert(mode)
     changes = np.asarray(ImageCms.applyTransform(probe, transform), int) - np.asarray(probe.convert("RGB"), int)
-    return transform if abs(changes).max() > 1 else None
+    return (transform if abs(changes).max() > 1 else None), False
 
 
 def to_grey(image: Image.Image) -> np.ndarray:
@@ -244,27 +263,26 @@ class Sizing:
         return cls(config.shapes, config.max_pixels, config.max_aspect_ratio, config.upscale, has_sizes)
 
 
-def make_pixels(
-    data: bytes | None, crop: Crop = center_crop, wanted: Shape | None = None, *, sizing: Sizing
-) -> tuple[dict[Shape, np.ndarray], str]:
-    """`({shape: (H, W, 3) uint8 pixels}, reason)` of an encoded picture; `reason` is empty for a good one.
+def make_pixels(data: bytes | None, crop: Crop = center_crop, wanted: Shape | None = None, *, sizing: Sizing) -> Made:
+    """The pixels of an encoded picture.
 
     `wanted`: the one shape to make; the picture is bad if it is smaller, or nearer to another shape.
     """
     try:
         picture = decode(data, sizing.max_pixels)
     except BadImage as bad:
-        return {}, str(bad)
+        return Made({}, str(bad))
     shapes, reason = reached_shapes(picture.size, sizing)
     if wanted and wanted not in shapes:
         if sizing.has_sizes:
             reason = "its width or height column is wrong"
-        return {}, reason or f"smaller than {wanted[0]} pixels"
+        return Made({}, reason or f"smaller than {wanted[0]} pixels")
     shapes = [wanted] if wanted else shapes
     # One decode for all shapes, and one crop for all shapes of one ratio.
     crops = {ratio: crop(picture, ratio) for ratio in {width / height for width, height in shapes}}
     resized = {shape: resize(crops[shape[0] / shape[1]], *shape) for shape in shapes}
-    return {shape: to_pixels(image) for shape, image in resized.items()}, reason
+    pixels = {shape: to_pixels(image) for shape, image in resized.items()}
+    return Made(pixels, reason, picture.info.get(NOTE, ""))
 
 
 def nearest_shape(size: Shape, shapes: Sequence[Shape]) -> Shape:

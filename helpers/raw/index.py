@@ -19,6 +19,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ from ..latents import schema
 from ..latents.manifest import RowRange
 from ..latents.parquet import read_parquet, write_table
 from ..runtime import retries
-from . import filters, images, inputs
+from . import filters, images, inputs, layout, readers
 from .readers import GROUP, rows_of
 
 REPORT = "index.json"  # written last: an index that has it is complete
@@ -61,7 +62,7 @@ def build_index(
     if config.limit is None:
         files = [{"path": path, "limit": -1} for path in paths]
     else:
-        files = [{"path": path, "limit": taken} for path, taken, _ in inputs.rows_to_read(paths, config)]
+        files = [{"path": path, "limit": taken or 0} for path, taken, _ in inputs.rows_to_read(paths, config)]
     report_of = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():
         tasks = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
@@ -87,9 +88,15 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
     if storage.exists(target):
         return read_report(read_index(target))
     reader, columns = inputs.reader(config), deciding_columns(config)
-    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": reader.largest_group(path)}
+    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
-    for rows in reader.locate(path, columns):
+    try:
+        report["largest"], located = reader.largest_group(path), reader.locate(path, columns)
+        tables = itertools.chain([next(located, None)], located)  # the first rows tell whether a file can be read
+    except readers.Unreadable:
+        report["unreadable"], tables = True, []
+    for rows in filter(None, tables):
+        rows = inputs.with_path(rows, path, report["read"])
         if limit >= 0:
             rows = rows[: limit - report["read"]]
         kept = filters.kept_rows(rows, config.row_filter)
@@ -98,9 +105,11 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         rows = rows.filter(pa.array(kept))
         buckets, reasons, ids = assess(rows, config, validation_share)
         is_good = pc.equal(reasons, "")
-        found = pa.table([ids, reasons, pa.repeat(name, len(ids))], [schema.ID, schema.REASON, schema.SOURCE])
+        sources = inputs.source_names(rows[inputs.PATH], config)
+        found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
-        used.append(rows.drop_columns(columns).append_column("bucket", buckets).filter(is_good))
+        not_needed = [*columns, inputs.PATH, *[inputs.PLACE] * (config.id_column != inputs.PLACE)]
+        used.append(rows.drop_columns(not_needed).append_column("bucket", buckets).filter(is_good))
         if report["read"] == limit:
             break
     if rejects and (found := pa.concat_tables(rejects)):
@@ -123,12 +132,12 @@ def read_report(index: pa.Table) -> dict:
 def deciding_columns(config: OnlineConfig) -> list[str]:
     """The columns that decide whether a row is used."""
     filtered = filters.filter_columns(config.row_filter)
-    return list(dict.fromkeys([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)]))
+    return inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
 
 
 def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
     """`(bucket, why the row cannot be used or "", id)` of each row, from its columns alone."""
-    ids = inputs.row_ids(rows[config.id_column])
+    ids = inputs.ids_of(rows, config)
     captions = [of_row[0] for of_row in inputs.captions_of(rows, config)]
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)
     names = inputs.size_columns(config)
@@ -187,7 +196,8 @@ def read_indexed_rows(
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
-    columns = list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column]))
+    config = layout.settled(config)
+    columns = inputs.stored([config.id_column, *config.caption_columns, config.image_column])
     names = tuple(columns), tuple(set(config.caption_columns) - {config.id_column, config.image_column})
     folder, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
     for file_name in dict.fromkeys(one.file_name for one in ranges):
@@ -203,8 +213,11 @@ def read_indexed_rows(
             found = (rows_of(read_group(path, piece[GROUP][0].as_py(), *names), piece) for piece in pieces)
         else:
             found = inputs.reader(config).read_located(path, pieces, columns)
-        for position, rows in zip(positions, found, strict=True):
-            tables[position] = inputs.to_raw_rows(inputs.with_path(rows, path), config, id_type)
+        for position, piece, rows in zip(positions, pieces, found, strict=True):
+            rows = inputs.with_path(rows, path)
+            if inputs.PLACE in piece.column_names:
+                rows = rows.drop_columns(inputs.PLACE).append_column(inputs.PLACE, piece[inputs.PLACE])
+            tables[position] = inputs.to_raw_rows(rows, config, id_type)
     return pa.concat_tables(tables).combine_chunks()
 
 

@@ -7,99 +7,35 @@ do not depend on files, formats or column names.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import itertools
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from pyarrow import fs
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
 from ..latents import schema
 from . import filters, readers
 from .images import BadImage
+from .layout import base_folder, is_bytes, is_text, list_inputs, settled
+from .readers import PATH, PLACE
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
-PATH, GROUPS = "path", "groups"  # added column: the file of each row; of a task that reads: the row groups
+FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a file
 C_LIBRARY = ctypes.CDLL(None)
 RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
 ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a time
 
 
 # ---- files
-
-
-def list_inputs(input_uri: str, input_format: str = "parquet") -> list[str]:
-    """Sorted paths of the files of one format: one file, those in a folder (recursively), or the matches of a glob.
-
-    Files and folders below it whose names begin with "." or "_" are left out, as by Spark and pyarrow: tools leave them
-    behind. Raises FileNotFoundError if there are no others, and ValueError for one that cannot be read.
-    """
-    kind, folder = readers.READERS[input_format], storage.resolve(input_uri)
-    if storage.is_file(input_uri):
-        return [folder]
-    if is_glob(input_uri):
-        folder = base_folder(input_uri)
-    found = {name: info for name, info in storage.entries(folder, recursive=True).items() if not is_left_over(name)}
-    if is_glob(input_uri):
-        pattern, problem = glob_pattern(storage.resolve(input_uri)), "matches no file"
-        names = [name for name in found if pattern.fullmatch(storage.join(folder, name))]
-    else:
-        names = [name for name in found if f"/{name}".lower().endswith((*kind.suffixes, *kind.refused))]
-        problem = f"holds no {kind.what}" if storage.exists(input_uri) else "does not exist"
-    names = [name for name in names if found[name].type != fs.FileType.Directory]
-    paths = [storage.join(folder, name) for name in names]
-    for path, name in zip(paths, names, strict=True):
-        if found[name].type == fs.FileType.NotFound:
-            raise ValueError(f"{path} is a link that leads nowhere, or its name is not UTF-8: rename or remove it.")
-        if name.lower().endswith(kind.refused):
-            raise ValueError(readers.COMPRESSED_TAR.format(path))
-    if not paths:
-        raise FileNotFoundError(
-            f"input_uri={input_uri!r} {problem}: give a {kind.what}, a folder of them or a pattern such as "
-            f"'{input_uri}/*{kind.suffixes[0]}'."
-        )
-    return paths
-
-
-def is_left_over(name: str) -> bool:
-    """Whether a path below the input is hidden, or of a folder such as `_temporary` or `__MACOSX`."""
-    return any(part.startswith((".", "_")) for part in name.split("/"))
-
-
-def is_glob(input_uri: str) -> bool:
-    """Whether a path has wildcards (`*`, `?`, `[`) and is not the name of a file or folder."""
-    has_wildcards = any(character in input_uri for character in "*?[")
-    return has_wildcards and ("://" in input_uri or not storage.exists(input_uri))
-
-
-def glob_pattern(path: str) -> re.Pattern:
-    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-
-    def expression(part: str) -> str:
-        if re.fullmatch(r"\[.*\]", part):
-            return part.replace("[!", "[^")
-        return wildcards.get(part) or re.escape(part)
-
-    return re.compile("".join(map(expression, re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path))))
-
-
-@functools.lru_cache(maxsize=16)
-def base_folder(input_uri: str) -> str:
-    """The folder that contains all files of the input: for a glob, the part before its wildcards."""
-    uri = storage.resolve(input_uri)
-    if is_glob(input_uri):
-        return re.split(r"[*?[]", uri, maxsplit=1)[0].rpartition("/")[0]
-    return uri.rpartition("/")[0] if storage.is_file(uri) else uri
 
 
 def below(path: str, folder: str) -> str:
@@ -112,17 +48,11 @@ def name_of(path: str, config: PreprocessingConfig) -> str:
     return below(path, base_folder(config.data_uri))
 
 
-def listing(paths: list[str], input_uri: str) -> dict[str, int]:
-    """{path below the input's folder: bytes} of all its files, or of a glob's matches; it tells changed input."""
-    if is_glob(input_uri):
-        folder = base_folder(input_uri)
-        sizes = storage.sizes(folder)
-        return {below(path, folder): sizes[below(path, folder)] for path in paths}
-    return storage.sizes(input_uri)
+def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int | None]:
+    """The rows of each file, counted in parallel: by threads, or by Ray if whole files must be read.
 
-
-def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int]:
-    """The number of rows of each file, counted in parallel: by threads, or by Ray if whole files must be read."""
+    None for a file that cannot be read.
+    """
     if config.input_format == "webdataset" and ray.is_initialized():
         task = ray.remote(num_cpus=0.5)(count_rows_of)
         try:
@@ -133,16 +63,23 @@ def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int]:
         return list(pool.map(functools.partial(count_rows_of, config=config), paths))
 
 
-def count_rows_of(path: str, config: PreprocessingConfig) -> int:
-    return sum(reader(config).row_groups(path))
+def count_rows_of(path: str, config: PreprocessingConfig) -> int | None:
+    with contextlib.suppress(readers.Unreadable):
+        return sum(reader(config).row_groups(path))
 
 
-def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tuple[str, int, bool]]:
-    """Yield `(path, rows to read of the file, whether it has more)`, up to `config.limit` rows in all."""
+def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tuple[str, int | None, bool]]:
+    """Yield `(path, rows to read of the file, whether it has more)`, up to `config.limit` rows in all.
+
+    The rows of a file that cannot be read are None.
+    """
     left = math.inf if config.limit is None else config.limit
     for start in range(0, len(paths), 256):  # files are counted in groups, so that a limit stops early
         group = paths[start : start + 256]
         for path, num_rows in zip(group, count_rows(group, config), strict=True):
+            if num_rows is None:
+                yield path, None, False
+                continue
             taken = min(num_rows, left)
             yield path, taken, taken < num_rows
             left -= taken
@@ -155,13 +92,21 @@ def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tupl
 
 def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
-    return readers.READERS[config.input_format](column_types(config), config.caption_columns)
+    config = settled(config)
+    make, by_line = readers.READERS[config.input_format], config.max_captions > 1
+    return make(column_types(config), config.caption_columns, by_line)
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:
     """The columns that a job reads: id, caption, picture, and those of the filter."""
+    config = settled(config)
     filtered = filters.filter_columns(config.row_filter)
-    return list(dict.fromkeys([config.id_column, *config.caption_columns, config.image_column, *filtered]))
+    return stored([config.id_column, *config.caption_columns, config.image_column, *filtered])
+
+
+def stored(columns: Iterable[str]) -> list[str]:
+    """The columns that files have, each once."""
+    return [name for name in dict.fromkeys(columns) if name != PLACE]
 
 
 def size_columns(config: PreprocessingConfig) -> list[str]:
@@ -180,15 +125,20 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     types[config.image_column] = pa.binary() if in_tar else pa.string()
     for name in config.caption_columns:  # text if a filter compares it
         types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())
-    return {**types, config.id_column: pa.string()}
+    return types | dict.fromkeys(stored([config.id_column]), pa.string())
 
 
 def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
     """The first rows as the files store them, with `path`, to look at before any pipeline is built."""
+    config = settled(config)
     paths, tables, left = list_inputs(config.data_uri, config.input_format), [], num_rows
-    for table in read_files(paths, used_columns(config), reader(config)):
-        tables.append(table[:left])
-        left -= len(tables[-1])
+    for path in paths:
+        with contextlib.suppress(*[readers.Unreadable] * (len(paths) > 1)):
+            for table in stream_file(path, used_columns(config), reader(config)):
+                tables.append(table[:left])
+                left -= len(tables[-1])
+                if left == 0:
+                    break
         if left == 0:
             break
     if not tables:
@@ -216,8 +166,8 @@ def join_alike(tables: list[pa.Table]) -> pa.Table:
 
 
 def stored_types(paths: list[str], columns: list[str], config: PreprocessingConfig) -> set[tuple[pa.DataType, ...]]:
-    """The different types of columns in Parquet files; formats without types have text for all."""
-    if config.input_format != "parquet":
+    """The different types of columns in files; formats without types have text for all."""
+    if not reader(config).typed:
         return {(pa.string(),) * len(columns)}
 
     def types_of(path: str) -> tuple[pa.DataType, ...]:
@@ -239,9 +189,12 @@ def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tu
     return pa.concat_tables(tables)
 
 
-def with_path(table: pa.Table, path: str) -> pa.Table:
-    """A table of one file's rows with the column `path`."""
-    return table.append_column(PATH, pa.repeat(path, len(table)))
+def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
+    """A table of one file's rows with the columns `PATH` and `PLACE`, where the reader has not added them."""
+    if PATH in table.column_names:
+        return table
+    places = pa.array(np.arange(first_row, first_row + len(table)))
+    return table.append_column(PATH, pa.repeat(path, len(table))).append_column(PLACE, places)
 
 
 # ---- Ray Data
@@ -249,14 +202,15 @@ def with_path(table: pa.Table, path: str) -> pa.Table:
 
 def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     """A lazy Ray dataset of the raw rows (`to_raw_rows`) of an `encode.job.Segment` that `row_filter` keeps."""
+    config = settled(config)
     rows = read_columns(segment.paths, used_columns(config), config)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression, **RETRIES)
-    ids = stored_types(segment.paths, [config.id_column], config)
-    convert = functools.partial(convert_block, config=config, id_type=id_type(*(kind for (kind,) in ids)))
+    ids = itertools.chain.from_iterable(stored_types(segment.paths, stored([config.id_column]), config))
+    convert = functools.partial(convert_block, config=config, id_type=id_type(*ids))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
@@ -270,9 +224,9 @@ def read_columns(paths: list[str], columns: list[str], config: PreprocessingConf
     one = reader(config)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         parts = [
-            {PATH: path, GROUPS: part}
+            {PATH: path, FIRST_ROW: first_row, GROUPS: groups}
             for path, of in zip(paths, pool.map(one.parts, paths), strict=True)
-            for part in of
+            for first_row, groups in of
         ]
     read = functools.partial(read_part, columns=columns, reader=one)
     tasks = ray.data.from_items(parts, override_num_blocks=len(parts))
@@ -280,17 +234,18 @@ def read_columns(paths: list[str], columns: list[str], config: PreprocessingConf
 
 
 def read_part(part: pa.Table, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
-    """Columns of the rows of a file's part, which is a row of `PATH` and `GROUPS`, some rows at a time."""
-    path = part[PATH][0].as_py()
-    for table in reader.stream(path, columns, part[GROUPS][0].as_py()):
-        yield with_path(table, path)
+    """`stream_file` of a file's part, which is a row of `PATH`, `FIRST_ROW` and `GROUPS`."""
+    (one,) = part.to_pylist()
+    yield from stream_file(one[PATH], columns, reader, one[FIRST_ROW], one[GROUPS])
 
 
-def read_files(paths: list[str], columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
-    """Columns of all rows of some files, with `path`, some rows at a time."""
-    for path in paths:
-        for table in reader.stream(path, columns):
-            yield with_path(table, path)
+def stream_file(
+    path: str, columns: list[str], reader: readers.Reader, first_row: int = 0, groups: list[int] | None = None
+) -> Iterator[pa.Table]:
+    """Columns of the rows of a file, or of some row groups, with `PATH` and `PLACE`; some rows at a time."""
+    for table in reader.stream(path, columns, groups):
+        yield with_path(table, path, first_row)
+        first_row += len(table)
 
 
 # ---- raw rows
@@ -316,14 +271,15 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataTy
     """Rows as a reader returns them -> raw rows. Pictures given as paths are fetched here.
 
     Columns:
-        id: int64 or text, as `id_type` says, or as the column's own type (`row_ids`)
+        id: int64 or text, as `id_type` says, or as the column's own type (`ids_of`)
         caption: text, or why it cannot be used (`text_reason`); with several captions a row, caption_2 and so on too
         image: encoded bytes, or null
         error: why a picture could not be fetched, or null
         source: the file's path below the input's folder
     """
+    config = settled(config)
     images, errors = picture_bytes(table, config)
-    ids = row_ids(table[config.id_column])
+    ids = ids_of(table, config)
     columns = {ID: ids.cast(id_type or ids.type), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
@@ -347,7 +303,7 @@ def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chun
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
     If a struct has no bytes, its path is read.
-    Paths are relative to the input's folder or, in image folders, to the folder of the row's table.
+    Paths are relative to the input's folder or, in image folders and a metadata.parquet, to the row's table's folder.
     """
     column = names = table[config.image_column]
     if pa.types.is_struct(column.type):
@@ -358,8 +314,12 @@ def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chun
         if not is_text(names.type) or column.null_count == 0:
             return column, pa.nulls(len(column), pa.string())
     base = base_folder(config.data_uri)
-    beside_table = config.input_format == "imagefolder"
-    folders = [path.rpartition("/")[0] if beside_table else base for path in table[PATH].to_pylist()]
+
+    def folder_of(path: str) -> str:  # `datasets` takes a metadata.parquet too
+        is_beside = config.input_format == "imagefolder" or storage.name(path) == "metadata.parquet"
+        return path.rpartition("/")[0] if is_beside else base
+
+    folders = list(map(folder_of, table[PATH].to_pylist()))
     if is_text(column.type):
         pictures = readers.read_pictures(texts(column), folders, base)
     else:
@@ -411,6 +371,14 @@ def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
     return [[readers.as_caption(value) for value in row] for row in rows]
 
 
+def ids_of(table: pa.Table, config: PreprocessingConfig) -> pa.ChunkedArray | pa.Array:
+    """Ids by their column; else "{file}:{place}" by `PATH` and `PLACE`, and "{file}" of a picture with side-cars."""
+    if config.id_column != PLACE:
+        return row_ids(table[config.id_column])
+    names, places = source_names(table[PATH], config), table[PLACE].cast(pa.string())
+    return pc.coalesce(pc.binary_join_element_wise(names, places, ":"), names)
+
+
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Ids in the type that they are stored in. Bytes that are not UTF-8, such as a raw hash, become hex digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
@@ -422,18 +390,9 @@ def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
 
 def id_type(*column_types: pa.DataType) -> pa.DataType:
     """The type that ids are stored in: int64 if all are integers, else text. uint64 does not fit: text too."""
-    fit = (pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types)
-    return pa.int64() if all(fit) else pa.string()
-
-
-def is_text(column_type: pa.DataType) -> bool:
-    return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
+    fit = [pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types]
+    return pa.int64() if fit and all(fit) else pa.string()
 
 
 def is_list(column_type: pa.DataType) -> bool:
     return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
-
-
-def is_bytes(column_type: pa.DataType) -> bool:
-    types = pa.types
-    return types.is_binary(column_type) or types.is_large_binary(column_type) or types.is_fixed_size_binary(column_type)

@@ -1,4 +1,4 @@
-"""Readers of raw data: Parquet, WebDataset tars, folders of pictures with a table of captions.
+"""Readers of raw data: Parquet, Arrow files of Hugging Face's `datasets`, WebDataset tars, folders of pictures.
 
 Each reader has the same methods, which take a file:
     schema          its columns, with types
@@ -14,6 +14,7 @@ folder.
 from __future__ import annotations
 
 import base64
+import bisect
 import codecs
 import concurrent.futures
 import contextlib
@@ -25,7 +26,7 @@ import json
 import posixpath
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,18 @@ from pyarrow import fs
 
 from .. import storage
 from ..latents import schema
-from ..latents.parquet import PlainParquetFile, open_parquet, plain_type
+from ..latents.parquet import PlainParquetFile, check_types, open_parquet, plain_type, to_plain
 from ..latents.schema import ROWS_PER_ROW_GROUP
 from .images import BadImage
 
 GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
+FILES = "__files__"  # where a row is in its folder: the names of its picture, and of what stands beside it
+PATH, PLACE = "path", "__place__"  # added columns: the file of each row, and the row's number in it
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")  # a sample's picture is its column "jpg"
+# A sample's picture is its column "jpg". The last three are not decoded, but rejected by name.
+PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "jxl")
 TEXTS = ("txt", "json")
+BESIDE = ("caption", "json", "txt")  # of the files beside a picture, in the order in which they are read
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HALF_PAIRS = re.compile("[\udc80-\udcff]")  # what `decode_text` makes of bytes that are not UTF-8
@@ -58,56 +63,93 @@ PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
 GROUP_ROWS = ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
 
 
+class Unreadable(ValueError):
+    """A whole file cannot be read; other files may be."""
+
+
+def unreadable(path: str, what: str, error: Exception) -> Exception:
+    """What to raise for an error of pyarrow: `error` if the file is not there, or if its storage did not answer."""
+    is_damage = "thrift" in str(error) or (storage.is_local(path) and getattr(error, "errno", None) is None)
+    if isinstance(error, OSError) and not is_damage:
+        return error
+    return Unreadable(f"{path} is not a readable {what}: remove or replace it. ({error})")
+
+
 class Reader:
     """What the readers have in common. Formats without types have rows that are dicts.
 
     Args:
         types: Arrow types of the used columns (`inputs.column_types`); a value of another type becomes null.
         captions: those of the columns that hold captions (`caption_texts`).
+        by_line: whether a text holds a caption a line.
     """
 
-    what, suffixes, refused = "", (), ()
+    what, suffixes, typed = "", (), False  # typed: whether its files have types
 
-    def __init__(self, types: dict[str, pa.DataType] | None = None, captions: Sequence[str] = ()):
-        self.types, self.captions = types or {}, captions
+    def __init__(
+        self, types: dict[str, pa.DataType] | None = None, captions: Sequence[str] = (), by_line: bool = False
+    ):
+        self.types, self.captions, self.by_line = types or {}, captions, by_line
 
     def largest_group(self, path: str) -> int:
         """Rows of the largest row group that can only be read whole; 0 if rows can be read alone."""
         return 0
 
-    def parts(self, path: str) -> list[list[int] | None]:
-        """What tasks read of the file, each for itself: numbers of row groups; None stands for all."""
-        return [None]
+    def parts(self, path: str) -> list[tuple[int, list[int] | None]]:
+        """What tasks read of the file, each for itself: `(first row, row groups)`; None stands for all groups."""
+        return [(0, None)]
 
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
         """The columns of some rows; unused ones are typed as text."""
-        names = dict.fromkeys(name for row in rows for name in row if name != START)
+        names = dict.fromkeys(name for row in rows for name in row if name not in (START, FILES))
         return pa.schema(
             [(text_bytes(name).decode(errors="replace"), self.types.get(name, pa.string())) for name in names]
         )
 
     def table(self, rows: list[dict], columns: list[str]) -> pa.Table:
         values = {name: [row.get(name) for row in rows] for name in columns}
+        for name in self.captions if self.by_line else ():
+            values[name] = [text.splitlines() if isinstance(text, str) else text for text in values.get(name, ())]
         return pa.table({name: convert(values[name], self.types[name], name in self.captions) for name in columns})
 
 
-class Parquet(Reader):
-    """Parquet files, with their own row groups and types."""
+class Typed(Reader):
+    """A format whose files have types."""
 
-    what, suffixes = "Parquet file", (".parquet", ".parq")
-
-    def open(self, path: str) -> PlainParquetFile:
-        """A file on any storage. Raises ValueError naming a file that is not Parquet."""
-        try:
-            return open_parquet(path, buffer_size=BUFFER_BYTES)
-        except (FileNotFoundError, PermissionError):
-            raise
-        except (pa.ArrowInvalid, OSError) as error:  # OSError: the footer is invalid
-            raise ValueError(f"{path} is not a readable Parquet file: remove or replace it. ({error})") from None
+    typed = True
 
     def schema(self, path: str) -> pa.Schema:
         """As they are read (`plain_type`). Raises ValueError for a used column of an extension type."""
         return pa.schema([field.with_type(plain_type(field.type)) for field in self.stored_schema(path)])
+
+
+class Parquet(Typed):
+    """Parquet files, with their own row groups and types."""
+
+    what, suffixes = "Parquet file", (".parquet", ".parq")
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[PlainParquetFile]:
+        """A file on any storage. Raises ValueError naming one that is not Parquet, or is damaged where it is read."""
+        try:
+            with open_parquet(path, buffer_size=BUFFER_BYTES) as file:
+                self.check_captions(path, file)
+                yield file
+        except (pa.ArrowInvalid, OSError) as error:
+            raise unreadable(path, self.what, error) from None
+
+    def check_captions(self, path: str, file: PlainParquetFile) -> None:
+        """Raises Unreadable for captions that are too long on average, because Arrow decodes whole pages of them."""
+        metadata = file.metadata
+        names = [metadata.schema.column(number).path.partition(".")[0] for number in range(metadata.num_columns)]
+        for column in (number for number, name in enumerate(names) if name in self.captions):
+            for group in range(metadata.num_row_groups):
+                chunk = metadata.row_group(group).column(column)
+                size = chunk.total_uncompressed_size
+                if size > MAX_BYTES and size > chunk.num_values * MAX_CAPTION_BYTES:
+                    what = f"{chunk.num_values:,} captions of the column {names[column]!r}"
+                    remedy = f"more than {MAX_CAPTION_BYTES:,} each: shorten or remove them."
+                    raise Unreadable(f"{path} holds {size:,} bytes in {what}, {remedy}")
 
     def stored_schema(self, path: str) -> pa.Schema:
         with self.open(path) as file:
@@ -136,11 +178,11 @@ class Parquet(Reader):
     def largest_group(self, path: str) -> int:
         return max(self.row_groups(path), default=0)
 
-    def parts(self, path: str) -> list[list[int] | None]:
-        rows = self.row_groups(path)
-        part_of_group = (np.cumsum([0, *rows[:-1]]) // PART_ROWS).tolist()
-        numbered = itertools.groupby(range(len(rows)), key=part_of_group.__getitem__)
-        return [list(groups) for _, groups in numbered] or [[]]  # a file without rows is read too
+    def parts(self, path: str) -> list[tuple[int, list[int] | None]]:
+        first_rows = np.cumsum([0, *self.row_groups(path)]).tolist()
+        numbers = range(len(first_rows) - 1)
+        parts = [list(of) for _, of in itertools.groupby(numbers, key=lambda group: first_rows[group] // PART_ROWS)]
+        return [(first_rows[of[0]], of) for of in parts] or [(0, [])]  # a file without rows is read too
 
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one row group, as `locate` gives them.
@@ -164,6 +206,68 @@ class Parquet(Reader):
         with self.open(path) as file:
             for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=groups, columns=columns):
                 yield pa.Table.from_batches([batch])
+                release_large(batch)
+
+
+class Arrow(Typed):
+    """Arrow files as Hugging Face's `save_to_disk` writes them (streams), and Arrow's file format; mapped on a disk.
+
+    They are read in their order: finding a row on an object store sends what stands before it.
+    """
+
+    what, suffixes = "Arrow file", (".arrow",)
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+        """`(schema, batches)`. Raises ValueError naming a file that is not Arrow's, or as `check_types`."""
+        filesystem, inner = storage.open_filesystem(path)
+        try:
+            with pa.memory_map(inner) if storage.is_local(path) else filesystem.open_input_file(inner) as source:
+                is_file = source.read_at(6, 0) == b"ARROW1"
+                found = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+                check_types(found.schema, path, list(self.types))
+                yield found.schema, map(found.get_batch, range(found.num_record_batches)) if is_file else iter(found)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise unreadable(path, self.what, error) from None
+
+    def batches(self, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Columns of each record batch."""
+        with self.open(path) as (stored, batches):
+            check_types(stored, path, list(columns))
+            for batch in batches:
+                yield to_plain(pa.Table.from_batches([batch]).select(columns))
+
+    def stored_schema(self, path: str) -> pa.Schema:
+        with self.open(path) as (stored, _):
+            return stored
+
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each record batch."""
+        with self.open(path) as (_, batches):
+            return [len(batch) for batch in batches]
+
+    def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
+        """All rows, or those of some record batches, a few at a time."""
+        for group, table in enumerate(self.batches(path, columns)):
+            if groups is None or group in groups:
+                yield from (table.slice(start, GROUP_ROWS) for start in range(0, len(table), GROUP_ROWS))
+
+    def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of all rows, a record batch at a time, with `GROUP` and, within it, `ROW`."""
+        for group, table in enumerate(self.batches(path, columns)):
+            rows = pa.array(range(len(table)), pa.int32())
+            yield table.append_column(ROW, rows).append_column(
+                GROUP, pa.repeat(pa.scalar(group, pa.int32()), len(rows))
+            )
+
+    def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
+        """The rows of each of `pieces`: some rows of one record batch, as `locate` gives them."""
+        pieces = list(pieces)
+        groups, found = [piece[GROUP][0].as_py() for piece in pieces], {}
+        for group, table in enumerate(itertools.islice(self.batches(path, columns), max(groups) + 1)):
+            numbers = (number for number, of_piece in enumerate(groups) if of_piece == group)
+            found |= {number: rows_of(table, pieces[number]) for number in numbers}
+        yield from (found[number] for number in range(len(pieces)))
 
 
 class WebDataset(Reader):
@@ -175,10 +279,11 @@ class WebDataset(Reader):
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
-    refused = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 
     def samples(self, tar: tarfile.TarFile, **options: Any) -> Iterator[dict]:
-        return samples(tar, picture=next((name for name in self.types if name in PICTURES), None), **options)
+        """`samples`; of several pictures the one that is used. Where no column is known yet, several are refused."""
+        named = next((name for name in self.types if name in PICTURES), None if self.types else "")
+        return samples(tar, picture=named, **options)
 
     def schema(self, path: str) -> pa.Schema:
         """The columns of the first samples."""
@@ -203,16 +308,16 @@ class WebDataset(Reader):
         filesystem, inner = storage.open_filesystem(path)
 
         def read(start: int, stop: int) -> list[dict]:
-            with tarfile.open(fileobj=io.BytesIO(file.read_at(stop - start, start)), mode="r:") as tar:
+            data = file.read_at(stop - start, start) + bytes(2 * tarfile.BLOCKSIZE)  # a tar's end
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
                 return list(self.samples(tar))
 
-        workers = 1 if storage.is_local(path) else 16  # as `read_pictures`
-        with filesystem.open_input_file(inner) as file, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        with filesystem.open_input_file(inner) as file:
             for piece in pieces:
                 starts, stops = piece[START].to_numpy(), piece[STOP].to_numpy()
                 apart = starts[1:] != stops[:-1]
                 spans = starts[np.append(True, apart)].tolist(), stops[np.append(apart, True)].tolist()
-                yield self.table(list(itertools.chain.from_iterable(pool.map(read, *spans))), columns)
+                yield self.table(list(itertools.chain.from_iterable(in_parallel(path, read, *spans))), columns)
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
         """The whole tar from its start, a group at a time. `groups` is ignored, because it would need offsets."""
@@ -223,40 +328,125 @@ class WebDataset(Reader):
 
 
 class ImageFolder(Reader):
-    """Hugging Face's ImageFolder: folders of pictures, each with a `metadata.csv` or `metadata.jsonl`.
+    """Folders of pictures, with a `metadata.csv` or `metadata.jsonl` (Hugging Face's ImageFolder), or with side-cars.
 
-    That table has a column `file_name`, relative to the folder, and one of captions. Empty fields of a CSV are empty
-    text. Only the table is read here: `read_pictures` fetches the pictures.
+    A table has a column `file_name`, relative to its folder, and one of captions. Empty fields of a CSV are empty text.
+    Side-cars are files with a picture's name and another suffix: its caption (`a.txt`, `a.caption`; the column "text"),
+    and a JSON file whose keys are columns. Pictures of one folder are read as "{folder}/{first picture}#{how many}".
+    Pictures are not read here: `read_pictures` fetches them.
     """
 
     what, suffixes = "metadata.csv or metadata.jsonl", ("/metadata.csv", "/metadata.jsonl")
 
+    def rows(self, path: str) -> list[dict]:
+        """Those of a table, or the names of some pictures and their side-cars."""
+        if is_table(path):
+            return load_metadata(path)
+        folder, first, count = split_unit(path)
+        names = storage.walk(folder, recursive=False)
+        found = pair_names(name for name, size in names if size is not None)
+        start = bisect.bisect_left(found, (first,))
+        return [{"file_name": files[0], FILES: files} for files in found[start : start + count]]
+
+    def load(self, path: str, rows: list[dict], columns: Sequence[str] = ("",)) -> list[dict]:
+        """The rows, with what the side-cars hold that some of `columns` may need."""
+        wanted = {*columns} - {"file_name"}
+
+        def read(row: dict) -> dict:
+            """The row, with what its files hold; a JSON file is opened only if a column may be there alone."""
+            names = row[FILES][1:] if wanted else ()
+            texts = [name for name in names if not name.lower().endswith(".json")]
+            for name in texts if texts and wanted == {"text"} else names:
+                data = read_picture(name, folder, folder)
+                if isinstance(data, BadImage):
+                    continue
+                row = (
+                    {**row, "text": decode_caption(data)} if name in texts else {**shorten_all(parse_json(data)), **row}
+                )
+            return row
+
+        if rows and FILES in rows[0]:
+            folder = split_unit(path)[0]
+            rows = in_parallel(path, read, rows)
+        return [fill_caption(row, wanted) for row in rows]
+
+    def table_of(self, path: str, rows: list[dict], columns: list[str]) -> pa.Table:
+        """`table`; of pictures with side-cars also `PATH`, that of the picture, and no `PLACE`."""
+        table = self.table(self.load(path, rows, columns), columns)
+        if not rows or FILES not in rows[0]:
+            return table
+        paths = pa.array([f"{split_unit(path)[0]}/{row[FILES][0]}" for row in rows], pa.string())
+        return table.append_column(PATH, paths).append_column(PLACE, pa.nulls(len(rows), pa.int64()))
+
     def schema(self, path: str) -> pa.Schema:
-        return self.schema_of(load_metadata(path))
+        rows = self.rows(path)
+        return self.schema_of(self.load(path, rows[:GROUP_ROWS]) + rows[GROUP_ROWS:])
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group."""
-        return schema.row_groups(len(load_metadata(path)))
+        return schema.row_groups(len(load_metadata(path)) if is_table(path) else split_unit(path)[2])
 
     def stream(self, path: str, columns: list[str], groups: list[int] | None = None) -> Iterator[pa.Table]:
-        """The whole table, or some groups of it, a group at a time."""
-        rows = load_metadata(path)
+        """All rows, or those of some groups, a group at a time."""
+        rows = self.rows(path)
         for start in range(0, len(rows), GROUP_ROWS) if groups is None else (group * GROUP_ROWS for group in groups):
-            yield self.table(rows[start : start + GROUP_ROWS], columns)
+            yield self.table_of(path, rows[start : start + GROUP_ROWS], columns)
 
     def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
-        """Columns of all rows, with `ROW`."""
-        rows = load_metadata(path)
-        yield self.table(rows, columns).append_column(ROW, pa.array(range(len(rows)), pa.int32()))
+        """Columns of all rows, some at a time, with `ROW` or, of pictures with side-cars, `FILES`."""
+        rows = self.rows(path)
+        for start in range(0, len(rows), GROUP_ROWS):
+            some = rows[start : start + GROUP_ROWS]
+            where = pa.array(range(start, start + len(some)), pa.int32())
+            named = [row[FILES] for row in some if FILES in row]
+            where = (FILES, pa.array(named, pa.list_(pa.string()))) if named else (ROW, where)
+            yield self.table_of(path, some, columns).append_column(*where)
 
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`, as `locate` gives them."""
-        rows = load_metadata(path)
+        rows = load_metadata(path) if is_table(path) else []
         for piece in pieces:
-            yield self.table([rows[row] for row in piece[ROW].to_pylist()], columns)
+            if is_table(path):
+                yield self.table([rows[row] for row in piece[ROW].to_pylist()], columns)
+            else:
+                some = [{"file_name": files[0], FILES: files} for files in piece[FILES].to_pylist()]
+                yield self.table_of(path, some, columns)
 
 
-READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder}
+READERS = {"parquet": Parquet, "webdataset": WebDataset, "imagefolder": ImageFolder, "arrow": Arrow}
+
+
+def fill_caption(row: dict, wanted: set[str]) -> dict:
+    """The row of an image folder; folders may call captions "text" or "caption", and one name serves all."""
+    for name, other in (("text", "caption"), ("caption", "text")):
+        if name in wanted and name not in row and other in row:
+            return {**row, name: row[other]}
+    return row
+
+
+def is_table(path: str) -> bool:
+    """Whether a path of an image folder is that of a table, whatever its name."""
+    return not re.search(r"#\d+$", path)
+
+
+def split_unit(path: str) -> tuple[str, str, int]:
+    """`(folder, first picture, number of pictures)` of what `ImageFolder` reads as one file."""
+    names, _, count = path.rpartition("#")
+    folder, _, first = names.rpartition("/")
+    return folder, first, int(count)
+
+
+def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """[(picture, what stands beside it, ...)] of the files of one folder, sorted; pictures alone are left out."""
+    pictures, beside = [], {}
+    for name in names:
+        stem, _, suffix = name.rpartition(".")
+        if suffix.lower() in BESIDE:
+            beside[stem] = (*beside.get(stem, ()), name)
+        elif stem and suffix.lower() in PICTURES and not name.startswith("."):
+            pictures.append(name)
+    stems = ((name, beside.get(name.rpartition(".")[0])) for name in sorted(pictures))
+    return [(name, *sorted(found)) for name, found in stems if found]
 
 
 def release_large(batch: pa.RecordBatch) -> None:
@@ -294,7 +484,7 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
             is_compressed = file.read(8).startswith(COMPRESSED)
         if is_compressed:
             raise ValueError(COMPRESSED_TAR.format(path)) from None
-        raise ValueError(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
+        raise Unreadable(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
 class Unusable(tarfile.TarError):
@@ -313,13 +503,19 @@ def samples(
         wanted: the extensions that are read; () for the headers alone.
         picture: the extension that is used of several pictures; None: none is used.
     """
-    sample, extensions, keys = {}, set(), set()
+    sample, extensions, keys, aside = {}, set(), set(), ({}, set())
     for member in tar:
         key, extension = split_name(member.name, sample.get(KEY, ""))
         if not (member.isfile() or member.islnk()) or not extension:
             continue
         if sample.get(KEY, "").startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
             sample, extensions = {KEY: key, START: sample[START]}, set()
+        longer, _, last = f"{key}.{extension}".rpartition(".")
+        if aside[0].get(KEY) == longer and last in TEXTS:  # "a.1.jpg" has a caption, and is no mask of "a"
+            yield with_picture(sample, extensions, picture)
+            (sample, extensions), key, extension = aside, longer, last
+            keys.add(key)
+        aside = {}, set()
         if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
             if sample:
                 yield with_picture(sample, extensions, picture)
@@ -331,20 +527,40 @@ def samples(
             sample, extensions = {KEY: key, START: member.offset}, set()
             keys.add(key)
         extensions.add(extension)
+        inner, _, last = extension.rpartition(".")
+        if inner and last in PICTURES:
+            data = {last: member_bytes(tar, member)} if last in wanted else {}
+            aside = {KEY: f"{key}.{inner}", START: member.offset, **data}, {last}
         if member.islnk() and wanted == TEXTS:  # the sample will be read alone
             raise Unusable(LINK.format(member.name))
         if extension in wanted:
             data = member_bytes(tar, member)
             if extension == "json":
-                values = {key: shorten(value) for key, value in parse_json(data).items()}
-                sample = {**sample, **values, **sample}  # its other members go before the JSON's keys
+                sample = {**sample, **shorten_all(parse_json(data)), **sample}  # its other members go before its keys
             else:
-                sample[extension] = data if extension in PICTURES else shorten(decode_text(data))
+                sample[extension] = data if extension in PICTURES else decode_caption(data)
     if sample:
         yield with_picture(sample, extensions, picture)
+    check_end(tar)
+
+
+def check_end(tar: tarfile.TarFile) -> None:
+    """Raises Unusable for a second tar in the file, and ReadError if the end of the only one is missing or damaged.
+
+    `tarfile` stops without a word at a header that it cannot read, and at the end of a tar that was cut short.
+    """
+    is_ended = False
     while block := tar.fileobj.read(2**20):
-        if block.strip(b"\0"):
+        is_ended = True
+        if rest := block.lstrip(b"\0"):
+            start = (len(block) - len(rest)) // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+            try:
+                tarfile.TarInfo.frombuf(block[start : start + tarfile.BLOCKSIZE], tar.encoding, tar.errors)
+            except tarfile.HeaderError:
+                raise tarfile.ReadError("a header is damaged") from None
             raise Unusable("another tar follows in the same file, which tar would not read: split them into two files.")
+    if not is_ended:
+        raise tarfile.ReadError("its end is missing")
 
 
 def split_name(name: str, current: str) -> tuple[str, str]:
@@ -377,8 +593,10 @@ def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dic
 
 def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
+    if member.issparse() or member.size > MAX_BYTES:
+        return b""
     try:
-        return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read(MAX_BYTES)
+        return tar.extractfile(member).read(member.size or MAX_BYTES)  # a link has no size
     except (KeyError, tarfile.StreamError):
         raise Unusable(LINK.format(member.name)) from None
 
@@ -398,7 +616,7 @@ def _load_metadata(path: str, version: tuple[int, int]) -> list[dict]:
         if any(None in row for row in rows):
             raise csv.Error("its rows have more fields than its first line has names")
     except csv.Error as error:
-        raise ValueError(f"{path} is not a readable table: correct it. ({error})") from None
+        raise Unreadable(f"{path} is not a readable table: correct it. ({error})") from None
     return rows
 
 
@@ -470,7 +688,9 @@ def as_text(value: bytes | None) -> str | None:
 def as_caption(value: bytes | None) -> str | None:
     """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
     text = None if value is None else shorten(decode_text(value))
-    return NOT_UTF8 if text and HALF_PAIRS.search(text) else text
+    is_utf16 = text and text.count("\0") * 3 > len(text)  # without its mark
+    is_damaged = text and (is_utf16 or HALF_PAIRS.search(text))
+    return NOT_UTF8 if is_damaged and text != NOT_TEXT else text
 
 
 def text_bytes(value: Any) -> bytes | None:
@@ -487,6 +707,15 @@ def text_bytes(value: Any) -> bytes | None:
 def shorten(value):
     """A text of at most a character more than `MAX_CAPTION_BYTES`, by which it is known to be too long; others stay."""
     return value[: MAX_CAPTION_BYTES + 1] if isinstance(value, str) else value
+
+
+def shorten_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: shorten(value) for key, value in values.items()}
+
+
+def decode_caption(data: bytes) -> str:
+    """`decode_text` of a file that holds a caption, without the end of its last line, shortened (`shorten`)."""
+    return shorten(decode_text(data).rstrip("\r\n"))
 
 
 def is_url(text: str | None) -> bool:
@@ -512,9 +741,18 @@ def read_pictures(names: list[str | None], folders: list[str], base: str) -> lis
         folders: a path or URI per row.
         base: the folder that paths may not leave.
     """
-    # Object stores are slow to answer, so requests run in parallel. On a disk, parallel requests are no faster.
-    with concurrent.futures.ThreadPoolExecutor(1 if storage.is_local(base) else 16) as pool:
-        return list(pool.map(functools.partial(read_picture, base=base), names, folders))
+    return in_parallel(base, functools.partial(read_picture, base=base), names, folders)
+
+
+def in_parallel(uri: str, function: Callable, *arguments: Iterable) -> list:
+    """The results of a function that reads, in parallel for an object store, which is slow to answer.
+
+    On a disk, parallel requests are no faster.
+    """
+    if storage.is_local(uri):
+        return list(map(function, *arguments))
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
@@ -526,25 +764,30 @@ def read_picture(name: str | None, folder: str, base: str) -> bytes | BadImage:
     if is_base64(name):
         return BadImage("base64 text, neither bytes nor a path")
     filesystem, root = storage.open_filesystem(base)
+    is_local = isinstance(filesystem, fs.LocalFileSystem)
     scheme, is_uri, inner = name.rpartition("://")
     if is_uri and scheme != base.rpartition("://")[0]:
         return BadImage("image path outside of the input")
     if not is_uri:
-        inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
+        beside = storage.open_filesystem(folder)[1] if "://" in folder else folder
+        inner = name if name.startswith("/") else f"{beside}/{name}"
     inner = posixpath.normpath(inner)
     if not inner.startswith(root.rstrip("/") + "/"):
         return BadImage("image path outside of the input")
     try:
-        if storage.is_local(base) and filesystem.get_file_info(inner).type == fs.FileType.Unknown:
+        found, most = filesystem.get_file_info(inner) if is_local else None, MAX_BYTES
+        if found and found.type == fs.FileType.Unknown:
             return BadImage("not a regular file")  # to open a FIFO would wait for ever
+        if found and found.is_file:
+            most = min(found.size, MAX_BYTES)  # memory is taken for all that may come
         with filesystem.open_input_stream(inner) as stream:
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(most + 1)
         return data if len(data) <= MAX_BYTES else BadImage("too many bytes")
     except FileNotFoundError:
         return BadImage("image file not found")
     except (pa.ArrowInvalid, ValueError, UnicodeError):
         return BadImage("invalid image path")
     except OSError:
-        if not storage.is_local(base):
+        if not is_local:
             raise  # the store did not answer: the job stops, and a rerun reads it again
         return BadImage("image file not readable")  # a folder, a name that is too long, no permission

@@ -17,6 +17,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from .. import storage
+from . import machines
 
 
 @contextlib.contextmanager
@@ -34,6 +35,15 @@ def interruptible() -> Iterator[None]:
     finally:
         if in_main_thread and before is not None:  # None: not installed by Python, which cannot restore it
             signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def naming_stop(describe: Callable[[], str]) -> Iterator[None]:
+    """An interrupt of the block becomes a KeyboardInterrupt with `describe()`, which a notebook shows alone."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(describe()) from None
 
 
 @contextlib.contextmanager
@@ -70,8 +80,11 @@ def keep_executed_notebook(folder_uri: str) -> None:
         atexit.register(lambda: storage.write_text(copy_to, storage.read_text(output)))
 
 
+SECONDS_TO_ESTIMATE = 5  # before a time left is shown: a rate of less says little
+
+
 class Progress:
-    """Shows a job's progress: call `progress(done, total, text)` as often as you like.
+    """Shows a job's progress, and how busy the machines are: call `progress(done, total, text)` as often as you like.
 
     A notebook shows one display that is updated in place. In a batch run (papermill, or a plain Python program), a line
     goes to the terminal every `seconds_between_lines`, and at the end.
@@ -81,34 +94,58 @@ class Progress:
         self.label, self.unit, self.seconds_between_lines = label, unit, seconds_between_lines
         self.started = time.monotonic()
         self.first = None  # (time, done) of the first call: a resumed job does not start at 0
+        self.picture_handle = None
         self.last = None  # (time, done) of the last line on the terminal
         self.terminal, self.handle = batch_terminal(), None
+        self.watch = machines.Watch()
+
+    def begin(self, done: int, total: int, doing: str) -> None:
+        """Show at once what happens before the first call; it does not count for the time left."""
+        self.show(f"{self.label}: {done:,} of {total:,} {self.unit}; {doing}", done, total, {})
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
         self.first = self.first or (now, done)
         line = f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"
-        if self.first[1] < done < total:
+        if self.first[1] < done < total and now - self.first[0] >= SECONDS_TO_ESTIMATE:
             seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
             line += f", {format_seconds(seconds_left)} left"
         if text:
             line += f", {text}"
-        self.show(line, done, total)
+        uses = self.watch(now) if done < total else {}
+        if uses:
+            line += f"; {f'{len(uses)} machines: ' if len(uses) > 1 else ''}{machines.describe(*uses.values())}"
+        self.show(line, done, total, uses)
         due = self.last is None or now - self.last[0] >= self.seconds_between_lines or done >= total
         if due and (self.last is None or self.last[1] != done):
             self.write(line)
             self.last = now, done
 
-    def show(self, line: str, done: int, total: int) -> None:
-        """Update the notebook's display."""
+    def show(self, line: str, done: int, total: int, uses: dict[str, machines.Use]) -> None:
+        """Update the notebook's display; of several machines it lists each."""
         if get_ipython() is None:
             return
         bar = f"<progress value='{done}' max='{max(total, 1)}' style='width: 20em; vertical-align: middle'></progress>"
-        bundle = {"text/html": f"{bar} <code>{html.escape(line)}</code>", "text/plain": line}
+        shown = f"{bar} <code>{html.escape(line)}</code>"
+        if len(uses) > 1:
+            lines = "<br>".join(f"{address}: {machines.describe(use)}" for address, use in uses.items())
+            shown += f"<div style='max-height: 12em; overflow: auto'><code>{lines}</code></div>"
+        bundle = {"text/html": shown, "text/plain": line}
         if self.handle is None:
             self.handle = display(bundle, raw=True, display_id=True)
         else:
             self.handle.update(bundle, raw=True)
+
+    def picture(self, png: bytes, described: str) -> None:
+        """Show a picture below the line, in place of the one before it. `described`: its alternative text."""
+        if get_ipython() is None:
+            return
+        bundle = {"image/png": png, "text/plain": described}
+        shown = dict(metadata={"image/png": {"alt": described}}, raw=True)
+        if self.picture_handle is None:
+            self.picture_handle = display(bundle, display_id=True, **shown)
+        else:
+            self.picture_handle.update(bundle, **shown)
 
     def message(self, text: str) -> None:
         """Print a message that stays: in the notebook, and on the terminal of a batch run."""

@@ -31,9 +31,12 @@ def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) ->
 def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
     """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
 
-    On a GPU, as many images are decoded at once as its free memory holds.
+    On a GPU, as many images are decoded at once as its free memory holds. A VAE in fp16 that says
+    `force_upcast` decodes in fp32, as in diffusers' pipelines.
     """
     vae, images, memory = load_vae(model) if isinstance(model, str) else model, [], math.inf
+    upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast")
+    vae = vae.float() if upcast else vae
     if vae.device.type == "cuda":
         torch.cuda.empty_cache()  # memory that PyTorch keeps without using it is free, too
         memory, _ = torch.cuda.mem_get_info(vae.device)
@@ -41,6 +44,8 @@ def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor
     for latents in latents_BCHW.split(decoded_at_once(num_pixels, vae.dtype.itemsize, memory)):
         pixels = vae.decode(latents.to(vae.device, vae.dtype)).sample.float()
         images.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu())
+    if upcast:
+        vae.half()  # the weights are what they were, bit by bit
     return torch.cat(images).numpy()
 
 

@@ -10,10 +10,10 @@ import torch
 from .. import storage
 from ..config.training import TrainingConfig
 from ..latents.manifest import DataSets, Manifest
-from ..model import denoisers
 from ..model.denoisers import build_denoiser
 from ..train import checkpoint
-from .pipeline import build_pipeline, build_sampler, denoiser_of, export_pipeline, generate
+from .card import model_card
+from .pipeline import build_pipeline, build_sampler, export_pipeline, generate
 
 
 def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
@@ -33,6 +33,7 @@ def pipeline_of_run(
         vae_model=manifest.vae_model,
         text_encoder_model=manifest.text_encoder_model,
         max_tokens=manifest.embeddings.shape[0],
+        resolution=config.largest_resolution,
     )
 
 
@@ -62,34 +63,10 @@ def export_checkpoint(
     config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
 ) -> str:
     """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
-    pipeline = pipeline_of_run(load_denoiser(config, saved, which), DataSets.open(config.proportions).first, config)
+    data = DataSets.open(config.proportions)
+    pipeline = pipeline_of_run(load_denoiser(config, saved, which), data.first, config)
     uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
-    storage.write_text(storage.join(uri, "README.md"), describe_call(pipeline, config))
+    storage.write_text(
+        storage.join(uri, "README.md"), model_card(pipeline, config, data, checkpoint.step_of(saved.path))
+    )
     return uri
-
-
-def describe_call(pipeline: diffusers.DiffusionPipeline, config: TrainingConfig) -> str:
-    """The README of an exported folder: how plain diffusers draws the images that `generate` draws."""
-    adapter, max_tokens = denoisers.adapter_of(denoiser_of(pipeline)), pipeline.tokenizer.model_max_length
-    options = {
-        "height": config.largest_resolution,
-        "width": config.largest_resolution,
-        "num_inference_steps": config.sampling_steps,
-        "guidance_scale": config.guidance_scale,
-        **adapter.call_options(max_tokens),
-    }
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
-    return f"""# A {type(pipeline).__name__}
-
-```python
-from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("the path of this folder")
-pictures = pipeline(
-    ["a prompt"],
-{arguments}).images
-```
-
-It was trained at {" and ".join(map(str, config.resolutions))} pixels; `guidance_scale=1` draws without guidance. A
-prompt is cut after {max_tokens} tokens. {adapter.note}
-"""

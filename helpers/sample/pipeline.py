@@ -24,11 +24,13 @@ from ..encode.models import model_folder
 from ..model import denoisers, diffusion
 from . import decoder
 
+# DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
+# With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
 SAMPLERS = {
-    "ddim": "DDIMScheduler",
-    "dpm++": "DPMSolverMultistepScheduler",
-    "euler": "EulerDiscreteScheduler",
-    "unipc": "UniPCMultistepScheduler",
+    "ddim": ("DPMSolverMultistepScheduler", {"solver_order": 1}),
+    "dpm++": ("DPMSolverMultistepScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "unipc": ("UniPCMultistepScheduler", {}),
 }
 
 
@@ -37,9 +39,10 @@ def build_sampler(
 ) -> diffusers.SchedulerMixin:
     """diffusers' scheduler for a denoiser, which was trained with this objective (see `TrainingConfig`).
 
-    `name`: one of `SAMPLERS`.
+    `name`: one of `SAMPLERS`. It begins at the last timestep, with `TrainingConfig.sampling_steps_taken` steps.
     """
-    sampler = getattr(diffusers, SAMPLERS[name])
+    class_name, options = SAMPLERS[name]
+    sampler = getattr(diffusers, class_name)
     if prediction_type == "flow":
         return sampler(
             num_train_timesteps=diffusion.NUM_TIMESTEPS,
@@ -49,10 +52,8 @@ def build_sampler(
             steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
         )
     schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
-    options = {"set_alpha_to_one": False} if name == "ddim" else {}
-    if zero_terminal_snr:  # sampling begins with noise alone, as in training
-        options["timestep_spacing"] = "trailing"
-    return sampler.from_config(schedule, **options)
+    # "trailing" takes a step too many for 61 steps and others: diffusers rounds a fraction.
+    return sampler.from_config(schedule, timestep_spacing="linspace", **options)
 
 
 def build_pipeline(
@@ -62,6 +63,7 @@ def build_pipeline(
     vae_model: str,
     text_encoder_model: str,
     max_tokens: int,
+    resolution: int,
 ) -> diffusers.DiffusionPipeline:
     """diffusers' pipeline of a denoiser, with the models that encoded its training data.
 
@@ -70,6 +72,7 @@ def build_pipeline(
         sampler: see `build_sampler`.
         vae_model, text_encoder_model: "tiny-sd", folders or hub ids in diffusers layout.
         max_tokens: tokens after which a prompt is cut, as the captions were.
+        resolution: side in pixels of the squares that the pipeline generates by default.
     """
     adapter = denoisers.adapter_of(denoiser)
     tokenizer = copy.deepcopy(captions.load_tokenizer(text_encoder_model))
@@ -77,6 +80,7 @@ def build_pipeline(
     vae = encoder.load_vae(vae_model)
     if adapter.shifts and vae.config.get("shift_factor", 0) is None:
         vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
+    defaults = adapter.set_default_size(denoiser, resolution, resolution // encoder.downsampling(vae.config))
     models = {
         "vae": vae,
         "text_encoder": encoder.load_text_encoder(text_encoder_model),
@@ -85,7 +89,7 @@ def build_pipeline(
         adapter.component: denoiser.eval(),
     }
     with without_warnings():
-        pipeline = getattr(diffusers, adapter.pipeline)(**models, **adapter.left_out)
+        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -158,14 +162,38 @@ def save_images(images: list[np.ndarray], uri: str) -> None:
 
 
 def export_pipeline(pipeline: diffusers.DiffusionPipeline, uri: str) -> str:
-    """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`."""
+    """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`.
+
+    Older versions of diffusers and transformers load it too, if they have its classes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipeline.save_pretrained(folder)
-        if type(pipeline.text_encoder).__name__ == denoisers.T5GEMMA:
-            config = json.dumps(whole_config(pipeline.text_encoder), indent=2)
-            pathlib.Path(folder, "text_encoder", "config.json").write_text(config)
+        save_for_older_versions(pipeline, pathlib.Path(folder))
         storage.copy_folder(folder, uri)
     return uri
+
+
+def save_for_older_versions(pipeline: diffusers.DiffusionPipeline, folder: pathlib.Path) -> None:
+    """Save again, in a saved pipeline's folder, what older versions name otherwise or do not know."""
+    # Options that nobody gave have the same defaults there, or are not known there.
+    path, unset = folder / "scheduler" / "scheduler_config.json", pipeline.scheduler.config["_use_default_values"]
+    given = {name: value for name, value in json.loads(path.read_text()).items() if name not in unset}
+    path.write_text(json.dumps(given, indent=2))
+    text_encoder, path = pipeline.text_encoder, folder / "text_encoder"
+    if type(text_encoder).__name__ == denoisers.T5GEMMA:
+        (path / "config.json").write_text(json.dumps(whole_config(text_encoder), indent=2))
+    if type(text_encoder).__name__ == denoisers.CLIP:
+        weights = {f"text_model.{name}": tensor for name, tensor in text_encoder.state_dict().items()}
+        text_encoder.save_pretrained(path, state_dict=weights)
+    if isinstance(pipeline.tokenizer, transformers.CLIPTokenizer):
+        pipeline.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))  # vocab.json and merges.txt
+        return
+    index, tokenizer = folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"
+    parts, options = json.loads(index.read_text()), json.loads(tokenizer.read_text())
+    parts["tokenizer"][1] += "Fast"  # the class that reads tokenizer.json there; here both names mean one class
+    options["additional_special_tokens"] = options.pop("extra_special_tokens", [])
+    index.write_text(json.dumps(parts, indent=2))
+    tokenizer.write_text(json.dumps(options, indent=2))
 
 
 def whole_config(text_encoder: transformers.PreTrainedModel) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import warnings
@@ -15,15 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .. import distributed, storage
-from ..model import denoisers
 from ..model.diffusion import EMA
 from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, find_damage, sum_pieces
 
@@ -180,12 +173,18 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def load(folder: str, state: TrainingState) -> int:
-    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed."""
+    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed.
+
+    The optimizer keeps its own options, such as its weight decay: a run that continues another may change them.
+    """
+    options = [{**group} for group in state.optimizer.param_groups]
     weights, moments = get_state_dict(state.model, state.optimizer)
     loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
     read(folder, loaded, no_dist=distributed.world_size() == 1)
     parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
     set_state_dict(state.model, state.optimizer, **parts)
+    for group, own in zip(state.optimizer.param_groups, options, strict=True):
+        group |= {name: value for name, value in own.items() if name != "params"}
     step = step_of(folder)
     state.ema.load_state_dict(loaded["ema"], step)
     return step
@@ -208,16 +207,3 @@ def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> 
     read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which])
     return denoiser
-
-
-def load_initial_weights(folder: str, denoiser: torch.nn.Module) -> None:
-    """Load the weights that a new run starts from: a checkpoint of another run, or a denoiser in diffusers layout.
-
-    The EMA restarts; otherwise the other run's weights would linger in it.
-    """
-    if os.path.exists(os.path.join(folder, PROGRESS)):
-        load_weights(folder, denoiser, "model")
-    else:
-        kind = denoisers.adapter_of(denoiser).kind
-        weights = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        set_model_state_dict(denoiser, weights.state_dict(), options=StateDictOptions(full_state_dict=True))

@@ -128,7 +128,7 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
 
     It ends the run and returns [] in three cases. The error then names the sick workers.
-        - A sick worker is on the head node, which the driver needs.
+        - A sick worker is on the head node, which the driver needs, or Ray's list of nodes does not tell the head.
         - More than `MOST_EXCLUDED` nodes would be excluded, so the check itself may be wrong.
         - All workers get wrong sums and no device is sick, so the machine that causes them is unknown.
 
@@ -144,7 +144,7 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
     heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
     text = "; ".join(everyone[rank]["text"] for rank in sick)
-    if nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
+    if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
         error = f"{text}: start the same command again without this machine."
         write_failure(run_uri, error)
         end_run(run_uri, error)

@@ -117,6 +117,8 @@ def open_job(config: TrainingConfig, plan: Plan, manifest: Manifest) -> Job:
 
 def encode_epoch(plan: Plan, first_step: int, end_step: int, *, stream: Callable, keep: dict) -> ray.data.Dataset:
     """The rows of `stream`, each block committed before it reaches the trainers. `keep`: arguments of `keep_block`."""
+    # The last block is kept whole, also of a run that ends within it and may get more steps later.
+    end_step = min(-(-end_step // plan.block_steps) * plan.block_steps, plan.steps_per_epoch)
     rows = stream(plan, first_step, end_step)
     return rows.map_batches(keep_block, batch_size=plan.block_rows, fn_kwargs=keep, **WRITER)
 

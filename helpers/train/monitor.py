@@ -1,8 +1,13 @@
-"""What the driver does while a run trains: show its progress, record its failures, raise what ended it."""
+"""What the driver does while a run trains: show its progress, record its failures, raise what ended it.
+
+`python -m helpers.train.monitor storage/runs/NAME` shows a run's progress in another terminal.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Iterator
 
 import pandas as pd
@@ -10,10 +15,10 @@ import ray.train
 
 from .. import storage
 from ..config.training import TrainingConfig
-from ..runtime import lease, retries
-from ..runtime.progress import Progress, interruptible, poll_in_background
-from . import faults, results, tracking
-from .metrics import MetricsReader
+from ..runtime import lease, machines, retries
+from ..runtime.progress import Progress, interruptible, naming_stop, poll_in_background
+from . import checkpoint, faults, results, resume, setup, tracking
+from .metrics import MetricsReader, read_metrics
 from .profiling import throughput
 
 MAX_LOST = 3  # checkpoints in a row, after which a run ends
@@ -60,16 +65,57 @@ class RecordFailures(ray.train.UserCallback):
         faults.write_failure(self.run_uri, "; ".join(errors))
 
 
+def say_if_finished(config: TrainingConfig) -> bool:
+    """Whether a run has done all its steps; if so, print when, and how to train anew.
+
+    A run whose last evaluation is missing is not finished: `trainer.fit()` makes up for it.
+    """
+    step = resume.last_step(config)
+    result = results.read_result(config.run_uri, step)
+    missing = len(result) == 1 or "unfinished" in result or "to_score" in result
+    if step < config.max_steps or (config.validates_at(step) and missing):
+        return False
+    written = storage.version(storage.join(checkpoint.last_complete(config.run_uri), checkpoint.PROGRESS))[1]
+    when = time.strftime("%d %B %Y at %H:%M", time.localtime(written / 1e9))
+    print(
+        f"Nothing to do: the run {config.run_name} finished its {step:,} steps on {when}. To train anew, set run_name "
+        f'to another name in the first cell, such as "{config.run_name}-2", and run the cells from there.'
+    )
+    return True
+
+
+def follow(run_uri: str, every: float = 1.0) -> None:
+    """Print a run's progress until it has done its steps, whoever trains it."""
+    total = setup.read_config(run_uri)["parameters"]["max_steps"]
+    progress, metrics = Progress(f"run {storage.name(run_uri)}", "steps"), MetricsReader(run_uri)
+    recent = pd.DataFrame()
+    while recent.empty or recent["step"].iloc[-1] < total:
+        if new := metrics.read():
+            recent = newest(recent, new)
+            progress(new[-1]["step"], total, loss_and_speed(recent))
+        time.sleep(every)
+
+
+def newest(recent: pd.DataFrame, new: list[dict]) -> pd.DataFrame:
+    """The last 10,000 steps; one that is repeated after a failure counts once, as the newest."""
+    return pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)
+
+
+def loss_and_speed(recent: pd.DataFrame) -> str:
+    images_per_second, _ = throughput(recent)
+    return f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
+
+
 @contextlib.contextmanager
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     """Show a run's progress, and its lost workers and checkpoints, while the block (`trainer.fit()`) runs.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
-    metrics and images go to `config.trackers`. The run's lease is held until the block ends. If the storage is
-    unreachable, it warns once and keeps the last display.
+    metrics and images go to `config.trackers`, and how busy each machine is (`machines.as_values`). The run's lease is
+    held until the block ends. If the storage is unreachable, it warns once and keeps the last display.
 
-    An interrupt ends the run and raises KeyboardInterrupt. Raises RuntimeError if the workers ended the run themselves,
-    as after a loss that is not finite.
+    An interrupt ends the run and raises KeyboardInterrupt, with a sentence that says where it goes on. Raises
+    RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
     progress = Progress(f"run {config.run_name}", "steps")
     evaluations, metrics = tracking.EvaluationReader(config.run_uri), MetricsReader(config.run_uri)
@@ -77,9 +123,10 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     recent = pd.DataFrame()
     num_shown = len(faults.read_failures(config.run_uri))
     warned = False  # that the storage is unreachable
+    uses = progress.watch.uses  # the newest that the trackers have
 
     def show():
-        nonlocal num_shown, recent
+        nonlocal num_shown, recent, uses
         failures = faults.read_failures(config.run_uri)
         for failure in failures[num_shown:]:
             progress.message(f"lost: {failure}")
@@ -89,6 +136,9 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
                 progress.message(sentence)
             if values := tracking.evaluation_values(config.run_uri, result):
                 track(result["step"], values)
+            if "evaluation" in values:
+                png = storage.read_bytes(results.grid_uri(config.run_uri, result["step"]))
+                progress.picture(png, f"Pictures of prompts after step {result['step']}")
         new = metrics.read()
         if metrics.torn:
             progress.message(f"Lines of the metrics that are torn, and left out: {metrics.torn}")
@@ -96,11 +146,12 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
         for record in new:
             values = results.numeric_values(record)
             track(values.pop("step"), values)
-        if new:  # a step that is repeated after a failure counts once, as the newest
-            recent = pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)
-            images_per_second, _ = throughput(recent)
-            text = f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
-            progress(new[-1]["step"], config.max_steps, text)
+        if new:
+            recent = newest(recent, new)
+            progress(new[-1]["step"], config.max_steps, loss_and_speed(recent))
+            if uses is not progress.watch.uses:
+                uses = progress.watch.uses
+                track(new[-1]["step"], machines.as_values(uses))
 
     def poll():
         nonlocal warned
@@ -112,7 +163,9 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
                 progress.message(f"The run's folder cannot be read, which is tried again every {every:g} s: {error}")
             warned = True
 
+    progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(naming_stop(lambda: where_it_stopped(config)))
         track = stack.enter_context(tracking.start(config))
         stack.callback(poll)  # the last steps
         with (
@@ -122,3 +175,18 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             poll_in_background(poll, every),
         ):
             yield
+
+
+def where_it_stopped(config: TrainingConfig) -> str:
+    """A sentence on a run that was interrupted: its last step, its last checkpoint, and what the same cell does."""
+    steps, saved = read_metrics(config.run_uri)["step"], resume.last_step(config)
+    done = f"after step {steps.iloc[-1]:,}" if len(steps) else "before the first step"
+    kept = f"goes on from the last checkpoint, which is of step {saved:,}" if saved else "begins at step 1"
+    return f"Stopped {done}. Running this cell again {kept}."
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not storage.exists(storage.join(sys.argv[1], "config.json")):
+        sys.exit("Give the folder of a run that has begun: python -m helpers.train.monitor storage/runs/NAME")
+    with contextlib.suppress(KeyboardInterrupt):
+        follow(sys.argv[1])

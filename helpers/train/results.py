@@ -37,6 +37,11 @@ def result_uri(run_uri: str, step: int) -> str:
     return storage.join(run_uri, "validation", f"{step:09d}.json")
 
 
+def grid_uri(run_uri: str, step: int) -> str:
+    """The first pictures that an evaluation drew, as one PNG."""
+    return storage.join(run_uri, "evaluation", f"{step:09d}", "grid.png")
+
+
 def write_result(run_uri: str, result: dict[str, Any]) -> None:
     storage.write_json(result_uri(run_uri, result["step"]), result)
 

@@ -10,7 +10,7 @@ import ray.train.collective
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from . import checkpoint, faults
+from . import checkpoint, faults, start
 from .step import TrainStep
 
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
@@ -25,15 +25,17 @@ def last_step(config: TrainingConfig) -> int:
 def choose_resume_point(config: TrainingConfig) -> dict:
     """Choose the newest sound checkpoint (`checkpoint.last_sound`) and write the choice to the run's `resume.json`.
 
-    Returns {"checkpoint": name, "step": steps done}; the name is None if the run starts from step 0. Damaged
-    checkpoints are noted as failures. Called once for each group of workers: when the group's dataset is built, or by
-    rank 0 if the group has no dataset. A worker that is being replaced may complete an upload later. The group ignores
-    that checkpoint.
+    Without one, a run begins at the checkpoint of `continue_from`. Returns {"checkpoint": URI, "step": steps done}; the
+    URI is None if the run starts from step 0. Damaged checkpoints are noted as failures. Called once for each group of
+    workers: when the group's dataset is built, or by rank 0 if the group has no dataset. A worker that is being
+    replaced may complete an upload later. The group ignores that checkpoint.
     """
     uri, sentences = checkpoint.last_sound(config.run_uri)
     for sentence in sentences:
         faults.write_failure(config.run_uri, sentence)
-    point = {"checkpoint": uri and storage.name(uri), "step": 0 if uri is None else checkpoint.step_of(uri)}
+    if uri is None and config.continue_from:
+        uri = start.find_checkpoint(config, "continue_from")
+    point = {"checkpoint": uri, "step": 0 if uri is None else checkpoint.step_of(uri)}
     storage.write_json(storage.join(config.run_uri, RESUME), point)
     return point
 
@@ -43,16 +45,23 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
     config = train_step.config
 
     def checkpoint_to_resume():
-        name = resume_point()["checkpoint"]
-        return name and as_checkpoint(storage.join(config.run_uri, name))
+        uri = resume_point()["checkpoint"]
+        return uri and as_checkpoint(uri)
 
     with checkpoint_dir(checkpoint_to_resume) as folder:
         if folder:
             return checkpoint.load(folder, train_step)
     if config.init_from is not None:
-        with checkpoint_dir(lambda: first_checkpoint(config) or as_checkpoint(config.init_from)) as folder:
-            checkpoint.load_initial_weights(folder, train_step.denoiser)
+        with initial_weights(config) as folder:
+            start.load_initial_weights(folder, train_step.denoiser, config.init_weights)
     return 0
+
+
+def initial_weights(config: TrainingConfig) -> contextlib.AbstractContextManager[str]:
+    """The local folder of `init_from`'s weights. Each node downloads them once. Call it on all ranks."""
+    if start.on_hub(config.init_from):
+        return contextlib.nullcontext(start.find_weights(config))
+    return checkpoint_dir(lambda: as_checkpoint(start.find_weights(config)))
 
 
 @contextlib.contextmanager
@@ -80,12 +89,4 @@ def as_checkpoint(uri: str) -> ray.train.Checkpoint:
 def last_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
     """The run's newest complete checkpoint; None without one."""
     uri = checkpoint.last_complete(config.run_uri)
-    return uri and as_checkpoint(uri)
-
-
-def first_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
-    """The newest complete checkpoint of the run that `init_from` names; None if this storage has no such run."""
-    if config.init_from is None or "/" in config.init_from:
-        return None
-    uri = checkpoint.last_complete(storage.join(config.storage, "runs", config.init_from))
     return uri and as_checkpoint(uri)

@@ -7,20 +7,21 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import storage
 from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
+from ..distributed import COMPILED_SHAPES
 from ..encode import models
-from ..latents import digests
+from ..latents import digests, held_out, withdrawn
 from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest, read_segments
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
 from ..runtime import lease
-from . import checkpoint, metrics, resume
+from . import checkpoint, metrics, resume, start
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
@@ -36,17 +37,30 @@ def run_folder(config: TrainingConfig) -> dict[str, Any]:
 def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
 
-    `units_per_step=None` becomes the earlier run's number, so that a run resumes on any number of workers.
-    `clip_model` gets its commit (`models.pin_model`), so that one CLIP computes all scores of a run.
+    `units_per_step=None` becomes the number of the earlier run, or of the run that `continue_from` names, so that a run
+    goes on with any number of workers. `continue_from` gets its step. `clip_model` gets its commit
+    (`models.pin_model`), so that one CLIP computes all scores of a run; so does `init_from`. `leave_out` gets the
+    list's SHA-256 (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the earlier run's
+    (`check_resume`), before data is looked at.
     """
-    earlier = read_earlier(TrainingConfig(storage=parameters["storage"], run_name=parameters["run_name"]))
+    named = {name: parameters.get(name) for name in ("storage", "run_name", "continue_from")}
+    earlier = read_earlier(TrainingConfig(**named))
     begun = earlier["parameters"] if earlier else {}
     units = parameters["units_per_step"] or begun.get("units_per_step")
+    if not (units or begun) and named["continue_from"]:
+        units = start.units_to_keep(TrainingConfig(**named), parameters.get("global_batch_size"))
     config = TrainingConfig.from_parameters({**parameters, "units_per_step": units})
-    if not (config.validate_every and config.clip_model):
-        return config
-    clip_model = models.pin_model(config.clip_model, begun.get("clip_model"), "clip_model")
-    return dataclasses.replace(config, clip_model=clip_model)
+    pinned = {"leave_out": withdrawn.pin(config.leave_out)}
+    if config.continue_from:
+        pinned["continue_from"] = start.pin_run(config, begun.get("continue_from"))
+    if config.init_from and start.on_hub(config.init_from):
+        pinned["init_from"] = models.pin_model(config.init_from, begun.get("init_from"), "init_from")
+    if config.validate_every and config.clip_model:
+        pinned["clip_model"] = models.pin_model(config.clip_model, begun.get("clip_model"), "clip_model")
+    config = dataclasses.replace(config, **pinned)
+    if earlier:
+        check_resume(config, begun)
+    return config
 
 
 def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
@@ -67,11 +81,13 @@ def open_run(config: TrainingConfig) -> DataSets:
 
     Deletes unusable checkpoints and prints which. Writes `config.json`. Sets the time after which Ray Train gives up on
     a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
-    changing anything, raises what `check_run` raises, ValueError for a latents file that is missing or cut short, and
-    RuntimeError if another driver holds the run.
+    changing anything, raises what `check_run` and `start.check_start` raise, ValueError for a latents file that is
+    missing or cut short or a `leave_out` that lists no row, and RuntimeError if another driver holds the run.
     """
     data = DataSets.open(config.proportions)
     shapes = describe_shapes(check_run(config, data))
+    for sentence in start.check_start(config, describe_data(data)):
+        print(sentence)
     for uri, manifest in data.manifests.items():
         if not manifest.online and manifest.written <= LISTED_ROWS:
             check_files(uri)
@@ -84,6 +100,13 @@ def open_run(config: TrainingConfig) -> DataSets:
                 f"Pictures of {shape['shape']} are left out: their {shape['rows']} rows do not fill a batch of "
                 f"{config.global_batch_size}."
             )
+    if config.leave_out:
+        check_leave_out(config, data)
+    if config.compile_unet and len(shapes) > COMPILED_SHAPES:
+        print(
+            f"compile_unet=True compiles for {COMPILED_SHAPES} shapes, and the data has {len(shapes)}: later shapes "
+            "run as without it. Encode with fewer aspect_ratios."
+        )
     lease.hold(config.run_uri, f"run_name={config.run_name!r}")
     for sentence in reconcile_checkpoints(config.run_uri):
         print(sentence)
@@ -92,10 +115,12 @@ def open_run(config: TrainingConfig) -> DataSets:
         "parameters": config.to_dict(),
         "data": describe_data(data),
         "shapes": shapes,
+        "leave_out": lists_used(config),
         "versions": {"python": platform.python_version(), **versions},
         "git_revision": git_revision(),
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
+    held_out.drop_cached(config)
     limit_health_checks(config.hang_timeout)
     return data
 
@@ -111,6 +136,33 @@ def check_files(latents_uri: str) -> None:
         if name not in sizes or size not in (None, sizes[name]):
             found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
             raise ValueError(f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}.")
+
+
+def check_leave_out(config: TrainingConfig, data: DataSets) -> None:
+    """Raises ValueError if `leave_out` lists no row of stored latents.
+
+    Data that was encoded with the same list may hold none. Data that is encoded on the way is not searched, nor are
+    more than `LISTED_ROWS` rows.
+    """
+    manifests, used = data.manifests.values(), withdrawn.record(config.leave_out)
+    encoded_with_it = any(manifest.job.get("leave_out") == used for manifest in manifests)
+    if encoded_with_it or any(manifest.online for manifest in manifests):
+        return
+    if sum(manifest.written for manifest in manifests) > LISTED_ROWS:
+        print(f"leave_out: more than {LISTED_ROWS:,} rows are not searched for its entries before the run.")
+    else:
+        withdrawn.check_found(config.leave_out, list(data.manifests))
+
+
+def lists_used(config: TrainingConfig) -> list[dict[str, Any]]:
+    """The lists that a run had as `leave_out`, one after the other; [] if it had none.
+
+    Each has the "first_step" that it applies to, and the "list" (`withdrawn.record`; None if it was taken away).
+    """
+    used, now = (read_earlier(config) or {}).get("leave_out", []), withdrawn.record(config.leave_out)
+    if now == (used[-1]["list"] if used else None):
+        return used
+    return [*used, {"first_step": resume.last_step(config), "list": now}]
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
@@ -169,7 +221,7 @@ def describe_shapes(plan: Plan) -> list[dict]:
 
 
 def check_run(config: TrainingConfig, data: DataSets) -> Plan:
-    """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser, `init_from` or earlier run.
+    """A run's plan. Raises ValueError if a parameter does not fit the data, denoiser or earlier run.
 
     An earlier run of this name must have had the same data, and the same values of the parameters that `config.fixed`
     returns for "rows", "latents" and "run". The other parameters may change.
@@ -177,14 +229,8 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
     check_mixture(data.manifests)
     for uri, manifest in data.manifests.items():
         check_latents(manifest, config, uri)
-        if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
-            raise ValueError(
-                f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {uri} "
-                f"holds {manifest.num_captions} captions a row: give one for each, or None."
-            )
     check_validation_set(config, data.first)
     plan = plan_run(data, config)
-    check_init_from(config)
     if earlier := read_earlier(config):
         check_resume(config, earlier["parameters"])
         check_same_data(config, earlier["data"], describe_data(data))
@@ -192,8 +238,13 @@ def check_run(config: TrainingConfig, data: DataSets) -> Plan:
 
 
 def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
-    """Raises ValueError, naming the parameter, if a fixed one differs from `earlier`, the run's first parameters."""
+    """Raises ValueError, naming the parameter, if a fixed one differs from `earlier`, the run's parameters so far.
+
+    With a constant learning rate, `max_steps` may grow, as no earlier step depends on it.
+    """
     now = config.fixed("rows", "latents", "run")
+    if config.lr_schedule == "constant" and config.max_steps > earlier.get("max_steps", config.max_steps):
+        earlier = {**earlier, "max_steps": config.max_steps}
     if found := first_difference({**now, **earlier}, now, names=now):
         name, before, value = found
         raise ValueError(
@@ -221,72 +272,97 @@ def check_mixture(manifests: dict[str, Manifest]) -> None:
 
 
 def check_latents(manifest: Manifest, config: TrainingConfig, latents_uri: str) -> None:
-    """Raises ValueError unless the denoiser can train on these latents, and its pipeline fits the data's encoders."""
+    """Raises ValueError unless the denoiser can train on these latents, and its pipeline fits the data's encoders.
+
+    One error names all that does not fit, a sentence each.
+    """
     denoiser = load_denoiser_config(config.unet_config)
     adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
-    check_pipeline(adapter, manifest, config, latents_uri)
+    problems = [
+        *denoisers.find_faults(config.unet_config),
+        *pipeline_problems(adapter, manifest, config, latents_uri),
+        *resolution_problems(manifest, config, latents_uri),
+        *shape_problems(adapter, denoiser, manifest, config, latents_uri),
+    ]
+    if config.caption_shares and len(config.caption_shares) != manifest.num_captions:
+        problems.append(
+            f"caption_shares={list(config.caption_shares)} has {len(config.caption_shares)} numbers, and {latents_uri} "
+            f"holds {manifest.num_captions} captions a row: give one for each, or None."
+        )
+    if problems:
+        raise ValueError(" ".join(problems))
+
+
+def resolution_problems(manifest: Manifest, config: TrainingConfig, uri: str) -> Iterator[str]:
+    """A sentence for each resolution that the data lacks."""
     for resolution in config.resolutions:
         if resolution not in manifest.resolutions:
-            raise ValueError(
-                f"resolution={resolution} is not in {latents_uri}, which holds "
+            yield (
+                f"resolution={resolution} is not in {uri}, which holds "
                 f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with it."
             )
-        if manifest.rows_at(resolution) == 0:
-            raise ValueError(
-                f"resolution={resolution}: none of the pictures of {latents_uri} is as large: choose a smaller one, "
-                "or encode the data again with upscale=True."
+        elif manifest.rows_at(resolution) == 0:
+            yield (
+                f"resolution={resolution}: none of the pictures of {uri} is as large: choose a smaller one, or encode "
+                "the data again with upscale=True."
             )
-    if denoiser[adapter.text_width] != manifest.embeddings.shape[-1]:
-        raise ValueError(
-            f"unet_config={config.unet_config!r} takes captions {denoiser[adapter.text_width]} wide, and "
-            f"{latents_uri} holds captions {manifest.embeddings.shape[-1]} wide (encoder_model="
-            f"{manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
+
+
+def shape_problems(
+    adapter: denoisers.Adapter, denoiser: dict[str, Any], manifest: Manifest, config: TrainingConfig, uri: str
+) -> Iterator[str]:
+    """A sentence for each dimension of captions and latents that the denoiser does not take."""
+    which, width = f"unet_config={config.unet_config!r}", adapter.caption_width(denoiser)
+    if width != manifest.embeddings.shape[-1]:
+        yield (
+            f"{which} takes captions {width} wide, and {uri} holds captions {manifest.embeddings.shape[-1]} wide "
+            f"(encoder_model={manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong together."
         )
-    channels = manifest.latents_at(config.largest_resolution)[0].shape[1]
+    columns = [latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)]
+    channels = columns[0].shape[1] if columns else denoiser["in_channels"]
     if denoiser["in_channels"] != channels:
-        raise ValueError(
-            f"unet_config={config.unet_config!r} takes {denoiser['in_channels']} latent channels, and {latents_uri} "
-            f"holds {channels} (encoder_model={manifest.vae_model!r}): choose ones that belong together."
+        yield (
+            f"{which} takes {denoiser['in_channels']} latent channels, and {uri} holds {channels} (encoder_model="
+            f"{manifest.vae_model!r}): choose ones that belong together."
         )
     divisor = adapter.divisor(denoiser)
-    for latents in (latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)):
+    for latents in columns:
         height, width = latents.shape[2:]
         if height % divisor or width % divisor:
-            raise ValueError(
-                f"resolution={latents.resolution} makes latents of {width} x {height}, and unet_config="
-                f"{config.unet_config!r} takes sides that are multiples of {divisor}: encode the data with resolutions "
-                f"and a size_multiple that are multiples of {latents.size[0] // width * divisor}."
+            yield (
+                f"resolution={latents.resolution} makes latents of {width} x {height}, and {which} takes sides that "
+                f"are multiples of {divisor}: encode the data with resolutions and a size_multiple that are multiples "
+                f"of {latents.size[0] // width * divisor}."
             )
 
 
-def check_pipeline(adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str) -> None:
-    """Raises ValueError unless diffusers' pipeline of the denoiser fits the data's encoders and the sampler.
-
-    One error names all that does not fit the data.
-    """
-    padded, problems = not manifest.embeddings.ragged, []
+def pipeline_problems(
+    adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str
+) -> Iterator[str]:
+    """Sentences on what diffusers' pipeline of the denoiser does not take of the data's encoders, and of the config."""
+    padded, unfit = not manifest.embeddings.ragged, []
     vae, text_encoder = f"vae_model={manifest.vae_model!r}", f"text_encoder_model={manifest.text_encoder_model!r}"
     if manifest.vae_class not in adapter.vaes:
-        problems.append(f"{vae}, {manifest.vae_class}, not {either(adapter.vaes)}")
+        unfit.append(f"{vae}, {manifest.vae_class}, not {either(adapter.vaes)}")
     if manifest.shift_factor and not adapter.shifts:
-        problems.append(f"{vae}, whose shift_factor={manifest.shift_factor} it does not apply")
+        unfit.append(f"{vae}, whose shift_factor={manifest.shift_factor} it does not apply")
     if manifest.text_encoder_class not in adapter.text_encoders:
-        problems.append(f"{text_encoder}, {manifest.text_encoder_class}, not {either(adapter.text_encoders)}")
+        unfit.append(f"{text_encoder}, {manifest.text_encoder_class}, not {either(adapter.text_encoders)}")
     if padded and adapter.masks_padding:
-        problems.append("maximum_tokens=None: it masks padding, and these captions are padded")
+        unfit.append("maximum_tokens=None: it masks padding, and these captions are padded")
     if not padded and not adapter.masks_padding:
-        problems.append("maximum_tokens: it takes padded captions")
+        unfit.append("maximum_tokens: it takes padded captions")
     if adapter.text_cleaning not in (None, manifest.text_cleaning):
         cleans = f"where it cleans prompts as {adapter.text_cleaning!r}"
-        problems.append(f"text_cleaning={manifest.text_cleaning!r}, {cleans}")
+        unfit.append(f"text_cleaning={manifest.text_cleaning!r}, {cleans}")
     which = f"unet_config={config.unet_config!r} draws by {adapter.pipeline}"
-    if problems:
-        raise ValueError(
-            f"{which}, and {uri} was encoded with {'; with '.join(problems)}: encode the data again, or choose another "
-            "unet_config."
+    if unfit:
+        yield (
+            f"{which}, and {uri} was encoded with {'; with '.join(unfit)}: encode the data again, with this "
+            "unet_config in Preprocessing.ipynb, or choose another unet_config."
         )
     if config.sampler not in adapter.samplers:
-        raise ValueError(f"{which}, which has no sampler={config.sampler!r}: choose {either(adapter.samplers)}.")
+        yield f"{which}, which has no sampler={config.sampler!r}: choose {either(adapter.samplers)}."
 
 
 def either(names: Sequence[str]) -> str:
@@ -319,31 +395,6 @@ def check_validation_set(config: TrainingConfig, trained_on: Manifest) -> None:
         raise ValueError(
             f"validation_uri={uri!r} has {name}={value}, and the run's data has {ours}: encode both with the same "
             "settings."
-        )
-
-
-def check_init_from(config: TrainingConfig) -> None:
-    """Raises ValueError unless `init_from` is None, or names a run or a folder with a denoiser of the same shape."""
-    if config.init_from is None:
-        return
-    if resume.first_checkpoint(config):
-        run = read_config(storage.join(config.storage, "runs", config.init_from))
-        theirs = load_denoiser_config(run["parameters"]["unet_config"])
-    elif storage.exists(storage.join(config.init_from, "config.json")):
-        theirs = storage.read_json(storage.join(config.init_from, "config.json"), "get the denoiser again")
-    else:
-        raise ValueError(
-            f"init_from={config.init_from!r} is neither a run with a checkpoint under "
-            f"{storage.join(config.storage, 'runs')} nor a folder with a denoiser in diffusers layout: give one of "
-            "these, or None."
-        )
-    ours = load_denoiser_config(config.unet_config)
-    names = [name for name in ours if name != "sample_size"]
-    if found := first_difference({**ours, **theirs}, ours, names):
-        name, value, own = found
-        raise ValueError(
-            f"init_from={config.init_from!r} is a denoiser with {name}={value}, and unet_config={config.unet_config!r} "
-            f"has {own}: start from one of the same shape."
         )
 
 

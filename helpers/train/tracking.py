@@ -122,7 +122,7 @@ class EvaluationReader:
 def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
     """An evaluation's values for the trackers: numbers, and the image grid as "evaluation"; {} if it was skipped."""
     values = results.numeric_values(result)
-    grid = storage.join(run_uri, "evaluation", f"{values.pop('step'):09d}", "grid.png")
+    grid = results.grid_uri(run_uri, values.pop("step"))
     if storage.exists(grid):
         values["evaluation"] = results.read_png(grid)
     return values

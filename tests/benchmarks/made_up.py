@@ -27,7 +27,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
             bits = random.integers(0, 2**14, size=(count, *spec.shape), dtype=np.uint16)
             columns[spec.name] = spec.encode(bits.view(schema.DTYPE), large if spec is specs[-2] else None)  # no NaN
         empty = {"encoder_call": pa.nulls(count), "transform_seconds": pa.nulls(count)}
-        return pa.table({**columns, schema.REASON: pa.array([""] * count), **empty})
+        return pa.table({**columns, **dict.fromkeys([schema.REASON, "note"], pa.array([""] * count)), **empty})
 
     return write_job(uri, num_rows, map(rows, range(0, num_rows, rows_per_file)), specs, "int64", validation_share, job)
 

@@ -15,6 +15,7 @@ busy machine too. Then it draws the held-out prompts from its averaged weights (
 prompts.
 """
 
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -62,7 +63,8 @@ def drawn_rows(num_rows):
 
 def encode(config, raw):
     """(table of latents without rejected rows, manifest) of raw rows, in this process."""
-    found = []
+    columns = {"image_column": "jpg", "caption_column": "caption", "id_column": "hash", "input_format": "parquet"}
+    config, found = dataclasses.replace(config, **columns), []
     latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(config), num_threads=2)
     for start in range(0, len(raw), 1000):
         rows = inputs.to_raw_rows(raw[start : start + 1000].combine_chunks(), config)

@@ -7,10 +7,11 @@ this machine (`tests/object_store/s3_server.py`): as it is, with 30 ms added to 
 fifty taking 2 s besides. The three take turns, and each round begins with another one. Each time, the same processes
 read the rows twice, and the second reading counts: it does not measure how fast processes start. Rates count from the
 first batch on, whose time stands apart. Goals: both delays at least 0.8 of the rate without; first batch within 2 s,
-with late answers 5 s.
+with late answers 5 s. The bytes and requests of a row say what a store must give: helpers/clusters/README.md.
 """
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -56,20 +57,23 @@ def main():
             for number in range(given.rounds * len(STORES)):
                 turn, place = divmod(number, len(STORES))
                 name = list(STORES)[(turn + place) % len(STORES)]
-                s3_server.configure(url, **STORES[name])
+                before = s3_server.configure(url, **STORES[name])
                 found[name] += read_speed.by_plan(uri, given.rows, times=2)[1:]
+                requests = (s3_server.configure(url) - before) / (2 * given.rows)
         finally:
             s3_server.configure(url, **STORES["no delay"])
             storage.delete(uri)
     rates = record.medians(found)
     alone = rates["no delay"][0]
+    row_bytes = 2 * sum(map(math.prod, made_up.SD2_256.values()))
     record.write(
         "read_object_store",
         {
             "reading SD2's latents in order from a loopback S3 server: " + "; ".join(STORES): ", ".join(
                 f"{rate:,.0f} ({rate / alone:.2f}, first batch {first:.1f} s)" for rate, first in rates.values()
             )
-            + " samples/s"
+            + " samples/s",
+            "the same: bytes and requests a row": f"{row_bytes:,}, {requests:.3f}",
         },
         samples_per_second_and_first_batch_seconds=found,
     )

@@ -102,7 +102,7 @@ def step_work(name, resolution, batch, num_tokens=77):
         side, channels = resolution // 8, denoiser.config.in_channels
         latents = torch.empty(batch, channels, side, side, dtype=torch.bfloat16)
         text = torch.empty(
-            batch, num_tokens, denoiser.config[denoisers.adapter_of(denoiser).text_width], dtype=torch.bfloat16
+            batch, num_tokens, denoisers.adapter_of(denoiser).caption_width(denoiser.config), dtype=torch.bfloat16
         )
         with counted() as rows:
             denoisers.denoise(denoiser, latents, torch.zeros(batch, dtype=torch.long), text).sum().backward()

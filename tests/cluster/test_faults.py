@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import pathlib
 import signal
@@ -272,9 +273,18 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
 
 
 def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch):
-    """With a filter, whose rows are counted, and a limit, which bounds what is read. No input is counted again."""
+    """With a filter, whose rows are counted, and a limit, which bounds what is read. No input is counted again.
+
+    And with a list of rows that must go, in both segments.
+    """
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], row_filter="width > 64", limit=70)
     captioned_shapes.write_data_set(config.raw_uri, 80, rows_per_file=40)
+    raw = pq.read_table(config.raw_uri)[:70]
+    passed = raw.filter(pc.greater(raw["width"], 64)).to_pylist()
+    by_id, by_picture = [passed[0], passed[-1]], [passed[1], passed[-2]]
+    listed = [str(row["hash"]) for row in by_id] + [hashlib.sha256(row["jpg"]).hexdigest() for row in by_picture]
+    (tmp_path / "list").write_text("\n".join(listed))
+    config = dataclasses.replace(config, leave_out=str(tmp_path / "list"))
     run_driver(f"""
         config = PreprocessingConfig(**{config.to_dict()!r})
         job = prepare.prepare_job(config, rows_per_segment=40)
@@ -294,10 +304,10 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     job = prepare.prepare_job(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
     manifest = job.run(build_pipeline(job))
-    raw = pq.read_table(config.raw_uri)[:70]
-    wanted = raw.filter(pc.greater(raw["width"], 64))["hash"].to_pylist()
+    wanted = [row["hash"] for row in passed[2:-2]]
     files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     assert first.items() < files.items()
     assert sorted(sum((pq.read_table(path)["id"].to_pylist() for path in files), [])) == sorted(wanted)
     counts = [manifest.read, manifest.written, manifest.filtered]
-    assert counts == [70, len(wanted), 70 - len(wanted)] and 0 < len(wanted) < 70
+    assert counts == [70, len(wanted), 70 - len(passed)] and 0 < len(wanted) < 70
+    assert manifest.rejected == {"left out by id": 2, "left out by picture": 2}

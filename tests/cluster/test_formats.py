@@ -21,7 +21,9 @@ from helpers.latents.held_out import FOLDER
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import filters, images, inputs, readers
+from tests import own_data
 from tests.latents import plan_for
+from tests.pipelines import encode
 
 ROWS = 150
 LISTED = {"id_column": "key", "caption_column": "text", "image_column": "file_name"}
@@ -229,7 +231,7 @@ def test_a_pattern_gives_the_files_that_match_it(tmp_path):
         found = inputs.list_inputs(f"{tmp_path}/{pattern}")
         assert [storage.name(path) for path in found] == [storage.name(name) for name in expected], pattern
     with pytest.raises(FileNotFoundError, match="matches no file: give a Parquet file, a folder of them or a pattern"):
-        inputs.list_inputs(f"{tmp_path}/d/*.parquet")
+        inputs.list_inputs(f"{tmp_path}/d/*.parquet", "parquet")
 
 
 def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
@@ -459,3 +461,23 @@ def test_filters_know_whether_a_column_holds_numbers_or_text():
     types = filters.filter_types("width >= 256 and (license == 'CC0' or 'a' < name) and width > height")
     assert types == {"width": pa.float64(), "license": pa.string(), "name": pa.string(), "height": pa.float64()}
     assert filters.filter_types("") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "rejected"),
+    [
+        pytest.param(own_data.write_to_disk, {}, id="save_to_disk"),
+        pytest.param(functools.partial(own_data.write_img2dataset, output_format="webdataset"), {}, id="tars"),
+        pytest.param(
+            functools.partial(own_data.write_img2dataset, output_format="parquet"), {"no image bytes": 1}, id="Parquet"
+        ),
+    ],
+)
+def test_what_other_tools_write_is_encoded_by_the_name_of_its_folder(write, rejected, cluster, tmp_path):
+    write(tmp_path / "pictures")
+    given = {"storage": str(tmp_path / "storage"), "input_uri": str(tmp_path / "pictures"), "resolutions": [32]}
+    manifest = encode(PreprocessingConfig(**given))
+    assert manifest.written == 120 and manifest.rejected == rejected
+    counts = manifest.job["input_files"]
+    assert counts["found"] == counts["read"] + sum(counts["left_out"].values())

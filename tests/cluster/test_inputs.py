@@ -40,10 +40,10 @@ def test_a_folder_gives_its_parquet_files_sorted_nested_ones_too(tmp_path):
 
 def test_missing_and_empty_places_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"):
-        inputs.list_inputs(str(tmp_path / "nowhere"))
+        inputs.list_inputs(str(tmp_path / "nowhere"), "parquet")
     (tmp_path / "a.jpg").write_text("")
     with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no Parquet file"):
-        inputs.list_inputs(str(tmp_path))
+        inputs.list_inputs(str(tmp_path), "parquet")
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path):
@@ -54,24 +54,25 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
     broken = data[: -8 - footer] + b"\xff" * footer + data[-8:]
     for damaged in (data[:-20], broken, b"", b"hash,caption\n1,a cat\n" * 10, b"PAR1"):
         pathlib.Path(path).write_bytes(damaged)
-        for read in (readers.Parquet().open, readers.Parquet().row_groups):
+        for read in (readers.Parquet().schema, readers.Parquet().row_groups):
             with pytest.raises(ValueError, match=f"^{path} is not a readable Parquet file: remove or replace it"):
                 read(path)
 
 
 def test_a_file_that_went_away_is_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
-        readers.Parquet().open(str(tmp_path / "a.parquet"))
+        readers.Parquet().row_groups(str(tmp_path / "a.parquet"))
 
 
 def test_rows_are_counted_and_looked_at_without_ray(tmp_path):
     first = write(tmp_path / "a.parquet", x=[1, 2], y=["a", "b"])
     second = write(tmp_path / "b.parquet", x=[3], y=[None])
-    config = PreprocessingConfig(input_uri=str(tmp_path), id_column="x", caption_column="y", image_column="y")
+    columns = {"id_column": "x", "caption_column": "y", "image_column": "y"}
+    config = PreprocessingConfig(input_uri=str(tmp_path), **columns)
     assert inputs.count_rows([first, second, first], config) == [2, 1, 2]
-    found = [{"x": 1, "y": "a", "path": first}, {"x": 2, "y": "b", "path": first}]
+    found = [{"x": 1, "y": "a", "path": first, "__place__": 0}, {"x": 2, "y": "b", "path": first, "__place__": 1}]
     assert inputs.first_rows(config, 2).to_pylist() == found
-    assert inputs.first_rows(config, 9).to_pylist()[-1] == {"x": 3, "y": None, "path": second}
+    assert inputs.first_rows(config, 9).to_pylist()[-1] == {"x": 3, "y": None, "path": second, "__place__": 0}
     assert len(inputs.first_rows(config, 9)) == 3
 
 
@@ -280,12 +281,14 @@ def test_comparing_a_number_with_a_text_is_refused(text, columns):
 
 # ---- through Ray
 
+COLUMNS = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
+
 
 def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
     table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     text = "width >= 3 and (score > 0.5 or width > 9)"
-    found = looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text))
+    found = looks.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text, **COLUMNS))
     assert [tuple(row) for row in found.itertuples(index=False)] == [
         ("width >= 3", 3, 2, 6),
         ("score > 0.5 or width > 9", 2, 1, 6),
@@ -301,9 +304,10 @@ def test_tasks_read_each_row_group_once_and_a_file_without_any_too(tmp_path):
     table = pa.table({"hash": range(5000)})
     pq.ParquetWriter(tmp_path / "none.parquet", table.schema).close()
     pq.write_table(table, tmp_path / "many.parquet", row_group_size=500)
-    assert readers.Parquet().parts(str(tmp_path / "none.parquet")) == [[]]
+    assert readers.Parquet().parts(str(tmp_path / "none.parquet")) == [(0, [])]
     assert list(readers.Parquet().stream(str(tmp_path / "none.parquet"), ["hash"], [])) == []
-    assert readers.Parquet().parts(str(tmp_path / "many.parquet")) == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9]]
+    parts = readers.Parquet().parts(str(tmp_path / "many.parquet"))
+    assert parts == [(0, [0, 1, 2, 3, 4]), (2500, [5, 6, 7, 8]), (4500, [9])]
 
 
 def test_a_job_reads_only_what_is_used(tmp_path, cluster):
@@ -313,7 +317,7 @@ def test_a_job_reads_only_what_is_used(tmp_path, cluster):
         columns = {"hash": range(100 * number, 100 * number + 20), "width": widths, "unused": [0] * 20}
         paths.append(write(tmp_path / f"{number}.parquet", **columns, caption=["c"] * 20, jpg=[b"x"] * 20))
     text = "not width < 3 and hash != 7 or caption == 'none' and width > 100"
-    config = PreprocessingConfig(row_filter=text, limit=30)
+    config = PreprocessingConfig(row_filter=text, limit=30, **COLUMNS)
     segments = job.plan_segments(paths, config, rows_per_segment=20)
     assert [segment.rows for segment in segments] == [20, 10]
     for path, segment in zip(paths, segments, strict=True):

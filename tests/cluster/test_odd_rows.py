@@ -184,7 +184,7 @@ def test_each_kind_is_converted_or_rejected_with_its_reason(cluster, tmp_path):
     stored = {row_id: name for row_id, *_, name in NO_TEXT}
     rows = [(name, stored.get(row_id, row_id), caption, *rest) for name, row_id, caption, *rest in rows]
     pq.write_table(table, tmp_path / "odd.parquet", row_group_size=100)
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "odd.parquet"))
+    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "odd.parquet"), id_column="hash")
     manifest = encode(config)
     written, rejected = (pq.read_table(f"{config.latents_uri}/{name}") for name in ("data", "rejects"))
 

@@ -13,11 +13,13 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder
 from helpers.evaluation import at_checkpoints
+from helpers.lesson import full_run
 from tests.faults import add_node, slow, wait_until
 from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, profile_with_commits, stand_in
 
-PROFILES = ["laptop", "one-gpu", "8xa100", "full-sd2-256", "full-sd2-512"]
-A100_NODES, A10GS = 4, 58  # p4de.24xlarge; as many g5.2xlarge, here as one node
+PROFILES = sorted(path.stem for path in full_run.PROFILES.glob("*.yaml"))
+FULL = [name for name in PROFILES if name.startswith("full-")]
+A100_NODES, A10GS = 4, 124  # p4de.24xlarge; as many g5.2xlarge, here as one node
 
 
 def encoder_requests(profile):
@@ -94,7 +96,7 @@ def test_profiles_are_placed_as_they_say(nodes, tmp_path):
         profile = {**profile_with_commits(name), "storage": str(tmp_path), "input_uri": ""}
         encoders, trainers = encoder_requests(profile), trainer_requests(profile)
         assert (len(encoders), len(trainers)) == (profile["num_encoders"], profile["num_training_workers"]), name
-        together = [encoders + trainers] if name in ("laptop", "full-sd2-256", "full-sd2-512") else [encoders, trainers]
+        together = [encoders + trainers] if name in ("laptop", *FULL) else [encoders, trainers]
         places = [node for requests in together for node in place(requests)]
         wanted = [profile.get("encoder_accelerator_type")] * len(encoders)
         wanted += [profile.get("training_accelerator_type")] * len(trainers)

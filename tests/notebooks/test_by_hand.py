@@ -1,18 +1,22 @@
 """The hand-written cells, without this project: a script of them alone encodes, trains, resumes and draws."""
 
+import copy
 import re
+import types
 
 import numpy as np
 import pytest
-from diffusers import StableDiffusionPipeline
+import ray.train.torch
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from helpers.lesson import captioned_shapes
-from tests import by_hand
+from tests import by_hand, pipelines
 
 
 def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
     script, cells = by_hand.assemble(tmp_path), by_hand.cells()
-    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 200
+    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 210
     assert "import helpers" not in script and "from helpers" not in script
     assert max(len(cell.splitlines()) for cell in cells) <= 30
 
@@ -25,8 +29,38 @@ def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
         tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6, strategy="fsdp", bf16=True
     )
     assert "200 rows read, 190 written, 10 dropped" in printed
-    assert [line for line in printed.splitlines() if line.startswith("{'step'")] == ["{'step': 4}", "{'step': 6}"]
+    began = re.findall(r"^{'step': (\d+), 'began_at': (\d+)}$", printed, re.MULTILINE)
+    assert began == [("4", "0"), ("6", "4"), ("20", "10")]  # the last one crashed at step 15
     assert int(re.search(r"largest difference of a pixel: (\d+) of 255", printed)[1]) <= 2
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline")
     (picture,) = pipeline("a red circle", height=64, width=64, num_inference_steps=2, output_type="np").images
     assert picture.shape == (64, 64, 3) and np.isfinite(picture).all()
+
+
+def test_the_short_form_of_the_online_notebook_trains_what_trainings_loop_draws(monkeypatch, one_thread):
+    """Its first loss is that of `epsilon_loss`, on latents and embeddings of which some are the empty caption's."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    found = by_hand.run_until(pipelines.ONLINE, "train_func")
+    encode = found["Encoder"](lambda: by_hand.MODELS)
+    pixels = np.random.randint(0, 256, (48, 64, 64, 3), dtype=np.uint8)
+    batch, empty = (encode({"caption": np.full(len(pixels), one), "pixels": pixels}) for one in ("a red circle", ""))
+    dropped = [np.allclose(one, empty["text"][0], atol=1e-5) for one in batch["text"]]
+    assert 1 <= sum(dropped) <= 12
+    batch, first = {name: torch.tensor(values) for name, values in batch.items()}, []
+
+    def prepare_model(unet):
+        first.append(copy.deepcopy(unet))
+        torch.manual_seed(1)
+        return unet
+
+    shard = types.SimpleNamespace(iter_torch_batches=lambda batch_size: [batch, batch])
+    monkeypatch.setattr(ray.train, "get_dataset_shard", {"train": shard}.get)
+    monkeypatch.setattr(ray.train.torch, "prepare_model", prepare_model)
+    losses, weights = found["train_func"](UNet2DConditionModel.load_config(by_hand.MODELS, subfolder="unet"))
+    torch.manual_seed(1)
+    expected = pipelines.from_notebook(pipelines.TRAINING, "epsilon_loss")(first[0], batch["latents"], batch["text"])
+    assert len(losses) == 2 and losses[0] == pytest.approx(expected.item(), rel=1e-5)
+    before = first[0].state_dict()
+    assert weights.keys() == before.keys() and {type(values) for values in weights.values()} == {np.ndarray}
+    assert any(not np.array_equal(values, before[name].numpy()) for name, values in weights.items())

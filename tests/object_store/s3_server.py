@@ -120,7 +120,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         state = self.state
         if self.command == "POST" and self.bucket == "configure":
             vars(state).update(json.loads(body))
-            return self.answer(200)
+            return self.answer(200, str(len(state.requests)).encode())
         if state.secret and not self.is_signed(state.secret):
             state.refused += 1
             return self.error(403, "SignatureDoesNotMatch")
@@ -356,8 +356,9 @@ def iso(seconds):
 
 
 def configure(url, **values):
-    """Set attributes of a server that runs in another process, for example its `delay`."""
-    urllib.request.urlopen(f"{url}/configure", json.dumps(values).encode()).close()
+    """Set attributes of a server in another process, for example its `delay`; returns how many requests came so far."""
+    with urllib.request.urlopen(f"{url}/configure", json.dumps(values).encode()) as answer:
+        return int(answer.read())
 
 
 if __name__ == "__main__":

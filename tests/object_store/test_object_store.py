@@ -1,5 +1,6 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
+import json
 import pathlib
 import types
 
@@ -11,6 +12,7 @@ import ray.train
 
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.latents import withdrawn
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
@@ -20,6 +22,9 @@ from tests.benchmarks import made_up
 from tests.faults import attempts_of, wait_until
 from tests.latents import plan_for, read_steps
 from tests.pipelines import assert_bare, encode, fit, short_run
+from tests.unit.raw import test_as_it_is as as_it_is
+from tests.unit.raw.test_as_it_is import picture, tar_of
+from tests.unit.raw.test_layouts import arrow, both, captioned, found, hugging_face
 
 ROWS, STEPS = 300, 12
 
@@ -284,12 +289,30 @@ def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
     )
 
 
+def test_a_list_of_rows_that_must_go_may_lie_in_the_store(server, tmp_path):
+    server.fail_every = 5
+    storage.write_text("s3://bucket/lists/a@b.txt", "7\n9\n")
+    pq.write_table(pa.table({"id": [7, 9]}), tmp_path / "list")
+    storage.write_bytes("s3://bucket/lists/list", (tmp_path / "list").read_bytes())
+    for uri in ("s3://bucket/lists/a@b.txt", "s3://bucket/lists/list"):
+        assert withdrawn.is_listed(withdrawn.pin(uri), [7, 8, 9]).tolist() == [True, False, True]
+    for uri in ("s3://bucket/lists", "s3://bucket/lists/none"):
+        with pytest.raises(ValueError, match=f"^leave_out='{uri}' cannot be read: give a text"):
+            withdrawn.pin(uri)
+
+
 # ---- a run
 
 
 def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
-    """While the store fails every tenth request, and one file of a checkpoint more often than its client asks."""
-    values = {"checkpoint_every": 6, "max_failures": 1}
+    """While the store fails every tenth request, and one file of a checkpoint more often than its client asks.
+
+    A list of rows that must go lies there too: they are masked.
+    """
+    listed = read(f"{finished[0].latents_uri}/data")["id"].to_pylist()[::15]
+    storage.write_text("s3://bucket/lists/ids.txt", "\n".join(map(str, listed)))
+    leave_out = withdrawn.pin("s3://bucket/lists/ids.txt")
+    values = {"checkpoint_every": 6, "max_failures": 1, "leave_out": leave_out}
     config = short_run("s3://bucket/sd", "run", max_steps=STEPS, **values)
     server.fail_every = 10
     server.refuse, server.refusals = "checkpoint-000000006.*distcp", storage.max_attempts()
@@ -297,7 +320,26 @@ def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
     assert server.refusals == 0 and attempts_of(config) == [1]
     server.fail_every = 0
     assert_bare(config)
+    assert 0 < metrics.read_metrics(config.run_uri)["masked_rows"].sum() <= 2 * len(listed)
     names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
     assert {"config.json", "metrics-0001-000000001.jsonl"} <= set(names)
     assert resume.last_step(config) == STEPS
     assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
+
+
+def test_captioned_pictures_on_a_store_are_found_and_read_as_on_a_disk(store, tmp_path):
+    about = json.dumps({"key": "x", "caption": "a cat"})
+    layouts = {
+        "beside": {**captioned("12", "1_name/"), "a.md": "", ".DS_Store": ""},
+        "json": {"0/a.jpg": picture(), "0/a.json": about},
+        "table": {"m/metadata.csv": "file_name,text\n0.png,a\n", "m/0.png": picture()},
+        "arrow": {"d/data-0.arrow": arrow(hugging_face(range(3)), batch_rows=2), "d/state.json": "{}"},
+        "parquet": {"a.parquet": hugging_face("12"), "b.parquet": b"<html>"},
+        "tar": {"a.tar": tar_of(("a.jpg", picture()), ("a.txt", b"a"))},
+    }
+    for name, files in layouts.items():
+        uri = f"s3://bucket/layouts/{name}"
+        folder = as_it_is.write(tmp_path / name, **files)
+        storage.copy_folder(folder, uri)
+        assert both(uri) == both(folder), name
+        assert found(uri).counts == found(folder).counts, name

@@ -93,7 +93,7 @@ def test_azures_account_must_be_given(monkeypatch):
         storage.exists("abfs://pictures/a")
 
 
-@pytest.mark.parametrize("uri", ["abfs://", "gss://bucket/folder"])
+@pytest.mark.parametrize("uri", ["abfs://", "s3://", "gs:///folder", "gss://bucket/folder"])
 def test_a_uri_of_no_known_store_is_one_sentence(uri):
     with pytest.raises(ValueError, match="cannot be opened .*: give a folder, or a URI such as s3://bucket/folder"):
         storage.exists(uri)

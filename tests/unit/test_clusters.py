@@ -72,25 +72,66 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_describe_one_cluster():
 # ---- against the profiles
 
 
-@pytest.mark.parametrize("resolution", full_run.PARAMETERS)
-@pytest.mark.parametrize(
-    ("group", "count", "kind", "instances"),
-    [
-        ("trainers", "num_training_workers", "training_accelerator_type", "p4de.24xlarge"),
-        ("encoders", "num_encoders", "encoder_accelerator_type", "g5.2xlarge"),
-    ],
-)
-def test_the_clusters_hold_the_full_runs_workers(resolution, group, count, kind, instances):
-    full, node, pods = full_run.PARAMETERS[resolution], NODES[group], GROUPS[group]
-    name = f"accelerator_type:{full[kind]}"
-    assert node["node_config"]["InstanceType"] == instances
-    assert name in node["resources"] and node["max_workers"] * node["resources"]["GPU"] >= full[count]
-    assert AWS["max_workers"] >= NODES["trainers"]["max_workers"] + NODES["encoders"]["max_workers"]
-    assert pods["rayStartParams"]["resources"] == json.dumps(json.dumps({name: 1}))
-    assert container(pods)["resources"]["limits"]["nvidia.com/gpu"] * pods["maxReplicas"] >= full[count]
-    slurm = re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+)", TEXTS["slurm.sh"])
-    nodes, gpus = slurm[["trainers", "encoders"].index(group)]
-    assert int(nodes) * int(gpus) >= full[count]
+ROLES = {
+    "trainers": ("num_training_workers", "training_accelerator_type", "p4de.24xlarge"),
+    "encoders": ("num_encoders", "encoder_accelerator_type", "g5.2xlarge"),
+}
+PROFILES = {path.stem: full_run.read_profile(path.stem) for path in full_run.PROFILES.glob("*.yaml")}
+ON_CLUSTERS = {name: profile for name, profile in PROFILES.items() if profile["ray_address"] == "auto"}
+
+
+def machines_of(profile):
+    """{role: number of its machines} that a profile asks for."""
+    asked = {role: profile[count] / NODES[role]["resources"]["GPU"] for role, (count, *_) in ROLES.items()}
+    assert all(number == int(number) for number in asked.values()), "a machine that is used in part"
+    return {role: int(number) for role, number in asked.items()}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_clusters_hold_the_machines_that_the_largest_profile_asks_for(role):
+    """And no more, so that a number that changes in a profile changes here."""
+    _, kind, instances = ROLES[role]
+    node, pods, most = NODES[role], GROUPS[role], max(machines_of(profile)[role] for profile in ON_CLUSTERS.values())
+    (accelerator,) = {profile[kind] for profile in ON_CLUSTERS.values()}
+    assert len(ON_CLUSTERS) == 4 and node["node_config"]["InstanceType"] == instances
+    assert node["resources"][f"accelerator_type:{accelerator}"] == 1
+    assert pods["rayStartParams"]["resources"] == json.dumps(json.dumps({f"accelerator_type:{accelerator}": 1}))
+    assert container(pods)["resources"]["limits"]["nvidia.com/gpu"] == node["resources"]["GPU"]
+    assert node["max_workers"] == pods["maxReplicas"] == most
+    assert AWS["max_workers"] == NODES["trainers"]["max_workers"] + NODES["encoders"]["max_workers"]
+
+
+def test_the_slurm_job_has_the_machines_of_the_profile_that_its_command_names():
+    (name,) = re.findall(r"-f helpers/profiles/(\S+)\.yaml", TEXTS["slurm.sh"])
+    jobs = re.findall(r"^#SBATCH .*--nodes=(\d+) .*--gpus-per-node=(\d+)", TEXTS["slurm.sh"], re.MULTILINE)
+    machines, gpus = [[int(number) for number in column] for column in zip(*jobs, strict=True)]
+    assert machines == list(machines_of(PROFILES[name]).values())
+    assert gpus == [NODES[role]["resources"]["GPU"] for role in ROLES]
+    assert f"`--nodes` is what {name} asks for" in TEXTS["slurm.sh"] and f"the row of `{name}`" in TEXTS["README.md"]
+
+
+@pytest.mark.parametrize("name", [*ON_CLUSTERS, "8xa100"])
+def test_a_profiles_cpu_tasks_fit_the_machines_of_its_encoders(name):
+    """On AWS and in KubeRay's smaller pods: a CPU a transform, half of one an encoder, a quarter a writer."""
+    profile, role = PROFILES[name], "encoders" if name in ON_CLUSTERS else "trainers"
+    machines = profile["num_encoders"] / NODES[role]["resources"]["GPU"]
+    wanted = profile["num_transform_workers"] + 0.5 * profile["num_encoders"] + 0.25 * machines
+    for cpus in (NODES[role]["resources"]["CPU"], int(container(GROUPS[role])["resources"]["limits"]["cpu"])):
+        assert wanted <= machines * cpus
+
+
+def test_the_readme_says_what_each_profile_asks_for():
+    rows = []
+    for name in sorted([*ON_CLUSTERS, "8xa100"]):
+        profile = PROFILES[name]
+        asked = machines_of({**profile, "num_encoders": profile["num_encoders"] if name in ON_CLUSTERS else 0})
+        cells = [
+            f"{number} with {NODES[role]['resources']['GPU']} {profile[ROLES[role][1]]}" if number else "the same"
+            for role, number in asked.items()
+        ]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {profile['num_transform_workers']} |")
+    assert "\n".join(["|---|---|---|---|", *rows, ""]) in TEXTS["README.md"]
+    assert PROFILES.keys() - ON_CLUSTERS.keys() == {"8xa100", "laptop", "one-gpu"}  # these two: a machine of your own
 
 
 def test_all_aws_nodes_are_in_one_network():
@@ -107,17 +148,17 @@ def test_all_aws_nodes_are_in_one_network():
 
 
 def test_encoders_are_spot_instances_and_the_rest_is_on_demand():
-    """What Ray's own scheduler launches for 62 encoders."""
+    """What Ray's own scheduler launches for four encoders more than the largest profile has."""
     nodes = FileConfigReader(str(CLUSTERS / "aws.yaml")).get_cached_autoscaling_config()
     wanted = ResourceRequestUtil.make({"GPU": 1, "accelerator_type:A10G": 0.001})
     request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=nodes.get_node_type_configs(),
         max_num_nodes=nodes.get_max_num_worker_nodes(),
-        resource_requests=ResourceRequestUtil.group_by_count([wanted] * 62),
+        resource_requests=ResourceRequestUtil.group_by_count([wanted] * 128),
     )
     launches = ResourceDemandScheduler(None).schedule(request).to_launch
-    assert {one.instance_type: one.count for one in launches} == {"encoders": 58, "encoders-on-demand": 4}
+    assert {one.instance_type: one.count for one in launches} == {"encoders": 124, "encoders-on-demand": 4}
     assert NODES["encoders"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
 
 
@@ -153,12 +194,30 @@ def test_every_file_has_the_pinned_ray():
     assert KUBERAY[0]["spec"]["rayVersion"] == version
 
 
+def test_the_page_on_ray_alone_argues_against_the_pinned_rays_checkpointing():
+    """With a date: a newer Ray may need another argument."""
+    (version,) = re.findall(r"^ray\[data,train\]==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    argument = (ROOT / "helpers" / "docs" / "WHY_RAY_ALONE.md").read_text()
+    assert re.search(rf"in Ray {re.escape(version)} \([A-Z][a-z]+ 20\d\d\)", argument)
+
+
 def test_dashboards_listen_on_private_addresses():
     """A pod's own address is one; its service must not be seen from outside."""
     for name in ("aws.yaml", "slurm.sh"):
         found = re.findall(r"--dashboard-host=(\S+)", TEXTS[name])
         assert found and "0.0.0.0" not in found, name
     assert KUBERAY[0]["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_the_readme_says_how_to_reach_the_dashboard_of_each_cluster():
+    """As the files start it: with the pinned Ray, under these names, on the default port."""
+    (version,) = re.findall(r"^ray\[data,train\]==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    text = TEXTS["README.md"].partition("## Watch it")[2].partition("\n## ")[0]
+    assert f'"ray[default]=={version}"' in text and "ray dashboard helpers/clusters/aws.yaml" in text
+    assert f"service/{KUBERAY[0]['metadata']['name']}-head-svc 8265" in text
+    assert "dashboard-port" not in "".join(TEXTS.values())
+    assert "Ray nodes at {" in TEXTS["slurm.sh"] and "Ray nodes at" in text
+    assert "export RAY_AUTH_TOKEN RAY_AUTH_MODE=token" in TEXTS["slurm.sh"] and "^RAY_AUTH_TOKEN=" in text
 
 
 # ---- who gets in, and what the machines may do

@@ -44,7 +44,8 @@ ON_THE_SIDE = {
     "index.read_report": "the metadata of a Parquet file",
     "parameters.first_difference": "its own text",
     "job.__post_init__": "its own text",
-    "pipeline.export_pipeline": "a temporary folder, which is copied when it is whole",
+    "start.tensor_names": "the header of a safetensors file",
+    "pipeline.save_for_older_versions": "a temporary folder, which is copied when it is whole",
 }
 
 

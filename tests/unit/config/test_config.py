@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from helpers import storage
 from helpers.config import parameters
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, check_sections, pool_size
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, choose_sections, pool_size
 from helpers.train import setup
 
-FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+FLOW = {"prediction_type": "flow"}
 
 # ---- bad input
 
@@ -34,13 +34,15 @@ ONE = {
     "aspect_ratios": ([[], [0], [1, -2], 1.5, "1", [float("nan")]], "a list of numbers of more than 0"),
     "random_crop": ([0, -0.5, 1.5, "0.8", True, float("nan")], "a share of the shorter side: more than 0, at most 1"),
     "learning_rate": ([0, "fast", float("nan")], "more than 0"),
-    "min_snr_gamma": ([0, "5"], "more than 0, or None for no weighting"),
+    "min_snr_gamma": ([0, "5"], "more than 0, None for no weighting, or 'auto'"),
     "hang_timeout": ([0], "more than 0"),
     "guidance_scale": ([0.5], "a number of at least 1 (no guidance)"),
     "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
     "prompts": ([3, ["a cat", None]], "texts, a file, or None"),
     "clip_model": ([3], "a CLIP's folder or hub id, or None"),
-    "init_from": ([5, ""], "a run, the folder of a denoiser, or None"),
+    "licence": (["", 3, "proprietary", "MIT OR"], "an SPDX id such as 'Apache-2.0' or 'LicenseRef-Name', or None"),
+    "init_from": ([5, ""], "a run, the folder or hub id of a checkpoint, pipeline or denoiser, or None"),
+    "continue_from": ([5, ""], "a run's name or folder, perhaps with @step, or None"),
     "run_name": (
         ["", "größe", "日", "a\tb", ".", "..", "a/b", "../a", "a b", "a\\b", None],
         "a plain ASCII folder name without slashes or spaces",
@@ -81,8 +83,27 @@ SEVERAL = {
     "timestep_sampling='logit_normal' and timestep_shift are for flow, not": {"timestep_sampling": "logit_normal"},
     "timestep_sampling='logit_normal' and timestep_shift are for flow": {"timestep_shift": 3.0},
     "zero_terminal_snr=True needs v_prediction": {"prediction_type": "epsilon", "zero_terminal_snr": True},
+    "min_snr_gamma=5.0 with zero_terminal_snr=True gives the last timestep weight 0, and sampling begins there": {
+        "zero_terminal_snr": True,
+        "min_snr_gamma": 5.0,
+    },
     "sampler='ddim' cannot sample prediction_type='flow': choose 'dpm++'": {**FLOW, "sampler": "ddim"},
-    "sampler='heun' is unknown: choose one of 'ddim', 'dpm++', 'euler' or 'unipc'": {"sampler": "heun"},
+    "sampler='heun' is unknown: choose one of 'auto', 'ddim', 'dpm++', 'euler' or 'unipc'": {"sampler": "heun"},
+    "sampling_steps=1000: sampler='ddim' takes 1 to 999 with timestep_shift=1": {"sampling_steps": 1000},
+    "sampling_steps=1: sampler='euler' takes 2 to 999": {"sampling_steps": 1, "sampler": "euler"},
+    "sampling_steps=333: sampler='dpm++' takes 1 to 332 with timestep_shift=3": {
+        **FLOW,
+        "timestep_shift": 3.0,
+        "sampling_steps": 333,
+    },
+    "num_training_workers=8 is more than units_per_step=2, and a worker without": {
+        "num_training_workers": 8,
+        "units_per_step": 2,
+    },
+    "num_training_workers=(1, 4) is more than units_per_step=2": {
+        "num_training_workers": (1, 4),
+        "units_per_step": 2,
+    },
 }
 FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in (OnlineConfig, TrainingConfig)}
 
@@ -117,11 +138,11 @@ def test_unknown_parameters_are_refused():
 
 
 def test_an_unknown_section_is_refused():
-    check_sections([], ["faults", "workers"]), check_sections(["workers"], ["faults", "workers"])
+    choose_sections([], ["faults", "workers"]), choose_sections(["workers"], ["faults", "workers"])
     with pytest.raises(ValueError, match="sections='fault' is unknown: choose one of 'faults', 'workers'"):
-        check_sections(["fault"], ["faults", "workers"])
+        choose_sections(["fault"], ["faults", "workers"])
     with pytest.raises(ValueError, match="sections='faults' must be a list of 'faults', 'workers'"):
-        check_sections("faults", ["faults", "workers"])
+        choose_sections("faults", ["faults", "workers"])
 
 
 # ---- what a config is
@@ -247,11 +268,52 @@ def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     assert config(4).units_per_step == 4  # the run has not taken a step
     storage.write_text(f"{earlier.run_uri}/metrics.jsonl", "{}\n")
     setup.check_resume(config(1), stored(earlier))
-    assert config(1).units_per_step == config(3).units_per_step == config((24, 32)).units_per_step == 2
+    assert config(1).units_per_step == config((1, 2)).units_per_step == 2
+    with pytest.raises(ValueError, match="^num_training_workers=3 is more than units_per_step=2, and a worker"):
+        config(3)
     assert config(1, name="other").units_per_step == 1
-    assert config(1, units=4).units_per_step == 4
     with pytest.raises(ValueError, match="^run_name='run' was started with units_per_step=2, not 4: set it back"):
-        setup.check_resume(TrainingConfig(storage=tmp_path, num_training_workers=4), stored(earlier))
+        config(1, units=4)  # the cell that checks parameters, before data is looked at
+
+
+# ---- what depends on the objective
+
+NAMES = ("min_snr_gamma", "timestep_sampling", "sampler")
+# What notebooks without these parameters had, before they were "auto".
+BEFORE = {"min_snr_gamma": 5.0, "timestep_sampling": "importance", "sampler": "ddim"}
+
+
+@pytest.mark.parametrize(
+    ("values", "resolved"),
+    [
+        ({}, (5.0, "importance", "ddim")),
+        ({"prediction_type": "epsilon"}, (5.0, "importance", "ddim")),
+        ({"prediction_type": "flow"}, (None, "logit_normal", "dpm++")),
+        ({"zero_terminal_snr": True}, (None, "uniform", "ddim")),
+        ({"min_snr_gamma": None}, (None, "uniform", "ddim")),
+        ({"min_snr_gamma": 3.0}, (3.0, "importance", "ddim")),
+        ({"prediction_type": "flow", "timestep_sampling": "uniform"}, (None, "uniform", "dpm++")),
+        ({"prediction_type": "flow", "sampler": "unipc"}, (None, "logit_normal", "unipc")),
+    ],
+)
+def test_the_objective_alone_is_a_choice_and_what_was_chosen_is_stored(values, resolved):
+    config = TrainingConfig(**values)
+    assert tuple(stored(config)[name] for name in NAMES) == tuple(getattr(config, name) for name in NAMES) == resolved
+
+
+def test_a_run_from_before_auto_is_resumed_with_the_new_defaults():
+    """Its config.json has values, which stay; "auto" is the same for a notebook's run."""
+    for earlier in (
+        {**stored(TrainingConfig()), **BEFORE},
+        {**stored(TrainingConfig()), "timestep_sampling": "uniform"},
+    ):
+        assert stored(TrainingConfig(**earlier)) == earlier
+    setup.check_resume(TrainingConfig(), {**stored(TrainingConfig()), **BEFORE})
+
+
+def test_all_parameters_that_do_not_go_with_the_objective_are_named_at_once():
+    with pytest.raises(ValueError, match="^min_snr_gamma=5.0 .*timestep_sampling='importance' .*sampler='ddim' "):
+        TrainingConfig(prediction_type="flow", **BEFORE)
 
 
 def test_the_first_difference_is_between_values_as_json_stores_them():

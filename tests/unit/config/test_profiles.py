@@ -38,8 +38,11 @@ def code(notebook):
 def test_the_comment_beside_a_parameter_is_its_text(notebook):
     """Training and preprocessing have all parameters of their config."""
     texts = {field.name: field.metadata["text"] for config in CONFIGS[notebook] for field in dataclasses.fields(config)}
-    (source,) = [source for source, tags in code(notebook) if "parameters" in tags]
+    cells = code(notebook)
+    (tagged,) = [number for number, (_, tags) in enumerate(cells) if "parameters" in tags]
+    source = "\n".join(source for source, _ in cells[: tagged + 1])  # the short cell, and the folded one
     comments = {line.split(" = ")[0]: line.split("  # ")[1] for line in source.splitlines() if "  # " in line}
+    assert notebook != PREPROCESSING or comments.pop("own_pictures")
     assert comments.pop("sections") and comments.pop("ray_address") and comments.items() <= texts.items()
     assert notebook == ONLINE or comments == texts
 
@@ -60,6 +63,29 @@ def test_an_unknown_parameter_is_refused_by_the_first_cell(name, hint):
     cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{name} = 3\n"]
     with pytest.raises(ValueError, match=rf"^{name} is not a parameter of any notebook: {hint[:-1]}\{hint[-1]}$"):
         PreprocessingConfig.from_parameters({"In": cells})
+
+
+def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mended():
+    cells = ["storage = 'here'\nrun_name = 'a'", "# Skip these\n\nwarmup_step = 10\nseed = 0", "run_name = 'b'"]
+    with pytest.raises(ValueError, match="^warmup_step is not a parameter of any notebook: did you mean warmup_steps"):
+        TrainingConfig.from_parameters({"In": cells})
+    mended = [*cells, "# Skip these\n\nwarmup_steps = 10\nseed = 0"]
+    assert TrainingConfig.from_parameters({"In": mended, "run_name": "a"}).run_name == "a"
+
+
+@pytest.mark.parametrize("notebook", CONFIGS)
+def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
+    """None of them looks like a parameters cell with a wrong name."""
+    parameters.check_names([source for source, _ in code(notebook)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "written"), [("learning_rate", "3e-3", "3e-3"), ("limit", " None", "None"), ("seed", "7", "7")]
+)
+def test_a_number_in_quotes_is_told_from_a_wrong_number(name, value, written):
+    config = PreprocessingConfig if name == "limit" else TrainingConfig
+    with pytest.raises(ValueError, match=f"^{name}='{value}' must be .*: write {written}, without quotes.$"):
+        config.from_parameters({name: value})
 
 
 def test_parameters_of_other_notebooks_and_own_variables_pass():
@@ -94,6 +120,21 @@ def test_a_profile_passes_the_checks_of_all_notebooks(name):
     assert training.resolution in full_run.read_profile(name)["resolutions"]
     online = {**applied(name, ONLINE), "resolutions": [training.resolution]}
     assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
+
+
+# {profile: min_snr_gamma, timestep_sampling, sampler}, as they were before the defaults were "auto"
+OBJECTIVES = {
+    **dict.fromkeys(["laptop", "one-gpu"], (5.0, "importance", "ddim")),
+    **dict.fromkeys(["8xa100", "full-sd2-256", "full-sd2-512"], (None, "uniform", "ddim")),
+    **dict.fromkeys(["full-today-256", "full-today-512"], (None, "logit_normal", "dpm++")),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("notebook", [TRAINING, ONLINE])
+def test_a_profiles_objective_is_what_it_was_before_auto(name, notebook):
+    config = TrainingConfig.from_parameters(applied(name, notebook))
+    assert (config.min_snr_gamma, config.timestep_sampling, config.sampler) == OBJECTIVES[name]
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -158,7 +199,7 @@ def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes(resolutio
     profile = full_run.read_profile(f"full-today-{resolution}")
     denoiser, recipe = load_denoiser_config(profile["unet_config"]), estimates.RECIPES["today"]
     adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
-    assert denoiser["in_channels"] == recipe.channels and denoiser[adapter.text_width] == recipe.text.hidden_size
+    assert denoiser["in_channels"] == recipe.channels and adapter.caption_width(denoiser) == recipe.text.hidden_size
     assert recipe.text_class.__name__ in adapter.text_encoders and denoisers.KL in adapter.vaes and adapter.shifts
     assert adapter.masks_padding and adapter.text_cleaning == profile["text_cleaning"]
     assert profile["sampler"] in adapter.samplers

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import pathlib
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -325,6 +327,85 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))
     with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'lower'"):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "changes", "wanted"),
+    [
+        ("sd2-base", {}, (None, "none")),
+        ("pixart", {}, (24, "lower")),
+        ("tiny-transformer", {}, (24, "ftfy")),
+        ("tiny-transformer", {"maximum_tokens": 12}, (12, "ftfy")),
+    ],
+)
+def test_a_job_that_is_told_the_denoiser_encodes_the_captions_that_it_takes(tmp_path, denoiser, changes, wanted):
+    """No one has to know them; the training's check has nothing against captions and encoders."""
+    if denoiser == "pixart":
+        denoiser = str(tmp_path / "config.json")
+        values = {"_class_name": "PixArtTransformer2DModel", "in_channels": 4, "out_channels": 4, "patch_size": 1}
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "cross_attention_dim": 32}
+        pathlib.Path(denoiser).write_text(json.dumps({**values, **sizes, "caption_channels": 128, "sample_size": 8}))
+    options = {**write_raw(tmp_path), "caption_column": "short", "unet_config": denoiser, **changes}
+    checked = prepare.check(config_of("tiny-sd", **options))
+    assert (checked.config.maximum_tokens, checked.config.text_cleaning) == wanted
+    assert checked.parameters.get("maximum_tokens") == wanted[0]
+    if denoiser != "sd2-base":  # whose captions are wider
+        made, _ = encode(config_of("tiny-sd", **options))
+        setup.check_latents(made, training(str(tmp_path), unet_config=denoiser), "/data")
+
+
+def test_an_unknown_denoiser_or_encoder_is_one_sentence_before_a_job_starts(tmp_path):
+    options = {**write_raw(tmp_path), "caption_column": "short"}
+    with pytest.raises(ValueError, match="^unet_config='huge' is unknown: choose "):
+        prepare.check(config_of("tiny-sd", **options, unet_config="huge"))
+    with pytest.raises(ValueError, match="^encoder_model='.*' holds no model in diffusers layout"):
+        prepare.check(config_of(str(tmp_path), **options, unet_config="tiny-transformer"))
+
+
+def test_more_shapes_than_compiling_takes_are_said_before_a_job_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "COMPILED_SHAPES", 2)
+    options = {**write_raw(tmp_path), "caption_column": "short", "aspect_ratios": [0.5, 1, 2], "size_multiple": 8}
+    prepare.check(config_of("tiny-sd", **options))
+    assert "compile_encoder" not in capsys.readouterr().out
+    prepare.check(config_of("tiny-sd", **options, compile_encoder=True))
+    assert "compile_encoder=True compiles for 2 shapes, and resolutions and aspect_ratios" in capsys.readouterr().out
+
+
+def overflowing(folder, **options):
+    """The folder of a VAE whose activations go beyond fp16's largest number, and what its config.json says."""
+    model = tiny_model(folder, text="CLIPTextModel", **options)
+    vae = encoder.load_vae(model)
+    with torch.no_grad():  # the norms that follow divide by it again
+        for convolution in (vae.encoder.conv_in, vae.decoder.conv_in):
+            convolution.weight.mul_(1e5)
+    vae.save_pretrained(f"{model}/vae")
+    return model
+
+
+def test_a_vae_that_forces_fp32_overflows_neither_in_encoding_nor_in_sampling(tmp_path):
+    """As Stable Diffusion XL's in fp16: every row was rejected."""
+    pixels = torch.from_numpy(pixels_of(2))
+    latents = torch.randn(1, CHANNELS["AutoencoderKL"], 8, 8, generator=torch.Generator().manual_seed(0))
+    for forced in (True, False):
+        model = overflowing(tmp_path / str(forced), force_upcast=forced)
+        half = encoder.Encoder(model)
+        half.vae, half.dtype = encoder.load_vae(model, torch.float16), torch.float16
+        assert half.vae.dtype == (torch.float32 if forced else torch.float16)
+        assert half.moments(pixels).isfinite().all() == forced
+        vae = type(half.vae).from_pretrained(f"{model}/vae", dtype=torch.float16)
+        found, expected = decoder.decode_latents(vae, latents), decoder.decode_latents(model, latents)
+        assert (np.abs(found.astype(int) - expected).max() <= 2) == forced and vae.dtype == torch.float16
+
+
+def test_a_vae_that_says_nothing_of_fp32_is_encoded_with_in_fp16(model, tmp_path):
+    """As Stable Diffusion 2's, although the class's default is to force it."""
+    folder = shutil.copytree(model(), tmp_path / "model")
+    path = folder / "vae" / "config.json"
+    values = json.loads(path.read_text())
+    assert values.pop("force_upcast") is True
+    path.write_text(json.dumps(values))
+    assert encoder.load_vae(str(folder), torch.float16).dtype == torch.float16
+    assert encoder.load_vae(model(), torch.float16).dtype == encoder.load_vae(str(folder)).dtype == torch.float32
 
 
 def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):

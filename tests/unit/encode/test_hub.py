@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
@@ -17,8 +18,9 @@ from helpers.encode import captions, encoder, prepare, prepare_online
 from helpers.evaluation import scores
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
+from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
-from helpers.train import setup
+from helpers.train import resume, setup, start
 from tests.faults import ROOT
 from tests.hub_server import MODEL, HubServer
 
@@ -154,6 +156,41 @@ def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
     assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
     monkeypatch.setattr(setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
     assert setup.training_config(given) == config
+
+
+def test_a_run_starts_from_a_model_of_the_hub_and_keeps_its_commit(hub, newer, tmp_path, monkeypatch):
+    """In fp16 where there is nothing else. Workers of another node download it again."""
+    unet = build_denoiser("tiny", seed=3).half()
+    unet.save_pretrained(newer / "unet", variant="fp16")
+    commit = hub.move("v2", newer)
+    given = {"storage": str(tmp_path), "run_name": "run", "units_per_step": None, "clip_model": None}
+    given |= {"init_from": f"{MODEL}@v2", "init_other_objective": True}
+    config = setup.training_config(given)
+    assert config.init_from == f"{MODEL}@{commit}" and start.check_start(config, []) == []
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another node"))
+    denoiser = build_denoiser("tiny")
+    with resume.initial_weights(config) as folder:
+        start.load_initial_weights(folder, denoiser)
+    assert all(torch.equal(tensor, unet.state_dict()[name].float()) for name, tensor in denoiser.state_dict().items())
+    asked = {path.rpartition("/")[2] for _, path in hub.requests if "/resolve/" in path}
+    assert asked == {"config.json", "scheduler_config.json", "diffusion_pytorch_model.fp16.safetensors"}
+
+
+def test_a_model_that_no_run_can_start_from_is_one_sentence(hub, newer, tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), init_from=MODEL, init_other_objective=True)
+    with pytest.raises(ValueError, match=rf"^init_from='{MODEL}': .* holds no weights in safetensors, [^\n]*\.$"):
+        start.check_start(config, [])
+    hub.move("main", newer / "vae")
+    with pytest.raises(ValueError, match=rf"^init_from='{MODEL}' is a denoiser with _class_name=AutoencoderKL"):
+        start.check_start(config, [])
+    hub.gated = True
+    hub.move("main", newer)
+    with pytest.raises(ValueError, match=rf"^init_from='{MODEL}' is gated: accept its terms at .*, and set HF_TOKEN"):
+        start.check_start(config, [])
+    with pytest.raises(ValueError, match=r"^init_from='org/none' is neither a folder here nor a model that [^\n]*$"):
+        setup.training_config(
+            {"storage": str(tmp_path), "run_name": "a", "units_per_step": None, "init_from": "org/none"}
+        )
 
 
 def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from ray.exceptions import (
 
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig
+from helpers.encode import prepare
 from helpers.encode.job import TIMELINE, Job, Segment, timeline
 
 ROWS = 10
@@ -55,7 +56,7 @@ class Reports:
         if self.error:
             raise self.error
         report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
-        report |= {"buckets": {}, "rejected": {}, "calls": []}
+        report |= {"buckets": {}, "rejected": {}, "noted": {}, "calls": []}
         report |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
         yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
 
@@ -116,6 +117,31 @@ def test_a_finished_job_reads_its_list_of_files_once_and_again_where_it_is_run(t
     assert again.run(pipeline) == manifest and names.count("files.json") == 2 and begun == [0, 1]
 
 
+LIST = {"leave_out": {"sha256": "0" * 64, "entries": 3}}
+
+
+def test_a_list_of_which_no_row_was_found_is_said_when_the_job_ends(tmp_path, capsys):
+    job = job_of(tmp_path, LIST)
+    assert job.run(failing(job, [])[0]).job.items() > LIST.items()
+    assert capsys.readouterr().out == "leave_out: none of its 3 ids or sums was found in the rows that were read.\n"
+
+
+def test_a_finished_job_takes_another_list_and_an_unfinished_one_does_not(tmp_path, capsys):
+    pipeline, begun = failing(job := job_of(tmp_path, max_failures=0), [None, LOST["actor"]])
+    with pytest.raises(RuntimeError, match="segment 1 failed"):
+        job.run(pipeline)
+    message = r"made with other parameters \(leave_out=None, not {'sha256': '0+', 'entries': 3}\): give another"
+    with pytest.raises(ValueError, match=message):
+        job_of(tmp_path, LIST)
+    manifest = job_of(tmp_path).run(pipeline)
+    capsys.readouterr()
+    assert job_of(tmp_path, LIST).run(pipeline) == manifest and begun == [0, 1, 1]
+    said = f"leave_out is not the list that {tmp_path} was encoded with: its rows stay as they are, and training masks"
+    assert capsys.readouterr().out.startswith(said)
+    with pytest.raises(ValueError, match=r"made with other parameters \(resolutions="):
+        job_of(tmp_path, {**LIST, "resolutions": [64]})
+
+
 def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
     job = job_of(tmp_path)
     storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})
@@ -145,3 +171,23 @@ def test_the_timeline_says_when_encoders_computed():
     long = timeline(calls_of([("a", second, second + 0.9, 9) for second in range(1000)]))
     assert len(long) == TIMELINE
     assert all(0.85 < share < 0.95 and 8.5 < rate < 9.5 for _, share, rate in long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"limit": 20}, "limit=10, not 20"),
+        ({"resolutions": [64]}, r"resolutions=\[32\], not \[64\]"),
+        ({"resolutions": [32, 36]}, "multiples of"),
+        ({"encoder_model": "no/folder/here"}, "encoder_model="),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_data_is_looked_at(changes, sentence, tmp_path):
+    """An unfinished job began with a limit of 10 rows, at 32 pixels."""
+    given = {"storage": str(tmp_path), "limit": 10, "resolutions": [32]}
+    began = PreprocessingConfig(**given)
+    prepare.check_early(began)
+    if "encoder_model" not in changes and "multiples" not in sentence:
+        job_of(began.latents_uri, began.fixed("rows", "latents")).save()
+    with pytest.raises(ValueError, match=sentence):
+        prepare.check_early(PreprocessingConfig(**{**given, **changes}))

@@ -267,12 +267,20 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
     config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")
     setup.open_run(config)
     said = capsys.readouterr().out
+    assert "compile_unet" not in said
     described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
     assert {one["shape"] for one in described} == {"64x64", "48x96", "96x48"}
     for one in described:
         sentence = f"Pictures of {one['shape']} are left out: their {one['rows']} rows do not fill a batch of 9."
         assert (sentence in said) == (one["steps"] == 0)
     assert "Pictures of" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
+
+
+def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "COMPILED_SHAPES", 2)
+    setup.open_run(config_of(folder[0], storage=str(tmp_path), compile_unet=True))
+    said = "compile_unet=True compiles for 2 shapes, and the data has 3: later shapes run as without it."
+    assert said in capsys.readouterr().out
 
 
 def test_a_table_says_what_each_shape_gets_and_what_crops_cut_away():

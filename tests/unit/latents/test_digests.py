@@ -10,9 +10,10 @@ import pytest
 
 from helpers.config.notebook import TrainingConfig
 from helpers.latents import digests, held_out, schema
-from helpers.latents.manifest import DataSets, read_files
+from helpers.latents.manifest import DataSets, read_files, read_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import first_latents, latents_reader
+from helpers.lesson import looks
 from helpers.train import setup
 from tests.latents import read_steps, write_job
 
@@ -35,6 +36,7 @@ def latents(tmp_path):
         SPECS[1].name: SPECS[1].encode(embeddings, num_tokens_B=random.integers(1, 6, ROWS)),
         schema.REASON: [""] * ROWS,
         schema.SOURCE: ["a"] * ROWS,
+        "note": ["broken colour profile"] * 2 + [""] * (ROWS - 2),
         "encoder_call": pa.nulls(ROWS, pa.struct([])),
         "transform_seconds": pa.nulls(ROWS, pa.float64()),
     }
@@ -157,3 +159,10 @@ def test_a_sum_depends_on_values_and_order_alone(kind):
     assert digests.sum_values(column) == digests.sum_values(padded)
     assert digests.sum_values(column) != digests.sum_values(column.take([2, 1, 0, 3]))
     assert digests.sum_values(column[:0]) == digests.sum_values(column.slice(1, 1)) == 0
+
+
+def test_pictures_with_a_broken_profile_are_counted_among_those_that_are_used(latents):
+    manifest = read_manifest(str(latents))
+    assert (manifest.written, manifest.noted) == (ROWS, {"broken colour profile": 2})
+    shown = looks.summary(manifest).set_index("reason")["number"]
+    assert shown["broken colour profile"] == 2

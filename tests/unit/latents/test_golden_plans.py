@@ -5,6 +5,7 @@ trains on. `python -m tests.unit.latents.test_golden_plans` records it again, wh
 trains on.
 """
 
+import dataclasses
 import json
 import pathlib
 import zlib
@@ -76,14 +77,15 @@ def make_manifest(files, embeddings=(6, 128), job=None):
 def make_plan(case):
     """The plan of a case."""
     data_sets, parameters, changes = CASES[case]
-    parameters = {"global_batch_size": 32, "units_per_step": 4, "num_training_workers": (1, 4), **parameters}
+    parameters = {"global_batch_size": 32, "units_per_step": 4, **parameters}
     shares = parameters.pop("proportions", [1.0] * len(data_sets))
     uris = [f"/data-{number}" for number in range(len(data_sets))]
     config = TrainingConfig(latents_uri=dict(zip(uris, shares, strict=True)), **parameters)
     made = {uri: make_manifest(files, **changes) for uri, files in zip(uris, data_sets, strict=True)}
     manifests = {uri: manifest for uri, (manifest, _) in made.items()}
     files = {uri: Files.of(uri, entries) for uri, (_, entries) in made.items()}
-    return plan_run(DataSets(manifests, config.proportions), config, files)
+    plan = plan_run(DataSets(manifests, config.proportions), config, files)
+    return dataclasses.replace(plan, worker_counts=range(1, 5))
 
 
 def read_ids(row_ranges, source):

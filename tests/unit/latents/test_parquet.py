@@ -97,7 +97,8 @@ def test_raw_data_with_such_an_id_is_refused_before_a_job(hostile):
 def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
     """In the task that reads it, before a value is made."""
     config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
-    part, one = pa.table({inputs.PATH: [str(hostile)], inputs.GROUPS: [[0]]}), inputs.reader(config)
+    row = {inputs.PATH: str(hostile), inputs.FIRST_ROW: 0, inputs.GROUPS: [0]}
+    part, one = pa.Table.from_pylist([row]), inputs.reader(config)
     with pytest.raises(ValueError, match=REFUSED):
         list(inputs.read_part(part, columns=["hash", "caption", "jpg"], reader=one))
 
@@ -118,6 +119,8 @@ def test_parquet_and_arrow_files_are_opened_in_one_place():
     """A module that opens them in another way must use `latents.parquet`, or be listed here with the reason."""
     known = {
         ("helpers.latents.parquet", "ParquetFile"),  # the place
+        ("helpers.raw.readers", "open_file"),  # Arrow files, whose types are checked there
+        ("helpers.raw.readers", "open_stream"),
         ("helpers.lesson.captioned_shapes", "read_schema"),  # no values
     }
     openers = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}

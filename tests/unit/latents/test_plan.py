@@ -316,8 +316,8 @@ def test_a_worker_plans_without_the_files():
     config = TrainingConfig(
         resolution={32: 0.5, 64: 0.5},
         latents_uri="/a",
-        global_batch_size=4,
-        units_per_step=2,
+        global_batch_size=6,
+        units_per_step=3,
         num_training_workers=(2, 3),
     )
     whole, head = plan_run(one_set(manifest), config, {"/a": files}), plan_run(one_set(manifest), config)

@@ -20,8 +20,6 @@ CAPTION = "a large red circle in the top left on a blue background"
 RUN = pd.DataFrame({"step": range(1, 101), "loss": np.linspace(1, 0.1, 100)})
 RATES = pd.DataFrame({"images_per_second": [9000, 300, 600], "num_encoders": [1, 2, 4], "data_wait_share": 0.02})
 STAGES = RATES[:2].assign(stage=["transform", "encode"], workers=[1, 2])[["stage", "images_per_second", "workers"]]
-TIMELINE = RATES.assign(seconds=[5.0, 6, 7], busy=[0.9, 0.96, 1.0])
-BLOCKS = pd.DataFrame({"block": ["down", "mid"], "parameters": [865_910_724, 500e3], "gflops": [0.1, 0.25]})
 SCORES = {"before": {"color": 0.1, "all": 0.0, "shape": 0.3}, "after": {"color": 1.0, "all": 0.88, "shape": 0.9}}
 ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 ATTEMPTS = pd.concat([RUN[:45].assign(attempt=1), RUN[25:].assign(attempt=2)])
@@ -55,9 +53,7 @@ EVERY = {
     "transform_steps": (lambda f: f(STEPS), "decoded (96 x 64 px), then small (32 x 32 px)"),
     "latents_panel": (lambda _: latents(), "4 channels of 2 x 2, as mean and std; decoding the mean gives the picture"),
     "stage_throughput": (lambda f: f(STAGES), "encode: 300 images/s, 2 workers, the bottleneck"),
-    "encoder_utilization": (lambda f: f(TIMELINE), "Over 2 seconds encoders compute for 96% of their time (median)"),
     "noise_schedule_curves": (lambda f: f(ALPHAS), "from 1.00 to 0.07"),
-    "block_costs": (lambda f: f(BLOCKS), "down: 866 M parameters, 100 M FLOPs; mid: 500 k parameters"),
     "interrupted_run": (lambda f: f(RUN, ATTEMPTS), "a worker is killed after step 45, 20 steps done again"),
     "loss_curves": (
         lambda f: f({"a": RUN[:30], "b": RUN[:10]}, consecutive=True),

@@ -13,6 +13,7 @@ from helpers.latents import schema
 from helpers.lesson import estimates, full_run, planner, published_results
 
 pytestmark = pytest.mark.slow
+README = pathlib.Path(__file__).parents[3] / "README.md"
 SCENARIOS = st.builds(
     planner.Scenario,
     trainer=st.just(planner.Rate(184.6)),
@@ -22,6 +23,22 @@ SCENARIOS = st.builds(
     storage_dollars=st.floats(0, 1),
     faults=st.none() | st.builds(planner.Faults, failures_per_day=st.floats(0, 1)),
 )
+
+
+def test_the_readmes_table_of_paths_is_the_planners():
+    scenario = planner.phase("sd2", 256, encoders=58)
+    text = README.read_text()
+    for _, found in planner.compare_paths(scenario).iterrows():
+        assert f"| {found.hours:.1f} | {found.dollars:,.0f} | {found.dollars_another_epoch:,.0f} |" in text
+    assert f"From {planner.break_even(scenario, 'offline', 'online'):.2f} epochs on" in text
+    assert f"{scenario.rows * scenario.latents_bytes / 1e12:.0f} TB" in text
+
+
+def test_the_readme_has_the_published_totals():
+    printed = {name: f"{value:,.0f}" for name, value in published_results.totals()["printed"].items()}
+    by_anyscale = printed["A100 hours"], printed["Anyscale, on demand"], printed["Anyscale, 1 year reserved"]
+    assert "| {} | {} on demand; {} reserved".format(*by_anyscale) in README.read_text()
+    assert f"| {printed['MosaicML, all']} | {printed['MosaicML, dollars']}, at $2" in README.read_text()
 
 
 @pytest.mark.parametrize("row", list(published_results.EPOCH_COSTS.itertuples()), ids=lambda row: row.setup)

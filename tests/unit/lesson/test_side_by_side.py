@@ -58,7 +58,8 @@ def test_choices_are_kept_pair_by_pair_and_resumed(tmp_path):
         models = shown_models(judging)
         assert set(models.values()) == set(NAMES)
         judging.questions[0].value = "left"
-        assert judging.next.disabled
+        judging.next.click()
+        assert judging.said.value == "Answer both questions first." and len(judging.choices) == place
         judging.questions[1].value = ["right", NO_PREFERENCE, "left"][place]
         expected[pairs[place].prompt] = [models["left"], models.get(judging.questions[1].value, NO_PREFERENCE)]
         judging.next.click()

@@ -18,7 +18,8 @@ from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
-from helpers.sample.from_checkpoint import describe_call, pipeline_of_run
+from helpers.sample.card import describe_call
+from helpers.sample.from_checkpoint import pipeline_of_run
 from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
 from helpers.train import profiling, setup
 from helpers.train.step import TrainStep, Unit
@@ -51,7 +52,7 @@ SMALL = {
         "axes_dim": [8, 8],
     },
 }
-FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++", "timestep_sampling": "logit_normal"}
+FLOW = {"prediction_type": "flow"}
 # name: (denoiser, what differs in the config)
 COMBINATIONS = {
     "unet, flow": ("unet", FLOW),
@@ -310,6 +311,77 @@ def test_what_no_pipeline_of_diffusers_draws_is_refused_in_one_sentence(
     config = TrainingConfig(unet_config=configs[denoiser], **changes)
     with pytest.raises(ValueError, match=rf"^unet_config='[^\n]*{message}[^\n]*\.$"):
         setup.check_latents(manifest, config, "/data")
+
+
+def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
+    """A PixArt on the latents of a U-Net: once this took three runs to learn."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({**SMALL["pixart"], "in_channels": 8, "dropout": 0.1, "patch_size": 16, "sample_size": 64})
+    )
+    config = TrainingConfig(unet_config=str(path), resolution={64: 1, 128: 1}, caption_shares=[0.5, 0.5])
+    with pytest.raises(ValueError) as error:
+        setup.check_latents(build_manifest(), config, "/data")
+    wanted = ["dropout", "maximum_tokens=None", "text_cleaning='none'", "resolution=128 is not in", "8 latent channels"]
+    for part in [*wanted, "out_channels=4", "multiples of 16", "caption_shares="]:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+PIXART = SMALL["pixart"]
+SDXL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        ("unet", SDXL, "on latents, timesteps and captions alone: argument of type 'NoneType'"),
+        ("unet", {"num_class_embeds": 10}, "alone: class_labels should be provided"),
+        ("unet", {"class_embed_type": "timestep"}, "alone: class_labels should be provided"),
+        ("unet", {"encoder_hid_dim": 128, "encoder_hid_dim_type": "image_proj"}, "captions alone: "),
+        ("unet", {"down_block_types": ["Down", "Down"]}, "alone: Down does not exist"),
+        ("unet", {"out_channels": 8}, ": out_channels=8 is not in_channels=4, which StableDiffusionPipeline needs"),
+        ("pixart", {"out_channels": 12}, ": out_channels=12 is not in_channels=4, which PixArtSigmaPipeline needs"),
+        ("unet", {"time_cond_proj_dim": 16}, ": 1 parameters get no gradient, such as time_embedding.cond_proj.weight"),
+        ("unet", {"dropout": 0.1}, ": its dropout is not 0, and a resumed run would draw other numbers: set it to 0"),
+        ("pixart", {"dropout": 0.1}, ": its dropout is not 0, and a resumed run would draw other numbers: set it to 0"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_or_sampled_is_one_sentence(tmp_path, base, changes, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL[base], **changes}))
+    (fault,) = denoisers.find_faults(str(path))
+    assert fault.startswith(f"unet_config='{path}' cannot be trained or sampled") and fault.endswith(".")
+    assert message in fault and "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        *((name, {}) for name in SMALL),
+        ("pixart", {"out_channels": 8}),
+        ("unet", {"cross_attention_dim": [128, 128]}),
+        ("unet", {"cross_attention_dim": 32, "encoder_hid_dim": 128}),
+        ("unet", {"addition_embed_type": "text"}),
+    ],
+)
+def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_captions(
+    tmp_path, padded, ragged, base, changes
+):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL[base], **changes}))
+    assert not list(denoisers.find_faults(str(path)))
+    manifest, rows = padded if base == "unet" else ragged
+    cleaning = {"pixart": "lower", "prx": "ftfy"}.get(base, "none")
+    manifest = dataclasses.replace(manifest, job={"text_cleaning": cleaning})
+    config = TrainingConfig(unet_config=str(path), global_batch_size=8)
+    setup.check_latents(manifest, config, "/data")
+    assert np.isfinite(train(TrainStep(config, manifest), rows, 0, 1)[0]["loss"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_trained(name):
+    assert not list(denoisers.find_faults(name))
 
 
 @pytest.mark.parametrize("name", SMALL)

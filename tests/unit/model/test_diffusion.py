@@ -6,6 +6,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.config.notebook import TrainingConfig
 from helpers.model import diffusion
 from helpers.sample import pipeline
 
@@ -304,18 +305,62 @@ def predict_perfectly(noisy, timestep, latents, alphas_T):
     [
         ("dpm++", "flow", {"timestep_shift": 2.0}),
         ("unipc", "flow", {}),
-        ("ddim", "v_prediction", {"zero_terminal_snr": True}),
-        ("dpm++", "v_prediction", {"zero_terminal_snr": True}),
+        *((name, "v_prediction", {}) for name in pipeline.SAMPLERS),
+        *((name, "v_prediction", {"zero_terminal_snr": True}) for name in pipeline.SAMPLERS),
     ],
 )
-def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(name, kind, options):
+@pytest.mark.parametrize("steps", [2, 20, 61, 350])
+def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(name, kind, options, steps):
     sampler = pipeline.build_sampler(name, kind, **options)
-    sampler.set_timesteps(20)
-    alphas_T = None if kind == "flow" else diffusion.noise_schedule(kind, zero_terminal_snr=True).alphas_cumprod
+    sampler.set_timesteps(steps)
+    alphas_T = None if kind == "flow" else diffusion.noise_schedule(kind, **options).alphas_cumprod
     latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
     noisy = noisy * sampler.init_noise_sigma
     for timestep in sampler.timesteps:
         predicted = predict_perfectly(sampler.scale_model_input(noisy, timestep), timestep, latents, alphas_T)
         noisy = sampler.step(predicted, timestep, noisy).prev_sample
-    # DDIM ends at the first timestep, which has a little noise.
     torch.testing.assert_close(noisy, latents, rtol=0, atol=0.12)
+
+
+def draw_blindly(sampler):
+    """What a sampler makes of noise if every prediction is a tenth of its input."""
+    noisy = torch.full((1, 4, 2, 2), 0.5) * sampler.init_noise_sigma
+    for timestep in sampler.timesteps:
+        noisy = sampler.step(sampler.scale_model_input(noisy, timestep) / 10, timestep, noisy).prev_sample
+    return noisy
+
+
+@pytest.mark.parametrize("name", pipeline.SAMPLERS)
+@pytest.mark.parametrize("options", [{}, {"zero_terminal_snr": True}])
+def test_a_sampler_begins_at_the_noisiest_timestep_and_takes_each_once_or_the_number_of_steps_is_refused(name, options):
+    refused = []
+    for steps in [*range(1, 1000, 13), 20, 61, 350, 600, 999, 1000]:
+        try:
+            TrainingConfig(sampler=name, sampling_steps=steps, **options)
+        except ValueError as error:
+            assert str(error).startswith(f"sampling_steps={steps}: sampler={name!r} takes ")
+            refused.append(steps)
+            continue
+        sampler = pipeline.build_sampler(name, "v_prediction", **options)
+        sampler.set_timesteps(steps)
+        timesteps = sampler.timesteps.round().tolist()
+        assert timesteps[0] == 999 and len(timesteps) == steps and timesteps == sorted(set(timesteps), reverse=True)
+        assert steps not in (1, 350, 999) or draw_blindly(sampler).isfinite().all()
+    assert refused == ([1, 1000] if name == "euler" else [1000])
+
+
+@pytest.mark.parametrize("name", ["dpm++", "unipc"])
+@pytest.mark.parametrize(("shift", "most"), [(1.0, 998), (3.0, 332)])
+def test_a_sampler_of_flow_begins_once_at_the_noisiest_timestep_or_the_number_of_steps_is_refused(name, shift, most):
+    flow = {"prediction_type": "flow", "timestep_shift": shift}
+    for steps in (1, 2, 20, 61, 331, most):
+        config = TrainingConfig(sampler=name, sampling_steps=steps, **flow)
+        sampler = pipeline.build_sampler(config.sampler, "flow", timestep_shift=shift)
+        sampler.set_timesteps(steps)
+        timesteps = sampler.timesteps.tolist()
+        assert (timesteps[0], timesteps.count(999), len(timesteps)) == (999, 1, steps)
+        assert draw_blindly(sampler).isfinite().all()
+    with pytest.raises(
+        ValueError, match=f"^sampling_steps={most + 1}: sampler='.*' takes 1 to {most} with timestep_shi"
+    ):
+        TrainingConfig(sampler=name, sampling_steps=most + 1, **flow)

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import online, prepare, prepare_online, stages
-from helpers.raw import inputs
+from helpers.encode import job, online, prepare, prepare_online, stages
+from helpers.raw import inputs, readers
 from tests.latents import plan_for
 
 TARS = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__"}
@@ -69,12 +69,13 @@ def config_of(uri, kind=PreprocessingConfig, **parameters):
 
 def rows_of(uri, **parameters):
     """{id: (caption, reason)} of all rows, by checks, readers and transform, without Ray."""
-    config = config_of(uri, **parameters)
-    checked, found = prepare.check(config), []
-    inputs.count_rows(checked.paths, config)
-    for path in checked.paths:
-        for rows in inputs.reader(config).stream(path, inputs.used_columns(config)):
-            raw = inputs.to_raw_rows(inputs.with_path(rows, path), config, checked.id_type)
+    checked, found = prepare.check(config_of(uri, **parameters)), []
+    config = checked.config
+    reader, columns = inputs.reader(config), inputs.used_columns(config)
+    paths = [path for segment in job.plan_segments(checked.paths, config) for path in segment.paths]
+    for path, (first_row, groups) in [(one, part) for one in paths for part in reader.parts(one)]:
+        for rows in inputs.stream_file(path, columns, reader, first_row, groups):
+            raw = inputs.to_raw_rows(rows, config, checked.id_type)
             found += stages.transform(raw, config=config).select(["id", "caption", "reason"]).to_pylist()
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: (row["caption"] if not row["reason"] else None, row["reason"]) for row in found}
@@ -85,7 +86,7 @@ def online_rows(uri, **parameters):
     config = config_of(uri, OnlineConfig, **parameters)
     options = {"storage": config.storage, "latents_uri": f"{config.storage}/online", "validation_share": 0.0}
     training = TrainingConfig(**options, global_batch_size=1, resolution=32)
-    manifest, _ = prepare_online.prepare_run(config, training)
+    manifest, config = prepare_online.prepare_run(config, training)
     plan, found = plan_for(training), {}
     for number in range(plan.chunks_per_epoch):
         ((source, ranges),) = plan.chunk_rows(number)[0]
@@ -103,7 +104,7 @@ def refusal(uri, **parameters):
     """The one sentence by which an input is refused."""
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         rows_of(uri, **parameters)
-    assert type(error.value) in (ValueError, FileNotFoundError) and len(str(error.value)) < 600
+    assert type(error.value) in (ValueError, FileNotFoundError, readers.Unreadable) and len(str(error.value)) < 600
     return str(error.value)
 
 
@@ -117,6 +118,7 @@ ENCODINGS = {
     "utf-16": (TEXT, ""),
     "cp1252": NOT_UTF8,
     "utf-32": NOT_UTF8,
+    "utf-16-le": NOT_UTF8,  # without its mark
 }
 AS_UTF16_BE = codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be")
 
@@ -306,7 +308,7 @@ def test_files_that_do_not_go_together_are_named_before_a_job(tmp_path):
     }
     for name, changes in others.items():
         files = {"a.parquet": table(width=[1, 2]), "b.parquet": table("34", **{"width": [1, 2], **changes})}
-        sentence = refusal(write(tmp_path / name, **files), row_filter="width > 0")
+        sentence = refusal(write(tmp_path / name, **files), row_filter="width > 0", id_column="hash")
         assert "a.parquet" in sentence and "b.parquet" in sentence and name in sentence
     sentence = refusal(
         write(tmp_path / "lacks", **{"a.parquet": table(), "b.parquet": table().drop_columns("caption")})
@@ -323,6 +325,25 @@ def test_members_that_do_not_stand_together_are_refused_with_how_to_sort(tmp_pat
     sentence = refusal(path, **TARS)
     assert sentence.startswith(f"{path}/a.tar: the members of the sample '0' do not stand together: sort the tar")
     assert "tar --sort=name" in sentence
+
+
+@pytest.mark.parametrize("longer", ["a.1", "a.v2"])
+def test_a_picture_with_a_longer_name_is_a_sample_if_it_has_a_caption(tmp_path, longer):
+    red, blue = picture((255, 0, 0)), picture((0, 0, 255))
+    files = {"a.jpg": red, "a.txt": b"a", f"{longer}.jpg": blue, f"{longer}.txt": b"b", "b.jpg": red, "b.txt": b"c"}
+    expected = {"a": ("a", ""), longer: ("b", ""), "b": ("c", "")}
+    for name, members in {"a": files.items(), "b": sorted(files.items())}.items():
+        path = write_tar(tmp_path / name, *members)
+        assert rows_of(path, **TARS) == expected and online_rows(path, **TARS) == (expected, {})
+        config = config_of(path, **TARS)
+        raw = inputs.to_raw_rows(inputs.first_rows(config, 9), config)
+        assert dict(zip(raw["id"].to_pylist(), raw["image"].to_pylist(), strict=True)) == {
+            "a": red,
+            longer: blue,
+            "b": red,
+        }
+    masks = {"a.jpg": red, "a.txt": b"a", "a.visible.png": blue}
+    assert rows_of(write_tar(tmp_path / "m", *masks.items()), **TARS) == {"a": ("a", "")}
 
 
 def test_of_two_pictures_in_a_sample_the_named_one_is_taken(tmp_path):

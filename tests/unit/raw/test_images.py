@@ -145,6 +145,8 @@ def test_a_pngs_transparent_colour_becomes_white():
     image.putpixel((0, 0), (7, 7, 7))
     found = np.asarray(images.decode(encoded(image, "PNG", transparency=COLOUR)))
     assert found[0, 0].tolist() == [7] * 3 and found[3, 3].tolist() == [255] * 3
+    deep = Image.fromarray(np.array([[257, 25700]], np.uint16))
+    assert np.asarray(images.decode(encoded(deep, "PNG", transparency=25700)))[0, :, 0].tolist() == [1, 255]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
@@ -254,7 +256,10 @@ def test_a_profile_that_is_srgb_broken_or_of_other_colours_changes_no_pixel():
     picture = photograph()
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for profile in (srgb, b"no profile", PROFILES["ProPhoto"][:200], GREY_PROFILE, ink_profile()):
-        assert difference(images.decode(encoded(picture, "PNG", icc_profile=profile)), picture) == 0
+        data = encoded(picture, "PNG", icc_profile=profile)
+        assert difference(images.decode(data), picture) == 0
+        note = images.make_pixels(data, sizing=images.Sizing({32: [(32, 32)]})).note
+        assert note == ("broken colour profile" if profile[:2] == b"no" or len(profile) == 200 else "")
 
 
 # ---- orientation
@@ -321,7 +326,9 @@ def with_chunk(name, data, bad_crc=False):
     ids=["iTXt", "zTXt", "bomb", "tEXt", "iCCP", "checksum", "both", "no end"],
 )
 def test_a_png_is_read_whatever_its_texts_are(data):
-    assert difference(images.decode(data), photograph()) == 0
+    found = images.decode(data)
+    assert difference(found, photograph()) == 0
+    assert found.info == ({images.NOTE: images.BROKEN_PROFILE} if b"iCCP" in data else {})
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
@@ -623,5 +630,5 @@ def test_the_documentations_table_of_colours_is_true(line):
 
 def test_each_line_of_the_documentations_table_is_tested():
     text = (ROOT / "helpers" / "docs" / "DATA.md").read_text()
-    lines = text.partition("| a picture with |")[2].partition("\n\n")[0].splitlines()[2:]
+    lines = text.partition("| an image with |")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(TABLE)

@@ -1,7 +1,9 @@
 """Online, rows that are filtered, held out or too small are known before any picture is read."""
 
 import collections
+import dataclasses
 import functools
+import hashlib
 import io
 import json
 import pathlib
@@ -56,7 +58,9 @@ def configs(folder, row_group_size=20, rows=200, training=None, sizes=SIZES, **c
     for number in range(2):
         half = table[number * rows // 2 : (number + 1) * rows // 2]
         pq.write_table(half, folder / "raw" / f"{number}.parquet", row_group_size=row_group_size)
-    raw = OnlineConfig(storage=str(folder), input_uri=str(folder / "raw"), **{"resolutions": [32], **changes})
+    columns = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
+    options = {**columns, "resolutions": [32], **changes}
+    raw = OnlineConfig(storage=str(folder), input_uri=str(folder / "raw"), **options)
     options = {"latents_uri": str(folder / "online"), "global_batch_size": 8, "resolution": 32}
     return raw, TrainingConfig(storage=str(folder), **{**options, "validation_share": 0.1, **(training or {})}), table
 
@@ -124,6 +128,31 @@ def test_steps_before_a_resumed_one_are_not_decoded(tmp_path, decoded):
     rows = pa.concat_tables(transformed(plan, raw, 2, 3))
     assert len(decoded) == training.global_batch_size < len(rows)
     assert set(rows["unit"].to_pylist()) == {-1, 2}
+
+
+def test_an_online_run_may_begin_to_use_a_list_of_rows_that_must_go(tmp_path):
+    """They are masked in their places, by id or by picture, and nothing is planned anew; all others are as before."""
+    raw, training, table = configs(tmp_path, **KNOWN)
+    manifest, plan = planned(raw, training)
+    before = list(transformed(plan, raw, 0, plan.steps_per_epoch))
+    used = pa.concat_tables(rows.filter(rows["keep"]) for rows in before)["id"].to_pylist()
+    sums = {row["hash"]: hashlib.sha256(row["jpg"]).hexdigest() for row in table.to_pylist()}
+    path = tmp_path / "list"
+    path.write_text(f"{used[5]}\n{sums[used[20]]}\n")
+    listed, raw = prepare_online.prepare_run(dataclasses.replace(raw, leave_out=str(path)), training)
+    assert prepare_online.is_same_data(listed, manifest) and raw.leave_out.startswith(f"{path}@")
+    now = transformed(plan, raw, 0, plan.steps_per_epoch)
+    found = {}
+    for one, other in zip(before, now, strict=True):
+        assert other["id"].equals(one["id"]) and other["unit"].equals(one["unit"])
+        found |= dict(zip(other["id"].to_pylist(), other["reason"].to_pylist(), strict=True))
+        kept = pc.equal(other["reason"], "")
+        pixels = ["id", "caption_ids", "pixels_32"]
+        assert other.select(pixels).filter(kept).equals(one.select(pixels).filter(kept))
+    assert {row_id: reason for row_id, reason in found.items() if "left out" in reason} == {
+        used[5]: "left out by id",
+        used[20]: "left out by picture",
+    }
 
 
 def test_shapes_come_from_columns(tmp_path):
@@ -254,7 +283,8 @@ def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
     (tmp_path / "raw").mkdir()
     table = rows_of(150)
     bytes_of = write_tar(tmp_path / "raw" / "a.tar", table)
-    columns = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__", **KNOWN}
+    columns = {"input_format": "webdataset", "image_column": "jpg", "caption_column": "txt", "id_column": "__key__"}
+    columns |= KNOWN
     options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32]}
     raw = OnlineConfig(**options, **columns, row_filter="score == 1")
     training = TrainingConfig(
@@ -265,7 +295,7 @@ def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
 
     def opened(fileobj, **options):
-        requests.append(len(fileobj.getvalue()))
+        requests.append(len(fileobj.getvalue()) - 2 * tarfile.BLOCKSIZE)  # a tar's end is added
         return parse(fileobj=fileobj, **options)
 
     monkeypatch.setattr(tarfile, "open", opened)
@@ -355,7 +385,7 @@ def test_captions_have_at_most_64_kib(kind):
     captions = [fits, too_long, "x" * 2**20]
     column = pa.array(captions if kind == "text" else [[caption] for caption in captions])
     table = pa.table({"hash": [1, 2, 3], "caption": column})
-    config = OnlineConfig(caption_column="caption")
+    config = OnlineConfig(caption_column="caption", id_column="hash")
     reason = "caption of more than 65536 bytes"
     assert index.assess(table, config, 0.0)[1].to_pylist() == ["", reason, reason]
     several = pa.table({"caption": pa.array([["x" * 2**20, "short"], [too_long, None]])})
@@ -366,11 +396,12 @@ def test_captions_have_at_most_64_kib(kind):
 CAPTIONS = """
 import sys
 from helpers.config.notebook import OnlineConfig
-from helpers.raw import index, inputs, readers
+from helpers.raw import index, inputs, layout, readers
 from tests.processes import peak_kib
 
 folder = sys.argv[1]
 path, config = folder + "/a.parquet", OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])
+config = layout.look(config).config
 report = index.index_file(path, -1, config=config, validation_share=0.0, uri=folder + "/index")
 found = index.read_index(folder + "/index/a.parquet.parquet")
 (rows,) = inputs.reader(config).read_located(path, [found], ["hash", "caption"])
@@ -394,3 +425,19 @@ def test_indexing_and_reading_among_large_captions_take_little_memory(tmp_path):
     reasons, _, peak = done.stdout.rpartition(" ")
     assert reasons == "{'caption of more than 65536 bytes': 1494} True", done.stderr
     assert int(peak) < 2**20
+
+
+def test_a_file_whose_captions_are_too_long_on_average_is_named_before_they_are_read(tmp_path, monkeypatch):
+    """Arrow decodes whole pages: 1,500 different captions of 1 MiB, as pyarrow writes them, took 3.6 GiB."""
+    monkeypatch.setattr(readers, "MAX_BYTES", 2**20)
+    for name, size in (("long", 2**17), ("short", 2**15)):
+        captions = [str(row).zfill(4) * (size // 4) for row in range(40)]
+        pq.write_table(pa.table({"hash": range(40), "caption": captions}), tmp_path / f"{name}.parquet")
+    parquet = readers.Parquet(captions=["caption"])
+    assert parquet.row_groups(str(tmp_path / "short.parquet")) == [40]
+    match = (
+        r"long.parquet holds 5,[\d,]+ bytes in 40 captions of the column 'caption', more than 65,536 each: shorten or"
+    )
+    with pytest.raises(readers.Unreadable, match=match):
+        parquet.row_groups(str(tmp_path / "long.parquet"))
+    assert readers.Parquet(captions=["hash"]).row_groups(str(tmp_path / "long.parquet")) == [40]

@@ -143,6 +143,7 @@ def rows(build_latents):
     columns = {
         schema.REASON: pa.array(reasons),
         schema.SOURCE: pa.array(["a.parquet"] * ROWS),
+        "note": pa.array([""] * ROWS),
         "transform_seconds": pa.array([0.01] * ROWS),
         "encoder_call": pa.nulls(ROWS, encoder.CALL),
         read.KEEP: pa.array([number not in MASKED for number in range(ROWS)]),
@@ -284,6 +285,18 @@ def test_a_run_shorter_than_an_epoch_keeps_what_it_encodes(start):
     assert not storage.exists(storage.join(uri, MANIFEST))
     exact = start("exact", max_steps=PER_EPOCH).go()
     assert len(exact.steps) == PER_EPOCH and kept_latents(exact)[1].read == ROWS
+
+
+def test_a_run_that_gets_more_steps_keeps_what_a_longer_one_does(start):
+    """Also if it ended within a block."""
+    longer, run = start("longer").go(), start("grown", max_steps=3)
+    assert plan_for(run.config).block_steps == 2
+    for run.max_steps in (3, PER_EPOCH - 1, 3 * PER_EPOCH):
+        run.config = dataclasses.replace(run.config, max_steps=run.max_steps)
+        run.go()
+    assert run.steps.keys() == longer.steps.keys()
+    assert all(run.steps[step].equals(found) for step, found in longer.steps.items())
+    assert kept_latents(run)[1].buckets == kept_latents(longer)[1].buckets
 
 
 def test_a_part_that_is_gone_is_said(start):

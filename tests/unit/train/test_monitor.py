@@ -8,13 +8,16 @@ import sys
 import threading
 
 import nbformat
+import numpy as np
 import pytest
 
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
+from helpers.runtime import machines
 from helpers.runtime import progress as runtime_progress
 from helpers.runtime.progress import Progress, batch_terminal, format_seconds, poll_in_background, time
-from helpers.train import faults, metrics, monitor
+from helpers.sample.pipeline import to_png
+from helpers.train import checkpoint, faults, metrics, monitor, results
 
 ROOT = pathlib.Path(__file__).parents[3]
 SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
@@ -24,6 +27,14 @@ progress = Progress("run a", "steps", seconds_between_lines=0)
 for step in (10, 20, 30):
     progress(step, 30, f"loss 0.{step}, 99 images/s")
 """
+
+
+@pytest.fixture(autouse=True)
+def busy(monkeypatch):
+    """{address: its use}, what the machines are taken to do; none, unless a test fills it."""
+    uses = {}
+    monkeypatch.setattr(machines.Watch, "__call__", lambda watch, now: vars(watch).update(uses=dict(uses)) or uses)
+    return uses
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +53,7 @@ def batch_run(tmp_path_factory):
 def test_papermill_shows_progress_as_lines_in_the_terminal(batch_run):
     lines = [line for line in batch_run[0].splitlines() if line.startswith("run a: ")]
     assert [line.split(" in ")[0] for line in lines] == [f"run a: {step} of 30 steps" for step in (10, 20, 30)]
-    assert " left, loss 0.20, 99 images/s" in lines[1] and lines[2].endswith(" s, loss 0.30, 99 images/s")
+    assert lines[1].endswith(" s, loss 0.20, 99 images/s") and lines[2].endswith(" s, loss 0.30, 99 images/s")
 
 
 def test_the_saved_notebook_keeps_one_progress_display(batch_run):
@@ -83,6 +94,27 @@ def test_time_left_counts_from_where_a_resumed_run_started(terminal, monkeypatch
 def test_a_jupyter_server_gets_no_lines_in_its_log(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "Training.ipynb")
     assert batch_terminal() is None
+
+
+def test_progress_shows_how_busy_the_machine_is_until_it_ends(terminal, busy):
+    progress = Progress("encoded", seconds_between_lines=0)
+    busy["10.0.0.1"] = {"CPU": 87.4, "memory": 41.0}
+    for done in (10, 20):
+        progress(done, 20)
+    going, ended = terminal()
+    assert going.endswith("; CPU 87 %, memory 41 %") and "CPU" not in ended
+
+
+def test_a_notebook_lists_each_of_several_machines_and_the_terminal_their_range(terminal, busy, monkeypatch):
+    shown = []
+    monkeypatch.setattr(runtime_progress, "get_ipython", lambda: True)
+    monkeypatch.setattr(runtime_progress, "display", lambda bundle, **_: shown.append(bundle))
+    gpus = {"GPU": 98.0, "GPU_memory": 76.0}
+    busy |= {"10.0.0.1": {"CPU": 9.0, "memory": 41.0}, "10.0.0.2": {"CPU": 80.0, "memory": 12.0, **gpus}}
+    Progress("encoded")(10, 20)
+    ranges = "2 machines: CPU 9 to 80 %, memory 12 to 41 %, GPU 98 %, GPU memory 76 %"
+    assert terminal()[-1].endswith(f"; {ranges}") and shown[0]["text/plain"].endswith(f"; {ranges}")
+    assert "10.0.0.1: CPU 9 %, memory 41 %<br>10.0.0.2: CPU 80 %, memory 12 %, GPU 98 %" in shown[0]["text/html"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (59.6, "1 min 00 s"), (7500, "2 h 05 min")])
@@ -137,3 +169,77 @@ def test_an_error_while_polling_is_raised_at_the_end():
 
     with pytest.raises(OSError, match="no answer"), poll_in_background(fail, every=0.001):
         assert polled.wait(60)
+
+
+def save_run(config, step):
+    """Metrics up to a step, and a checkpoint of it."""
+    lines = "".join(
+        json.dumps({"step": number, "attempt": 1, "loss": 0.25, **SPEED}) + "\n" for number in range(1, step + 1)
+    )
+    storage.write_text(f"{config.run_uri}/metrics.jsonl", lines)
+    folder = f"{config.run_uri}/{checkpoint.checkpoint_name(step, 1)}"
+    storage.write_json(f"{folder}/{checkpoint.PROGRESS}", {"step": step, "files": {}})
+
+
+def test_a_finished_run_says_when_it_ended_and_how_to_train_anew(tmp_path, capsys):
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20, checkpoint_every=10, validate_every=10)
+    for step in (10, 20):
+        save_run(config, step)
+        assert not monitor.say_if_finished(config)  # at 20 its last evaluation is missing
+    results.write_result(config.run_uri, {"step": 20, "unfinished": True})  # as a killed driver leaves it
+    assert not monitor.say_if_finished(config)
+    results.write_result(config.run_uri, {"step": 20, "validation_loss": 0.2})
+    assert monitor.say_if_finished(config)
+    said = capsys.readouterr().out
+    assert said.startswith("Nothing to do: the run a finished its 20 steps on ")
+    assert time.strftime("%d %B %Y") in said and 'such as "a-2"' in said
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (0, "Stopped before the first step. Running this cell again begins at step 1."),
+        (20, "Stopped after step 20. Running this cell again goes on from the last checkpoint, which is of step 20."),
+    ],
+)
+def test_a_run_that_is_stopped_says_where_it_goes_on(step, sentence, tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=40)
+    if step:
+        save_run(config, step)
+    with pytest.raises(KeyboardInterrupt, match=f"^{sentence}$"), monitor.monitor_run(config):
+        raise KeyboardInterrupt
+
+
+def test_a_run_is_followed_from_another_terminal_until_it_ends(terminal, tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
+    storage.write_json(f"{config.run_uri}/config.json", {"parameters": config.to_dict()})
+    save_run(config, 20)
+    monitor.follow(config.run_uri, every=0.001)
+    (line,) = terminal()
+    assert line.startswith("run a: 20 of 20 steps in ") and line.endswith(", loss 0.250, 16 images/s")
+
+
+def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 20.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    progress = Progress("run a", "steps", seconds_between_lines=0)
+    progress.begin(0, 1000, "starting the workers")
+    for done in (1, 2, 300):
+        progress(done, 1000)
+    first, early, later = terminal()
+    assert "left" not in first + early and later.endswith("left")
+
+
+def test_the_pictures_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
+    shown = []
+    monkeypatch.setattr(runtime_progress, "get_ipython", lambda: True)
+    monkeypatch.setattr(runtime_progress, "display", lambda bundle, **options: shown.append((bundle, options)))
+    with monitor.monitor_run(config):
+        png = to_png(np.zeros((8, 8, 3), np.uint8))
+        storage.write_bytes(results.grid_uri(config.run_uri, 10), png)
+        results.write_result(config.run_uri, {"step": 10, "validation_loss": 0.2})
+    pictures = [
+        (bundle["image/png"], options["metadata"]["image/png"]) for bundle, options in shown if "image/png" in bundle
+    ]
+    assert pictures == [(png, {"alt": "Pictures of prompts after step 10"})]

@@ -1,0 +1,71 @@
+"""A box to type a prompt into: it draws from a finished run's pipeline, in this process.
+
+prompt_box.PromptBox(config)  # the last line of a cell
+"""
+
+from __future__ import annotations
+
+import html
+
+import ipywidgets as widgets
+import numpy as np
+
+from .. import storage
+from ..config.training import TrainingConfig
+from ..sample.pipeline import generate, load_pipeline
+from .side_by_side import enlarged_png
+
+MOST_CHARACTERS = 1_000
+
+
+class PromptBox(widgets.VBox):
+    """Draws a picture of what is typed, and of the same prompt from other noise.
+
+    Raises FileNotFoundError if the run has no pipeline yet.
+    """
+
+    def __init__(self, config: TrainingConfig):
+        super().__init__()
+        self.config, self.uri, self.seed = config, storage.join(config.run_uri, "pipeline"), 0
+        self.check_run()
+        self.pipeline = load_pipeline(self.uri)
+        options = dict(placeholder="a prompt, then Enter", continuous_update=False, layout={"width": "30em"})
+        self.text = widgets.Text(description="Prompt", **options)
+        self.again = widgets.Button(description="Other noise")
+        self.said, self.shown = widgets.HTML(), widgets.Image(format="png", layout={"display": "none"})
+        self.text.observe(self.show, "value")
+        self.again.on_click(self.show_another)
+        self.children = [widgets.HBox([self.text, self.again]), self.said, self.shown]
+
+    def check_run(self) -> None:
+        if not storage.exists(self.uri):
+            raise FileNotFoundError(
+                f"run_name={self.config.run_name!r} has no pipeline in {self.uri}: run the cells that train it and "
+                "that export it first."
+            )
+
+    def draw(self, prompt: str, seed: int = 0) -> np.ndarray:
+        """(H, W, 3) uint8. Raises ValueError for an empty or very long prompt, FileNotFoundError for a deleted run."""
+        if not prompt.strip():
+            raise ValueError("The prompt is empty: type what the picture should show.")
+        if len(prompt) > MOST_CHARACTERS:
+            raise ValueError(f"The prompt has {len(prompt):,} characters: give at most {MOST_CHARACTERS:,}.")
+        self.check_run()
+        sampling = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
+        resolution = self.config.largest_resolution
+        (picture,) = generate(self.pipeline, [prompt], resolution=resolution, seed=seed, **sampling)
+        return picture
+
+    def show(self, _=None) -> None:
+        self.said.value = "drawing"
+        try:
+            picture = self.draw(self.text.value, self.seed)
+        except (ValueError, FileNotFoundError) as error:  # a widget has no cell that could show it
+            self.said.value = html.escape(str(error))
+            return
+        self.shown.value, self.shown.layout.display = enlarged_png(picture), "block"
+        self.said.value = html.escape(self.text.value)
+
+    def show_another(self, _) -> None:
+        self.seed += 1
+        self.show()

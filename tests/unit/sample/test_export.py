@@ -1,0 +1,203 @@
+"""What a run's export is outside of this project: in plain diffusers, in older versions, on the hub."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import diffusers
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+
+from helpers.config.notebook import TrainingConfig
+from helpers.encode import captions, encoder
+from helpers.latents.manifest import DataSets
+from helpers.lesson import ablations
+from helpers.model import denoisers
+from helpers.model.denoisers import build_denoiser, load_denoiser_config
+from helpers.sample.card import model_card
+from helpers.sample.pipeline import build_pipeline, build_sampler, export_pipeline
+from tests.faults import slow
+from tests.models import MOST_TOKENS, WIDTH, tiny_model
+from tests.pipelines import untrained_pipeline
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FLOW = {"prediction_type": "flow", "min_snr_gamma": None, "sampler": "dpm++"}
+EIGHT_TIMES = {  # an autoencoder that makes latents of an eighth of the image's side, as the published ones
+    "block_out_channels": [8, 8, 8, 8],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "shift_factor": None,
+}
+PIXART = {
+    "_class_name": "PixArtTransformer2DModel",
+    **{"num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32, "num_layers": 1},
+    **{"in_channels": 16, "out_channels": 16, "caption_channels": WIDTH, "sample_size": 128, "patch_size": 2},
+}
+PRX = {
+    **load_denoiser_config("tiny-transformer"),
+    **{"in_channels": 16, "context_in_dim": WIDTH, "hidden_size": 32, "num_heads": 2, "depth": 1, "axes_dim": [8, 8]},
+}
+OLD = ("diffusers==0.33.0", "transformers==4.51.0", "huggingface_hub==0.30.2", "tokenizers==0.21.1")
+# Run with the old versions: opens each folder in half precision by both classes, and generates by a prompt alone.
+OPEN = """
+import sys, diffusers, torch, transformers
+assert (diffusers.__version__, transformers.__version__) == ("0.33.0", "4.51.0")
+for folder in sys.argv[1:]:
+    for kind in (diffusers.DiffusionPipeline, diffusers.AutoPipelineForText2Image):
+        for dtype in (torch.float16, torch.bfloat16):
+            pipeline = kind.from_pretrained(folder, torch_dtype=dtype)
+            assert pipeline.text_encoder.dtype == pipeline.vae.dtype == dtype
+    image = pipeline("a red circle", num_inference_steps=2).images[0]
+    print("drawn", folder, *image.size)
+"""
+
+
+def transformer_pipeline(folder, values, text, resolution):
+    """An untrained pipeline of a transformer with this config."""
+    path = pathlib.Path(folder, "config.json")
+    path.write_text(json.dumps(values))
+    model = tiny_model(folder / "encoders", text=text, **EIGHT_TIMES)
+    models = {"vae_model": model, "text_encoder_model": model, "max_tokens": MOST_TOKENS}
+    sampler = build_sampler("dpm++", "flow")
+    return build_pipeline(build_denoiser(str(path)), sampler, **models, resolution=resolution)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """{name: (folder of an export, the size that its run trained at)}"""
+    folder = tmp_path_factory.mktemp("exports")
+    for name in ("pixart", "prx"):
+        (folder / f"{name} parts").mkdir()
+    pipelines = {
+        "unet": (untrained_pipeline(TrainingConfig(resolution=32)), 32),
+        "unet, flow": (untrained_pipeline(TrainingConfig(resolution=64, **FLOW)), 64),
+        "pixart": (transformer_pipeline(folder / "pixart parts", PIXART, "T5EncoderModel", 256), 256),
+        "prx": (transformer_pipeline(folder / "prx parts", PRX, "T5GemmaEncoder", 256), 256),
+    }
+    return {name: (export_pipeline(made, str(folder / name)), size) for name, (made, size) in pipelines.items()}
+
+
+# ---- the size
+
+
+@pytest.mark.parametrize("name", ["unet", "unet, flow", "pixart", "prx"])
+def test_a_prompt_alone_draws_the_trained_size(exported, name):
+    folder, size = exported[name]
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    assert pipeline("a red circle", num_inference_steps=1).images[0].size == (size, size)
+
+
+def test_sd2_base_trained_at_256_draws_256():
+    with torch.device("meta"):
+        unet = build_denoiser("sd2-base")
+    denoisers.adapter_of(unet).set_default_size(unet, 256, 32)
+    assert unet.config.sample_size == 32
+
+
+@pytest.mark.parametrize("side", [24, 32, 64])
+def test_a_pixart_of_another_default_size_computes_the_same(tmp_path, side):
+    """Its positions depend on `sample_size`, unless `interpolation_scale` makes up for it."""
+    (tmp_path / "config.json").write_text(json.dumps(PIXART))
+    trained = build_denoiser(str(tmp_path / "config.json")).eval()
+    inputs = torch.randn(1, 16, side, side), torch.tensor([5]), torch.randn(1, 6, WIDTH)
+    expected = denoisers.denoise(trained, *inputs)
+    denoisers.adapter_of(trained).set_default_size(trained, side * 8, side)
+    trained.save_pretrained(tmp_path)
+    loaded = diffusers.PixArtTransformer2DModel.from_pretrained(tmp_path).eval()
+    assert loaded.config.sample_size == side and loaded.pos_embed.base_size == side // 2
+    torch.testing.assert_close(denoisers.denoise(loaded, *inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_transformer_without_bins_for_its_size_refuses_a_prompt_alone_and_its_card_says_so(exported, tmp_path):
+    pipeline = transformer_pipeline(tmp_path, PRX, "T5GemmaEncoder", 64)
+    with pytest.raises(ValueError, match="use_resolution_binning=False"):
+        pipeline("a red circle", num_inference_steps=1)
+    assert pipeline("a red circle", num_inference_steps=1, use_resolution_binning=False).images[0].size == (64, 64)
+    card = model_card(pipeline, TrainingConfig(resolution=64, **FLOW), data_sets(), 7)
+    assert "Keep `use_resolution_binning=False`: diffusers has no bins for this size." in card
+
+
+# ---- the files
+
+
+def test_tensors_and_files_have_the_names_that_older_versions_read(exported):
+    folder, _ = exported["unet"]
+    with safe_open(f"{folder}/text_encoder/model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+        assert len(names) == 52 and all(name.startswith("text_model.") for name in names)
+    tokenizer = pathlib.Path(folder, "tokenizer")
+    vocab, merges = json.loads((tokenizer / "vocab.json").read_text()), (tokenizer / "merges.txt").read_text()
+    assert len(vocab) == 600 and merges.startswith("#version: 0.2\n")
+    for name, kind in (("pixart", "T5TokenizerFast"), ("prx", "GemmaTokenizerFast")):
+        folder, _ = exported[name]
+        assert json.loads(pathlib.Path(folder, "model_index.json").read_text())["tokenizer"] == ["transformers", kind]
+        options = json.loads(pathlib.Path(folder, "tokenizer", "tokenizer_config.json").read_text())
+        assert "extra_special_tokens" not in options  # a list, where older versions want a mapping
+
+
+@pytest.mark.parametrize("name", ["unet", "pixart", "prx"])
+def test_the_text_encoder_and_tokenizer_come_back_unchanged(exported, name):
+    folder, _ = exported[name]
+    loaded = diffusers.AutoPipelineForText2Image.from_pretrained(folder)
+    model = "tiny-sd" if name == "unet" else str(pathlib.Path(folder).parent / f"{name} parts" / "encoders")
+    tokenizer, weights = captions.load_tokenizer(model), encoder.load_text_encoder(model).state_dict()
+    assert loaded.tokenizer("a large red circle").input_ids == tokenizer("a large red circle").input_ids
+    state = loaded.text_encoder.state_dict()
+    assert state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
+
+
+@slow
+def test_the_versions_of_2025_open_it_in_half_precision_without_a_missing_key_and_draw(exported, tmp_path):
+    """diffusers 0.33 and transformers 4.51, in a folder that stands before this environment's packages."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "old"), *OLD]
+    installed = subprocess.run(install, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"the old versions cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
+    folders = [exported[name][0] for name in ("unet", "unet, flow", "pixart")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "old"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", OPEN, *folders]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    drawn = [f"drawn {folder} {size} {size}" for folder, size in map(exported.get, ("unet", "unet, flow", "pixart"))]
+    assert ran.stdout.splitlines() == drawn
+    assert not re.search("not used|newly initialized|missing|unexpected|not expected", ran.stderr), ran.stderr
+
+
+# ---- the card
+
+
+def data_sets(**encoder):
+    manifest, _ = ablations.random_batch(TrainingConfig(), num_tokens=24)
+    names = {"model": f"org/vae@{'1' * 40}", "revision": "1" * 40, **encoder}
+    manifest = dataclasses.replace(manifest, encoder=names, written=1234, job={"input_uri": "/home/me/pictures"})
+    return DataSets({"/latents": manifest}, {"/latents": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("licence", "fields"),
+    [
+        ("apache-2.0", {"license": "apache-2.0"}),
+        ("CC-BY-SA-4.0", {"license": "cc-by-sa-4.0"}),
+        ("LicenseRef-Mine", {"license": "other", "license_name": "LicenseRef-Mine"}),
+        ("mit or apache-2.0", {"license": "other", "license_name": "MIT OR Apache-2.0"}),
+        (None, {}),
+    ],
+)
+def test_the_readme_is_a_model_card_with_licence_data_encoders_and_steps(licence, fields):
+    config = TrainingConfig(resolution=32, licence=licence)
+    data = data_sets(text_encoder_model="/home/me/clip", text_encoder_revision="abcd")
+    text = model_card(untrained_pipeline(config), config, data, 2400)
+    metadata = ModelCard(text).data.to_dict()
+    expected = {"library_name": "diffusers", "pipeline_tag": "text-to-image", **fields}
+    assert metadata == {**expected, "tags": ["StableDiffusionPipeline"]}
+    for line in ("data | 1,234 rows of pictures", f"VAE | org/vae, {'1' * 40}", "text encoder | clip, abcd"):
+        assert f"| {line} |" in text
+    assert "| steps | 2,400 |" in text and "| prediction_type | v_prediction |" in text
+    assert "images have 32 x 32 pixels" in text and "/home/me" not in text
