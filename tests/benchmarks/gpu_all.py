@@ -31,8 +31,10 @@ class Part:
 TINY_STEP = "--unet tiny --resolution 32 --batch 2 4 --steps 1"
 TINY_ENCODE = "--model tiny-sd --resolutions 32 --batch 2 --seconds 0.05"
 TINY_CHECKS = "--unet tiny --resolution 32"
+TINY_PIPELINE = "--rows 700 --steps 12 --unet tiny --batch 16 --precision fp32"
 PARTS = {
     "checks-eager": Part("gpu_checks", "--checks layouts memory bf16 checkpoints repeats", TINY_CHECKS),
+    "pipeline": Part("gpu_pipeline", "", TINY_PIPELINE),
     "encode-eager": Part("gpu_encode", "", TINY_ENCODE),
     "step-512-eager": Part("gpu_step", "--resolution 512 --batch 64 96 128", TINY_STEP),
     "step-256-eager": Part("gpu_step", "--resolution 256 --batch 256 384 512", TINY_STEP),
