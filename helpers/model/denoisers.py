@@ -185,7 +185,8 @@ class PRX(Adapter):
 ADAPTERS = {adapter.name: adapter for adapter in (UNet(), PixArt(), PRX())}
 
 # "sd2-base" is the published configuration of Stable Diffusion 2 base. "small" has the same shape at a tenth of the
-# size, for one GPU. The transformers are PRX's; "transformer-600m" takes T5Gemma's captions and 16 latent channels.
+# size, for one GPU; as "tiny" it takes the captions of the encoders in helpers. The transformers are PRX's;
+# "transformer-600m" takes T5Gemma's captions and 16 latent channels.
 MODELS = pathlib.Path(__file__).parents[1] / "models"
 PRESETS = {
     "tiny": MODELS / "tiny-sd" / "unet" / "config.json",

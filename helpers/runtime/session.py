@@ -119,9 +119,12 @@ def worker_environment(**variables: str) -> dict:
     """What workers get: this package without its notebooks, `variables`, and this process's `FORWARDED` ones.
 
     A URL with a user's name in it is left out: it may hold a password. A file that `GOOGLE_APPLICATION_CREDENTIALS`
-    names must be on every node.
+    names must be on every node. What asks for no GPU sees none.
     """
     ours = {name: os.environ[name] for name in FORWARDED if "@" not in os.environ.get(name, "@")}
+    # By default Ray 2.60 hides a node's GPUs only from what asks for some of them (ray-project/ray, issue 54868):
+    # encoders on CPUs, and scores beside the training, would compute on the trainers' GPUs.
+    ours["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     package = str(pathlib.Path(__file__).parents[1])
     return {"py_modules": [package], "excludes": ["*.ipynb"], "env_vars": {**ours, **variables}}
 

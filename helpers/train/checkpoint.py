@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from .. import distributed, storage
 from ..model.diffusion import EMA
-from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, find_damage, sum_pieces
+from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, SummingWriter, find_damage
 
 # `no_dist` has said that there is one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -143,10 +143,11 @@ def async_save(
         group: from `cpu_group`, because training uses the default group at the same time.
     """
     weights, moments = get_state_dict(state.model, state.optimizer)
+    # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+    writer = SummingWriter(folder, per_thread_copy_ahead=0)
     writing = dcp.async_save(
         {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
-        # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
-        storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+        storage_writer=writer,
         async_stager=stager,
         process_group=group,
         # With one process, gloo's threads would oversubscribe OpenMP: later steps would take twice as long.
@@ -154,9 +155,9 @@ def async_save(
     )
 
     def finish():
-        metadata = writing.result()
+        writing.result()
         sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-        ranks = distributed.gather_objects((sizes, sum_pieces(folder, metadata)), group)
+        ranks = distributed.gather_objects((sizes, writer.sum_pieces()), group)
         if ranks:
             files, sums = (
                 {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import storage
 
@@ -67,14 +68,24 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def sum_pieces(folder: str, metadata: dcp_metadata.Metadata) -> Pieces:
-    """The checksums of the files that this rank has just written to a local folder. `metadata`: what DCP returned."""
-    pieces = {}
-    for stored in metadata.storage_data.values():
-        pieces.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
-    files = {path.name: path for path in pathlib.Path(folder).iterdir()}
-    pieces = {name: sorted(pieces.get(name, [(0, path.stat().st_size)])) for name, path in files.items()}
-    return {name: [(*piece, crc32(files[name], *piece)) for piece in found] for name, found in pieces.items()}
+class SummingWriter(dcp.FileSystemWriter):
+    """A writer to a local folder that knows afterwards which pieces this rank wrote, for their checksums."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(*args, **kwargs)
+        self.stored = [result.storage_data for result in written.wait()]
+        return written
+
+    def sum_pieces(self) -> Pieces:
+        """The checksums of what this rank has written, and of the metadata where this rank wrote it."""
+        folder, pieces = pathlib.Path(self.path), {}
+        for stored in self.stored:
+            pieces.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
+        if (folder / METADATA).exists():
+            pieces[METADATA] = [(0, (folder / METADATA).stat().st_size)]
+        return {
+            name: [(*piece, crc32(folder / name, *piece)) for piece in sorted(found)] for name, found in pieces.items()
+        }
 
 
 def crc32(path: str | os.PathLike, offset: int, length: int) -> int:

@@ -36,12 +36,9 @@ def main():
     num_tensors = max(1, int(given.gigabytes * 1e9 / 4 / PIECE))
     state = {f"{number}": torch.randn(PIECE) for number in range(num_tensors)}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        metadata = []
-        save = timed(
-            lambda: metadata.append(dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True))
-        )
-        pieces = {}
-        sums = timed(lambda: pieces.update(integrity.sum_pieces(folder, metadata[0])))
+        pieces, writer = {}, integrity.SummingWriter(folder)
+        save = timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+        sums = timed(lambda: pieces.update(writer.sum_pieces()))
         pathlib.Path(folder, checkpoint.PROGRESS).write_text(json.dumps({"step": 1, "checksums": pieces}))
         measures = {
             "DCP alone": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True),

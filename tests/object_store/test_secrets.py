@@ -42,6 +42,7 @@ def test_only_settings_that_are_no_secrets_go_to_workers(monkeypatch):
         monkeypatch.setenv(name, f"of {name}")
     monkeypatch.setenv("HF_ENDPOINT", "https://user:password@hub")
     travelling = session.worker_environment(A="1")["env_vars"]
+    assert travelling.pop("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO") == "1"
     assert set(travelling) == {"A", "AWS_REGION", "AWS_ENDPOINT_URL", "HF_HOME"}
     assert not [name for name in session.FORWARDED if any(word in name for word in ("KEY", "SECRET", "TOKEN"))]
 

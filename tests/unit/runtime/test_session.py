@@ -1,5 +1,6 @@
 """What is said about a cluster's GPUs before a run starts, from made-up nodes; the pauses of Ray Data's loop."""
 
+import os
 import pathlib
 import re
 import types
@@ -149,3 +150,9 @@ def test_ray_is_started_in_one_place_which_gives_it_a_token_and_no_secrets():
     assert [path.name for path in files if re.search(r"ray\.init\(|\"env_vars\": \{", path.read_text())] == [
         "session.py"
     ]
+
+
+def test_what_asks_for_no_gpu_sees_none(cluster):
+    """Else encoders on CPUs, and the scores beside a training, would compute on the trainers' GPUs."""
+    seen = ray.remote(num_cpus=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+    assert ray.get(seen.remote()) == ""
