@@ -125,7 +125,7 @@ class TrainingConfig(Parameters):
     precision: Precision = fixes_run("fp32", 'precision of matrix products: "fp32", "bf16"; with fsdp of norms too')
     cudnn_benchmark: Switch = free(False, "whether cuDNN times its convolutions for each shape, to keep the fastest")
     attention: AttentionKernel = free("auto", 'attention kernel on a GPU: "auto", "cudnn", "flash", "efficient"')
-    deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow, and untested on GPUs")
+    deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow")
     activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
     # safety
     checkpoint_every: Count = free(250, "steps between checkpoints")

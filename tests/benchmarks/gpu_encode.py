@@ -29,6 +29,8 @@ SETTINGS = {"base": {"channels_last": True}, "contiguous": {"channels_last": Fal
 def save_sd2(folder, device):
     """Write Stable Diffusion 2's encoders with random weights, in diffusers layout; the tokenizer is tiny-sd's."""
     for name, model in zip(("vae", "text_encoder"), estimates.build_encoders(device=device), strict=True):
+        if name == "vae":
+            model.register_to_config(force_upcast=False)  # diffusers' default, which Stable Diffusion 2's does not have
         roofline.cast(model, torch.float16).save_pretrained(pathlib.Path(folder, name))
     shutil.copytree(pathlib.Path(models.tiny_sd_folder(), "tokenizer"), pathlib.Path(folder, "tokenizer"))
 

@@ -192,7 +192,7 @@ def test_the_benchmarks_page_names_each_benchmark_and_no_number_without_results(
     assert set(re.findall(r"tests\.benchmarks\.(\w+)", text)) == commands
     before, _, rest = text.partition(table.BEGIN)
     results, _, after = rest.partition(table.END)
-    stored = {path.stem for path in (record.ROOT / "tests/benchmarks/results").glob("*.json")}
+    stored = {path.stem for path in (record.ROOT / "tests/benchmarks/results").rglob("*.json")}
     assert set(re.findall(r"tests\.benchmarks\.(\w+)", results)) == stored
     without, _, _ = after.partition("## Commands without")[2].partition("Results of GPUs")
     assert set(re.findall(r"tests\.benchmarks\.(\w+)", without)) == commands - stored - {"table"}
