@@ -20,6 +20,7 @@ from ray import cloudpickle
 from helpers import storage
 from helpers.config.notebook import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
+from helpers.latents import read
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
@@ -132,6 +133,20 @@ def test_workers_that_hang_are_replaced_wherever_they_hang(run, straight, tmp_pa
     fit(config, loop=loop_with((stop, 13, 1, tmp_path / "stopped"), (wait_for_ever, 17, 0, tmp_path / "waiting")))
     assert_same_run(config, straight)
     assert sum("made no step in" in failure for failure in faults.read_failures(config.run_uri)) >= 2
+
+
+def stream_that_dies(plan, first_step, end_step):
+    """Stored rows, whose reading kills its process each time: Ray Data tries again without end."""
+    return read.build_dataset(plan, first_step, end_step, lambda row_ranges, source: die())
+
+
+@slow
+def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run):
+    config = run_of(run, "unreadable", hang_timeout=10, max_failures=1)
+    with pytest.raises(ray.train.TrainingFailedError):
+        fit(config, stream=stream_that_dies)
+    failures = faults.read_failures(config.run_uri)
+    assert len(failures) == 2 and all("made no step in" in failure for failure in failures)
 
 
 @slow

@@ -83,10 +83,11 @@ def pixart(tmp_path_factory):
 
 
 def assert_only_a_run(storage, executed):
-    """What a job did: 4 steps of one run, and no cell that only teaches."""
+    """What a job did: 4 steps of one run of Ray Train, started once, and no cell that only teaches."""
     assert [path.name for path in storage.iterdir()] == ["runs"]
     assert [path.name for path in (storage / "runs").iterdir()] == ["a-job"]
-    assert len(read_metrics(str(storage / "runs" / "a-job"))) == 4
+    steps = read_metrics(str(storage / "runs" / "a-job"), all_attempts=True)
+    assert steps["step"].tolist() == [1, 2, 3, 4] and steps["attempt"].nunique() == 1
     assert list((storage / "runs" / "a-job" / "samples").iterdir())
     for cell in executed.cells:
         if cell.cell_type == "code" and section_of(cell):
