@@ -22,6 +22,7 @@ import ray
 import yaml
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.model import denoisers
@@ -47,6 +48,16 @@ def read(name):
 
 def code_cells(name):
     return [cell for cell in read(name).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("name", execute_notebooks.NOTEBOOKS)
+def test_each_figure_has_a_text_for_those_who_cannot_see_it_also_as_a_web_page(name):
+    """`jupyter nbconvert --to html --template classic`; the default template leaves an output's text out."""
+    page, _ = HTMLExporter(template_name="classic").from_notebook_node(read(name))
+    images = re.findall(r"<img\b[^>]*>", page)
+    texts = [re.search(r'\balt="([^"]*)"', image) for image in images]
+    assert len(images) > 2 and all(text and len(text[1]) > 10 for text in texts)
+    assert not any("No description" in text[1] for text in texts)
 
 
 def parameter_cells(name):
