@@ -70,6 +70,24 @@ def cluster(store):
 
 
 @pytest.fixture(scope="module")
+def no_shared_cluster():
+    """While the tests of a module start Rays of their own, the shared cluster is stopped; afterwards it is there."""
+    was_running = ray.is_initialized()
+    ray.shutdown()
+    yield
+    ray.shutdown()
+    if was_running:
+        session.connect("local", num_cpus=6)
+
+
+@pytest.fixture(autouse=True)
+def really_the_shared_cluster(request):
+    """Who forgot to end nodes of their own gets a sentence here, and not a later test that waits for ever."""
+    if "cluster" in request.fixturenames and "no_shared_cluster" not in request.fixturenames:
+        assert session.is_local_ray(), "an earlier test's cluster still runs: it needs `no_shared_cluster`"
+
+
+@pytest.fixture(scope="module")
 def one_thread():
     """Small networks on one thread: several wait for each other wherever something else runs."""
     before = torch.get_num_threads()

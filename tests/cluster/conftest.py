@@ -33,9 +33,9 @@ def run(encoded, tmp_path_factory):
     return config, fit(config, loop=loop_with((wait, 30, 0, flag)))  # or step 40 would be evaluated in its place
 
 
-@pytest.fixture(scope="session")
-def nodes(encoded):
-    """A head node that reads and decodes, to which tests add nodes. The cluster that the others share is stopped."""
+@pytest.fixture(scope="module")
+def nodes(encoded, no_shared_cluster):
+    """A head node that reads and decodes, to which tests add nodes."""
     os.environ.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # set where Ray is started locally
     with simulated_cluster(3) as made:
         yield made

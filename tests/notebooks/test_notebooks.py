@@ -18,7 +18,6 @@ import sys
 import nbformat
 import papermill
 import pytest
-import ray
 import yaml
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
@@ -232,9 +231,8 @@ def shrink(notebook, twice):
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """A folder elsewhere, with a copy of the helpers under another name. The shared cluster is stopped."""
-    ray.shutdown()
+def workspace(no_shared_cluster, tmp_path_factory):
+    """A folder elsewhere, with a copy of the helpers under another name."""
     folder = tmp_path_factory.mktemp("workspace")
     shutil.copytree(ROOT / "helpers", folder / "my_helpers", ignore=shutil.ignore_patterns("__pycache__"))
     return folder

@@ -7,7 +7,6 @@ import shutil
 import nbformat
 import papermill
 import pytest
-import ray
 
 from helpers.lesson import captioned_shapes
 from helpers.train.metrics import read_metrics
@@ -49,9 +48,8 @@ def execute(notebook, folder, **parameters):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """A folder of drawn pictures. The shared cluster is stopped: notebooks start their own."""
-    ray.shutdown()
+def pictures(no_shared_cluster, tmp_path_factory):
+    """A folder of drawn pictures. Notebooks start a Ray of their own."""
     folder = tmp_path_factory.mktemp("pictures")
     captioned_shapes.write_data_set(str(folder), 160)
     return folder
