@@ -84,7 +84,8 @@ def no_shared_cluster():
 def really_the_shared_cluster(request):
     """Who forgot to end nodes of their own gets a sentence here, and not a later test that waits for ever."""
     if "cluster" in request.fixturenames and "no_shared_cluster" not in request.fixturenames:
-        assert session.is_local_ray(), "an earlier test's cluster still runs: it needs `no_shared_cluster`"
+        ours = ray.is_initialized() and session.is_local_ray()
+        assert ours, "an earlier test ended the shared cluster, or its own still runs: it needs `no_shared_cluster`"
 
 
 @pytest.fixture(scope="module")

@@ -143,10 +143,10 @@ def stream_that_dies(plan, first_step, end_step):
 @slow
 def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run):
     """Before a group's first step, which may compile, `hang_timeout` counts ten times."""
-    config = run_of(run, "unreadable", hang_timeout=3, max_failures=1)
+    config = run_of(run, "unreadable", hang_timeout=1, max_failures=1)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(config, stream=stream_that_dies)
-    ended = [failure for failure in faults.read_failures(config.run_uri) if "made no step in 30 s" in failure]
+    ended = [failure for failure in faults.read_failures(config.run_uri) if "made no step in 10 s" in failure]
     assert len(ended) >= 2 and attempts_of(config) == []
 
 

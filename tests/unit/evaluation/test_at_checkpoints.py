@@ -175,7 +175,8 @@ def counted(monkeypatch):
         inner = getattr(owner, name)
 
         def counting(*arguments, **options):
-            counted[label(arguments)] += 1
+            if label(arguments) != "lease.json":  # earlier tests' leases are renewed by threads
+                counted[label(arguments)] += 1
             return inner(*arguments, **options)
 
         monkeypatch.setattr(owner, name, counting)

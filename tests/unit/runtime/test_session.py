@@ -134,6 +134,7 @@ def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(mon
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # or the shared cluster would end
     with pytest.raises(TimeoutError, match="Ray did not start in 4 attempts, because this machine is too busy: end"):
         session.connect("local")
     assert attempts == [["*.ipynb"]] * 4
