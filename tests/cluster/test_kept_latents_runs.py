@@ -1,4 +1,7 @@
-"""An online run that keeps what its first epoch encodes: the others read it, whatever is killed on the way."""
+"""An online run that keeps what its first epoch encodes: the others read it, also if a worker is killed on the way.
+
+A driver that is killed, at each moment at which something is committed: `tests/unit/train/test_kept.py`.
+"""
 
 import os
 import sys
@@ -13,7 +16,7 @@ from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.train import metrics, step
 from helpers.train.kept import FOLDER
-from tests.faults import assert_same_run, attempts_of, die, loop_with, run_driver, slow, steps_done
+from tests.faults import attempts_of, die, loop_with, slow
 from tests.latents import plan_for
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
 
@@ -75,7 +78,7 @@ def straight(raw, tmp_path_factory):
 
 @slow
 def test_a_run_that_keeps_latents_encodes_each_row_once(raw, straight):
-    """Its losses are those of a bare loop. What it promises when it is killed: `tests/unit/train/test_kept.py`."""
+    """Its losses are those of a bare loop."""
     config, found, encoded = straight
     _, manifest = kept(config)
     plan = plan_for(config)
@@ -86,29 +89,6 @@ def test_a_run_that_keeps_latents_encodes_each_row_once(raw, straight):
     assert manifest.read == plan.num_rows and manifest.written > 140
     assert not found["masked_rows"][epoch:].any()
     assert_bare(config, bare(raw, config))
-
-
-DIE = (
-    "steps_done(config) >= 3",  # in the first epoch
-    "storage.exists(storage.join(config.run_uri, 'latents/lease.json'))",  # what was left over is encoded
-)
-
-
-@slow
-def test_killed_drivers_change_no_bit(raw, straight):
-    config = run_of(raw, "drivers")
-    for when in DIE:
-        run_driver(f"""
-            from helpers.config.notebook import OnlineConfig
-            from tests.pipelines import fit_parts
-            raw = OnlineConfig(**{raw.to_dict()!r})
-            config = TrainingConfig(**{config.to_dict()!r})
-            die_when(lambda: {when})
-            fit_parts(raw, config)
-        """)
-        assert steps_done(config) < STEPS
-    fit_parts(raw, config)
-    assert_same_run(config, straight[1])
 
 
 @slow

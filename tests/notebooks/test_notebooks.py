@@ -246,12 +246,15 @@ def test_nbval_runs_the_first_notebook(workspace):
 @slow
 @pytest.mark.timeout(2400)  # of many runs: a cell that hangs ends after 600 s
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_nbval_runs_every_section_of_a_notebook(name, workspace):
+def test_nbval_runs_the_sections_of_a_notebook(name, workspace):
     """And in the first one the cells of the main lesson twice, as a user would by hand.
 
-    The two deeper notebooks take as long as these three: `tests.execute_notebooks` runs them.
+    The hand-written cells of the others are run by `test_by_hand`, the prompt box by `test_browser`. The two deeper
+    notebooks take as long as these three: `tests.execute_notebooks` runs them.
     """
-    run_by_nbval(workspace, name, change=functools.partial(shrink, twice=name == NOTEBOOKS[0]))
+    is_first = name == NOTEBOOKS[0]
+    sections = [section for section in defaults(name)["sections"] if is_first or section != "by-hand"]
+    run_by_nbval(workspace, name, change=functools.partial(shrink, twice=is_first), sections=sections)
 
 
 def run_by_nbval(workspace, name, change=lambda notebook: notebook, **parameters):
