@@ -84,6 +84,7 @@ LATENTS_URI = "encoded data; empty: storage/latents"
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
+NAMES |= {"other_pipeline", "other_prompts", "online_run_name"}  # of the lesson's other notebooks
 
 
 def checked(cls: type) -> type:

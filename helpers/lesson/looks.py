@@ -22,6 +22,7 @@ from PIL import Image
 
 from .. import storage
 from ..config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from ..config.parameters import check_names
 from ..encode import stages
 from ..encode.captions import count_tokens, load_tokenizer
 from ..evaluation import at_checkpoints
@@ -188,8 +189,11 @@ def summary(manifest: Manifest) -> pd.DataFrame:
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
     """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
 
-    Trackers that a run of an earlier version had, and that there are no more, are left out.
+    Trackers that a run of an earlier version had, and that there are no more, are left out. In a notebook: ValueError
+    if a parameters cell sets a name that is no parameter.
     """
+    if (shell := get_ipython()) is not None:
+        check_names(shell.user_ns["In"])
     uri = storage.join(storage_uri, "runs", run_name)
     saved = checkpoint.last_complete(uri)
     if saved is None:

@@ -15,7 +15,7 @@ from helpers import storage
 from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
-from helpers.lesson import estimates, full_run, published_results
+from helpers.lesson import estimates, full_run, looks, published_results
 from helpers.model import denoisers
 from helpers.model.denoisers import load_denoiser_config
 from helpers.runtime import progress
@@ -74,7 +74,15 @@ def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mende
     assert TrainingConfig.from_parameters({"In": mended, "run_name": "a"}).run_name == "a"
 
 
-@pytest.mark.parametrize("notebook", CONFIGS)
+def test_the_lessons_other_notebooks_refuse_a_misspelt_name_too(monkeypatch, tmp_path):
+    shell = types.SimpleNamespace(user_ns={"In": ["", "# Parameters\nother_promts = ['a red circle']\n"]})
+    monkeypatch.setattr(looks, "get_ipython", lambda: shell)
+    with pytest.raises(ValueError, match="^other_promts is not a parameter of any notebook: did you mean other_prompt"):
+        looks.finished_run(str(tmp_path), "mine")
+    assert all("looks.finished_run(" in "".join(source for source, _ in code(notebook)) for notebook in LESSONS)
+
+
+@pytest.mark.parametrize("notebook", [*CONFIGS, *LESSONS])
 def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     """None of them looks like a parameters cell with a wrong name."""
     parameters.check_names([source for source, _ in code(notebook)])
