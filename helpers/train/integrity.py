@@ -6,12 +6,14 @@ describes them in `.metadata`, which is a pickle. No Ray.
 
 from __future__ import annotations
 
+import collections
 import io
+import itertools
 import os
 import pathlib
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
@@ -26,8 +28,10 @@ from .. import storage
 METADATA = ".metadata"
 Piece = tuple[int, int, int]  # offset, bytes, CRC-32
 Pieces = dict[str, list[Piece]]  # file -> its pieces, in the order of their offsets
+AHEAD = 2  # pieces that are checked while one is loaded
 THREADS = 8  # that read and check pieces; zlib and reads release the interpreter lock
 SPAN_BYTES = 64 * 2**20
+CHUNK_BYTES = 4 * 2**20
 # What `.metadata` is made of. The unpickler makes nothing else.
 KNOWN_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -89,10 +93,14 @@ class SummingWriter(dcp.FileSystemWriter):
 
 
 def crc32(path: str | os.PathLike, offset: int, length: int) -> int:
-    """CRC-32 of `length` bytes of a local file, from byte `offset` on."""
-    with open(path, "rb") as file:
+    """CRC-32 of `length` bytes of a local file, from byte `offset` on; of fewer, if the file ends before."""
+    found, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
         file.seek(offset)
-        return zlib.crc32(file.read(length))
+        while num_read := file.readinto(buffer[:length]):
+            found = zlib.crc32(buffer[:num_read], found)
+            length -= num_read
+    return found
 
 
 def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
@@ -101,12 +109,16 @@ def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
 
     def check(span: tuple[str, list[Piece]]) -> str | None:
         name, of_span = span
-        start, (last, length, _) = of_span[0][0], of_span[-1]
-        with filesystem.open_input_file(f"{folder}/{name}") as file:
-            file.seek(start)
-            data = memoryview(file.read(last + length - start))
-        for offset, length, expected in of_span:
-            if zlib.crc32(data[offset - start : offset - start + length]) != expected:
+        if storage.is_local(checkpoint_uri):
+            found = [crc32(f"{folder}/{name}", offset, length) for offset, length, _ in of_span]
+        else:
+            start, (last, length, _) = of_span[0][0], of_span[-1]
+            with filesystem.open_input_file(f"{folder}/{name}") as file:
+                file.seek(start)
+                data = memoryview(file.read(last + length - start))
+            found = [zlib.crc32(data[offset - start : offset - start + length]) for offset, length, _ in of_span]
+        for number, (offset, _, expected) in zip(found, of_span, strict=True):
+            if number != expected:
                 return f"its file {name} is damaged at byte {offset:,}"
         return None
 
@@ -139,30 +151,52 @@ class CheckedReader(dcp.FileSystemReader):
         self.expected = {(name, offset): crc for name, of_file in pieces.items() for offset, _, crc in of_file}
         # Here, on every rank: DCP would turn what `read_metadata` raises into a text.
         data = (self.folder / METADATA).read_bytes()
-        self.check(METADATA, 0, data)
+        self.check(METADATA, 0, zlib.crc32(data))
         self.metadata = MetadataUnpickler(io.BytesIO(data)).load()
         self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
         self.metadata.storage_meta.load_id = self.load_id
 
-    def check(self, name: str, offset: int, data: bytes) -> None:
-        if self.expected and zlib.crc32(data) != self.expected.get((name, offset)):
+    def check(self, name: str, offset: int, found: int) -> None:
+        """`found`: the CRC-32 of a piece."""
+        if self.expected and found != self.expected.get((name, offset)):
             raise DamagedCheckpoint(f"{self.folder / name} is damaged at byte {offset:,}: use another checkpoint.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+        of_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            of_file.setdefault(stored.relative_path, []).append(stored)
+        for name in of_file:
             if name != os.path.basename(name):
                 raise DamagedCheckpoint(f"{METADATA} of {self.folder} names a file outside of it: {name!r}.")
-        return super().read_data(plan, planner)
+        in_order = itertools.chain.from_iterable(of_file.values())  # as DCP asks for them
+        with ThreadPoolExecutor(AHEAD) as pool:
+            self.checked = map_ahead(pool, self.check_piece, in_order)
+            return super().read_data(plan, planner)
 
-    def _slice_file(self, file: IO[bytes], info: Any) -> IO[bytes]:
-        """A piece's bytes, read and checked at once. DCP calls it for each piece. `info`: file, offset and length."""
-        file.seek(info.offset)
-        data = file.read(info.length)
-        self.check(info.relative_path, info.offset, data)
-        return io.BytesIO(data)
+    def check_piece(self, stored: Any) -> None:
+        """`stored`: a piece's file, offset and length."""
+        found = crc32(self.folder / stored.relative_path, stored.offset, stored.length) if self.expected else 0
+        self.check(stored.relative_path, stored.offset, found)
+
+    def _slice_file(self, file: IO[bytes], stored: Any) -> IO[bytes]:
+        """A piece's bytes, which have been checked. DCP calls it for each piece."""
+        next(self.checked)
+        return super()._slice_file(file, stored)
+
+
+def map_ahead(pool: ThreadPoolExecutor, function: Callable, values: Iterable) -> Iterator:
+    """`map`, whose next `AHEAD` results are computed by the pool while the caller uses one."""
+    coming: collections.deque = collections.deque()
+    for value in values:
+        coming.append(pool.submit(function, value))
+        if len(coming) > AHEAD:
+            yield coming.popleft().result()
+    while coming:
+        yield coming.popleft().result()
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
