@@ -68,7 +68,7 @@ def wait_until(reached, seconds=300):
     while not reached():
         if time.monotonic() > given_up:
             raise TimeoutError(f"{reached} did not become true within {seconds} s")
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.2)  # what is asked reads files, and there is no core to spare
 
 
 def checkpoint_is_there(config, step):

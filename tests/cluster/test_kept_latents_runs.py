@@ -11,7 +11,6 @@ from ray import cloudpickle
 
 from helpers import storage
 from helpers.config.notebook import OnlineConfig
-from helpers.encode import encoder
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.train import metrics, step
@@ -44,18 +43,6 @@ def kept(config):
     return uri, read_manifest(uri)
 
 
-def counting(counted):
-    """An encoder class that notes each of its rows, but those that only fill up a block, as a byte of a file."""
-
-    class CountingEncoder(encoder.LatentEncoder):
-        def __call__(self, rows):
-            with open(counted, "ab") as file:
-                file.write(b"." * int((rows["unit"].to_numpy() >= 0).sum()))
-            return super().__call__(rows)
-
-    return CountingEncoder
-
-
 def bare(raw, config):
     """[(loss, samples_crc32)] of a run, without Ray: an epoch encoded, then steps of stored latents."""
     manifest = DataSets.open(config.proportions).first
@@ -67,33 +54,14 @@ def bare(raw, config):
     return first + train_alone(alone, kept_manifest, kept_plan, others, range(epoch, STEPS))
 
 
-@pytest.fixture(scope="module")
-def straight(raw, tmp_path_factory):
-    """A run that nothing happens to: (config, metrics, rows encoded until the end of each part)."""
-    config, counted, encoded = run_of(raw, "straight"), tmp_path_factory.mktemp("counted") / "rows", []
-    stored = lambda part: encoded.append(counted.stat().st_size)  # noqa: E731
-    fit_parts(raw, config, latent_encoder=counting(counted), fitted=stored)
-    return config, metrics.read_metrics(config.run_uri), encoded
-
-
 @slow
-def test_a_run_that_keeps_latents_encodes_each_row_once(raw, straight):
-    """Its losses are those of a bare loop."""
-    config, found, encoded = straight
-    _, manifest = kept(config)
-    plan = plan_for(config)
-    epoch = plan.steps_per_epoch
-    assert attempts_of(config) == [1, epoch + 1]
-    # After the first epoch, and after the others: between them what was left over, and in them nothing.
-    assert encoded == [epoch * plan.batch_rows, plan.num_rows] and encoded[0] < encoded[1]
-    assert manifest.read == plan.num_rows and manifest.written > 140
-    assert not found["masked_rows"][epoch:].any()
-    assert_bare(config, bare(raw, config))
-
-
-@slow
-def test_two_workers_and_a_killed_one_keep_the_same(raw, straight, tmp_path):
+def test_a_run_that_keeps_latents_is_a_bare_loop_also_if_a_worker_is_killed_in_each_epoch(raw, tmp_path):
+    """Two workers. That each row is encoded once where nothing happens: `tests/unit/train/test_kept.py`."""
     config, flags = run_of(raw, "two", num_training_workers=2), [str(tmp_path / name) for name in "ab"]
     fit_parts(raw, config, loop_with((die, 3, 1, flags[0]), (die, 9, 0, flags[1])))
     assert all(map(os.path.exists, flags))
-    assert_bare(config, list(zip(straight[1]["loss"], straight[1]["samples_crc32"], strict=True)))
+    found, (_, manifest), plan = metrics.read_metrics(config.run_uri), kept(config), plan_for(config)
+    assert plan.steps_per_epoch + 1 in attempts_of(config)
+    assert manifest.read == plan.num_rows and manifest.written > 140
+    assert not found["masked_rows"][plan.steps_per_epoch :].any()
+    assert_bare(config, bare(raw, config))

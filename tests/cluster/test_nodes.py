@@ -184,7 +184,7 @@ def test_ray_uses_a_node_no_more_whose_interruption_is_announced(nodes, tmp_path
 
 @slow
 def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
-    """Two workers; a node is announced to go, and goes; one comes; it is lost: the same run all the time.
+    """Two workers; a node is announced to go, and goes; another one comes: the same run all the time.
 
     No checkpoint is due by itself: the one that it goes on from is that of the announcement.
     """
@@ -203,13 +203,8 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
         saved = resume.last_step(config)
         lose(nodes, second)
         wait_until(lambda: workers()[-1] == 1)
-        third = add_node(nodes, resources=TRAINER)
+        add_node(nodes, resources=TRAINER)
         wait_until(lambda: workers()[-1] == 2)
-        # A step: Ray Train does not survive a node that is lost while it starts the workers.
-        lines = len(metrics.read_metrics(config.run_uri, all_attempts=True))
-        wait_until(lambda: len(metrics.read_metrics(config.run_uri, all_attempts=True)) > lines)
-        lose(nodes, third)
-        wait_until(lambda: workers()[-1] == 1)
         return saved
 
     changed = in_background(change_nodes, released)

@@ -12,7 +12,7 @@ from helpers.lesson import captioned_shapes
 from helpers.train.metrics import read_metrics
 from tests.faults import slow
 from tests.notebooks.test_notebooks import section_of
-from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
+from tests.pipelines import PREPROCESSING, TRAINING, defaults, profile_with_commits
 from tests.unit.config.test_profiles import PROFILES
 from tests.unit.model.test_denoisers import SMALL
 
@@ -94,7 +94,7 @@ def assert_only_a_run(storage, executed):
 
 
 RUN = ["full-sd2-256", "full-today-512"]
-# Once they are shrunk. The test of the online notebook runs the transformer of `full-today-256`.
+# Once they are shrunk. nbval runs the online notebook with the transformer of `full-today-256`.
 SAME = {"8xa100": "full-sd2-256", "full-sd2-512": "full-sd2-256", "full-today-256": "full-today-512"}
 
 
@@ -123,11 +123,3 @@ def test_a_profiles_job_trains_from_latents_anywhere_and_does_nothing_else(profi
         shutil.copytree(latents, tmp_path / "more")
         values["latents_uri"] = {str(latents): 0.8, str(tmp_path / "more"): 0.2}
     assert_only_a_run(tmp_path / "empty", execute(TRAINING, tmp_path, **values))
-
-
-@slow
-def test_a_transformer_with_flow_goes_through_the_online_notebook(pictures, tmp_path):
-    values = {**SHRUNK, "unet_config": "tiny-transformer", "prediction_type": "flow"}
-    values |= {"storage": str(tmp_path / "empty"), "input_uri": str(pictures)}
-    execute(ONLINE, tmp_path, **values)
-    assert len(read_metrics(str(tmp_path / "empty" / "runs" / "a-job"))) == 4
