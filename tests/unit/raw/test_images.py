@@ -612,7 +612,7 @@ TABLE = {
     ),
     "several frames": (lambda: first_pixel("L", 7, "GIF", **FRAMES), (7, 7, 7)),
     "an EXIF orientation": (turned, (30, 40)),
-    "another size than is wanted": (
+    "a size other than the wanted one": (
         lambda: (
             np.abs(resized(12, 12)[5, :, 0] - lanczos(IN_THE_MIDDLE, 12)).max() <= 1
             and np.abs(resized(30, 30)[5, :, 0] - IN_THE_MIDDLE).max() == 0
