@@ -31,7 +31,7 @@ Pieces = dict[str, list[Piece]]  # file -> its pieces, in the order of their off
 AHEAD = 2  # pieces that are checked while one is loaded
 THREADS = 8  # that read and check pieces; zlib and reads release the interpreter lock
 SPAN_BYTES = 64 * 2**20
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20  # read at a time into the same memory: new memory would take as long as the checksum
 # What `.metadata` is made of. The unpickler makes nothing else.
 KNOWN_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -177,14 +177,16 @@ class CheckedReader(dcp.FileSystemReader):
             self.checked = map_ahead(pool, self.check_piece, in_order)
             return super().read_data(plan, planner)
 
-    def check_piece(self, stored: Any) -> None:
-        """`stored`: a piece's file, offset and length."""
+    def check_piece(self, stored: Any) -> Any:
+        """Returns `stored`: a piece's file, offset and length."""
         found = crc32(self.folder / stored.relative_path, stored.offset, stored.length) if self.expected else 0
         self.check(stored.relative_path, stored.offset, found)
+        return stored
 
     def _slice_file(self, file: IO[bytes], stored: Any) -> IO[bytes]:
         """A piece's bytes, which have been checked. DCP calls it for each piece."""
-        next(self.checked)
+        if next(self.checked) is not stored:
+            raise RuntimeError("DCP does not load the pieces in the order in which they are checked.")
         return super()._slice_file(file, stored)
 
 

@@ -1,4 +1,4 @@
-"""Jobs as a cluster runs them: `sections: []`, each profile and each denoiser, shrunk by parameters alone."""
+"""Jobs as a cluster runs them: `sections: []`, profiles of each kind, shrunk by parameters alone."""
 
 import json
 import pathlib
