@@ -55,7 +55,7 @@ def pictures(
     columns = min(columns, len(images))
     side = min(WIDTH / columns, 2.5)
     texts = [wrap(caption, side - 0.15, 6) for caption in captions]
-    shown = f"{len(images)} picture{'s' if len(images) > 1 else ''}"
+    shown = f"{len(images)} image{'s' if len(images) > 1 else ''}"
     if marks:
         judged = [wrap(f"✗ {mark}" if mark else "✓ right", side - 0.15, 3) for mark in marks]
         texts = [f"{text}\n{mark}" for text, mark in zip(texts, judged, strict=True)]
@@ -84,7 +84,7 @@ def before_after(
     fig, axes = _grid(rows, lines, side)
     for ax, (label, color) in zip(axes[:, 0], itertools.cycle(zip(labels, (GREY, BLUE), strict=True)), strict=False):
         ax.set_ylabel(label, fontsize=11, color=color)
-    return fig.described(f"{len(prompts)} pairs of pictures, {labels[0]} and {labels[1]}: {_listed(prompts)}.")
+    return fig.described(f"{len(prompts)} pairs of images, {labels[0]} and {labels[1]}: {_listed(prompts)}.")
 
 
 def transform_steps(steps: Mapping[str, Any]) -> DescribedFigure:
@@ -97,7 +97,7 @@ def transform_steps(steps: Mapping[str, Any]) -> DescribedFigure:
         ax.set_anchor("N")
         ax.set_title(f"{wrap(name, 1.5, 2)}\n{_size(image)}", fontsize=10, parse_math=False)
     made = ", then ".join(f"{name} ({_size(image)})" for name, image in steps.items())
-    return fig.described(f"A picture {made}, at the same scale.")
+    return fig.described(f"An image {made}, at the same scale.")
 
 
 def latents_panel(picture: np.ndarray, moments_2CHW: np.ndarray, reconstruction: np.ndarray) -> DescribedFigure:
@@ -122,13 +122,13 @@ def latents_panel(picture: np.ndarray, moments_2CHW: np.ndarray, reconstruction:
         fig.colorbar(shown, ax=row[1:], aspect=12, pad=0.02)
     error = np.mean((np.asarray(picture, float) - np.asarray(reconstruction, float)) ** 2)
     psnr = f"PSNR {10 * np.log10(255**2 / max(error, 1e-9)):.1f} dB"
-    titles = f"picture, {_size(picture)}", f"decoded mean, {psnr}"
+    titles = f"image, {_size(picture)}", f"decoded mean, {psnr}"
     for ax, image, title in zip(axes[:, 0], (picture, reconstruction), titles, strict=True):
         show_image(ax, image)
         ax.set_title(title, fontsize=10)
     return fig.described(
-        f"Picture of {_size(picture)} and its latents, {channels} channels of {width} x {height}, as mean and std; "
-        f"decoding the mean gives the picture back with {psnr}."
+        f"Image of {_size(picture)} and its latents, {channels} channels of {width} x {height}, as mean and std; "
+        f"decoding the mean gives the image back with {psnr}."
     )
 
 
@@ -160,12 +160,12 @@ def nearest_neighbours(
     ax = panels(bottom)
     ax.hist(held_out, 30, color=SKY, label=f"{len(held_out)} held-out rows")
     ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=24, mew=1.5)
-    ax.set(xlabel="distance to the nearest training row (generated pictures: marks on the axis)", ylabel="rows", xlim=0)
+    ax.set(xlabel="distance to the nearest training row (generated images: marks on the axis)", ylabel="rows", xlim=0)
     add_legend(ax)
     baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
     median = nearest["distance"].median()
     return fig.described(
-        f"Nearest training rows of {len(nearest)} generated pictures: median distance {median:.2f}{baseline}. "
+        f"Nearest training rows of {len(nearest)} generated images: median distance {median:.2f}{baseline}. "
         f"{suspects.sum()} are nearer than all but {NEAR:.0%} of the held-out rows."
     )
 
@@ -460,10 +460,10 @@ def agreement_by_attribute(scores: Mapping[str, Mapping[str, float]], *, goal: f
     end = centres[-1] + 0.5
     ax.plot([end - 1, end], [100 * goal] * 2, color=RED, ls="--", lw=1.6)
     add_note(ax, f"goal {100 * goal:.0f} %", (end, 100 * goal), (3, 0), color=RED, va="center")
-    ax.set(ylabel="pictures that agree, %", ylim=(0, 108), yticks=range(0, 101, 20))
+    ax.set(ylabel="images that agree, %", ylim=(0, 108), yticks=range(0, 101, 20))
     ax.set(xticks=centres, xticklabels=names)
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(scores), borderaxespad=0)
-    return fig.described(f"Share of pictures that agree with their prompt: {'; '.join(said)}.")
+    return fig.described(f"Share of images that agree with their prompt: {'; '.join(said)}.")
 
 
 def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> DescribedFigure:

@@ -31,7 +31,7 @@ _WHY = {
     "data": {
         "storage": "every node must reach it",
         "input_uri": "LAION, English captions",
-        "input_format": "pictures and captions in columns",
+        "input_format": "images and captions in columns",
         "row_filter": "as Stable Diffusion 2 was filtered",
         "limit": "all rows",
         "resolutions": "both phases in one pass",
@@ -85,7 +85,7 @@ _WHY = {
         "checkpoints_kept": "the newest may be incomplete",
         "validate_every": "every half hour, then every two hours",
         "validation_share": "still 79,000 of 790 M rows",
-        "clip_model": "for photographs; tiny-clip knows drawn pictures",
+        "clip_model": "for photographs; tiny-clip knows drawn images",
     },
     "run": {
         "run_name": "the same name resumes",

@@ -118,8 +118,8 @@ def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFram
             here = fits & (mine == shape).all(axis=1)
             rows.append((resolution, "{}x{}".format(*shape), here.sum(), cut[here].mean() if here.any() else np.nan))
         rows.append((resolution, "too small", (~fits).sum(), np.nan))
-    table = pd.DataFrame(rows, columns=["resolution", "shape", "pictures", "cut"])
-    table.insert(3, "share", table["pictures"] / max(1, len(sizes)))
+    table = pd.DataFrame(rows, columns=["resolution", "shape", "images", "cut"])
+    table.insert(3, "share", table["images"] / max(1, len(sizes)))
     return table
 
 

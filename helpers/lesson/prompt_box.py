@@ -47,7 +47,7 @@ class PromptBox(widgets.VBox):
     def draw(self, prompt: str, seed: int = 0) -> np.ndarray:
         """(H, W, 3) uint8. Raises ValueError for an empty or very long prompt, FileNotFoundError for a deleted run."""
         if not prompt.strip():
-            raise ValueError("The prompt is empty: type what the picture should show.")
+            raise ValueError("The prompt is empty: type what the image should show.")
         if len(prompt) > MOST_CHARACTERS:
             raise ValueError(f"The prompt has {len(prompt):,} characters: give at most {MOST_CHARACTERS:,}.")
         self.check_run()

@@ -27,7 +27,7 @@ import torch
 from .. import storage
 from ..sample.pipeline import generate, load_pipeline, to_png
 
-QUESTIONS = {"quality": "Which picture is better?", "alignment": "Which fits the prompt better?"}
+QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
 COLUMNS = ["pair", "prompt", "pictures", *QUESTIONS]
 SIDE = 320  # least pixels of an image's longer side on the screen

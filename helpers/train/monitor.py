@@ -138,7 +138,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
                 track(result["step"], values)
             if "evaluation" in values:
                 png = storage.read_bytes(results.grid_uri(config.run_uri, result["step"]))
-                progress.picture(png, f"Pictures of prompts after step {result['step']}")
+                progress.picture(png, f"Images of prompts after step {result['step']}")
         new = metrics.read()
         if metrics.torn:
             progress.message(f"Lines of the metrics that are torn, and left out: {metrics.torn}")

@@ -286,8 +286,8 @@ def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, caps
 def test_a_table_says_what_each_shape_gets_and_what_crops_cut_away():
     stats = pd.DataFrame([*SIZES, (None, None)], columns=["width", "height"], dtype=float)
     table = looks.shape_table(stats, CONFIG).set_index(["resolution", "shape"])
-    assert table.loc[64, "pictures"].to_dict() == {"48x96": 1, "64x64": 2, "96x48": 1, "too small": 3}
-    assert table.loc[32, "pictures"].to_dict() == {"16x48": 2, "32x32": 3, "48x16": 1, "too small": 1}
+    assert table.loc[64, "images"].to_dict() == {"48x96": 1, "64x64": 2, "96x48": 1, "too small": 3}
+    assert table.loc[32, "images"].to_dict() == {"16x48": 2, "32x32": 3, "48x16": 1, "too small": 1}
     assert table.loc[(32, "32x32"), "cut"] == pytest.approx((1 - 64 / 90) / 3)
     squares = looks.shape_table(stats, dataclasses.replace(CONFIG, aspect_ratios=(1,)))
     assert np.average(squares["cut"].dropna()) > np.average(table["cut"].dropna())

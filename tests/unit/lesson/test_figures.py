@@ -60,7 +60,7 @@ EVERY = {
         "b: from 0.959 to 0.959 over steps 31",
     ),
     "training_throughput": (lambda f: f(RUN[:3].join(RATES), 600, 0.02), "600 images/s; 2.0% of the time waiting"),
-    "before_after": (lambda f: f([PICTURE] * 8, [PICTURE] * 8, [CAPTION] * 8), "8 pairs of pictures, before and after"),
+    "before_after": (lambda f: f([PICTURE] * 8, [PICTURE] * 8, [CAPTION] * 8), "8 pairs of images, before and after"),
     "iteration": (
         lambda f: f(PHASES, MEMORY, published="39 %", device="cpu"),
         "encode 40%, forward 50%; memory of the",

@@ -155,7 +155,7 @@ def test_the_notebook_says_what_the_comparison_of_the_recipes_says(recipes):
         f"{old['step, GFLOP']:.0f}.",
         f"{new['encoders online']:.0f} in place of {old['encoders online']:.0f}",
         f"{row / (old['latents, KB'] + old['captions, KB']):.1f} times as large, {new['captions, KB'] / row:.0%}"[:-1],
-        f"from {pays[256]['today']:.1f} epochs on at 256 pixels and {pays[512]['today']:.1f} at 512, where it was "
+        f"from {pays[256]['today']:.1f} epochs on at 256 pixels and {pays[512]['today']:.1f} at 512, instead of "
         f"{pays[256]['sd2']:.1f} and {pays[512]['sd2']:.1f}",
     ):
         assert phrase in text

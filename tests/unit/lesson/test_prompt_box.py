@@ -43,7 +43,7 @@ def test_a_typed_prompt_is_drawn_as_the_pipeline_draws_it_and_again_from_other_n
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
-        (" ", "The prompt is empty: type what the picture should show."),
+        (" ", "The prompt is empty: type what the image should show."),
         ("a" * 10_000, "The prompt has 10,000 characters: give at most 1,000."),
     ],
 )

@@ -242,4 +242,4 @@ def test_the_pictures_of_an_evaluation_appear_below_the_progress(tmp_path, monke
     pictures = [
         (bundle["image/png"], options["metadata"]["image/png"]) for bundle, options in shown if "image/png" in bundle
     ]
-    assert pictures == [(png, {"alt": "Pictures of prompts after step 10"})]
+    assert pictures == [(png, {"alt": "Images of prompts after step 10"})]
