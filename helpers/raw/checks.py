@@ -137,5 +137,5 @@ def check_no_urls(columns: pa.Schema, path: str, config: PreprocessingConfig) ->
             )
         if next(filter(readers.is_base64, names), None):
             raise ValueError(
-                f"image_column={config.image_column!r} holds pictures as base64 text: store their bytes in its place."
+                f"image_column={config.image_column!r} holds images as base64 text: store their bytes in its place."
             )

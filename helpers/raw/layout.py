@@ -455,11 +455,11 @@ def choose_image(columns: pa.Schema, tables: list[pa.Table]) -> tuple[str, str]:
     found = in_bytes or missing or in_paths or by_name
     named = [name for name in IMAGE_COLUMNS if name in found]
     if len(found) > 1 and not named:
-        raise ValueError(f"holds pictures in {', '.join(found)}: name one, such as image_column={found[0]!r}")
+        raise ValueError(f"holds images in {', '.join(found)}: name one, such as image_column={found[0]!r}")
     if not found:
-        raise ValueError("holds nothing that is a picture: name the column of pictures or their paths by image_column")
+        raise ValueError("holds nothing that is an image: name the column of images or their paths by image_column")
     others = f"; {', '.join(set(found) - set(named[:1]))} too" if len(found) > 1 else ""
-    reason = "holds pictures" if in_bytes else "holds paths of pictures" if found == in_paths else "by its name"
+    reason = "holds images" if in_bytes else "holds paths of images" if found == in_paths else "by its name"
     return (named or found)[0], reason + others
 
 

@@ -274,7 +274,7 @@ def test_pictures_in_base64_are_refused(tmp_path):
         text = base64.b64encode(picture(kind=kind)).decode()
         for column in ([text, text], ["pictures/1.png", f"data:image/png;base64,{text}"]):
             path = write(tmp_path, **{"a.parquet": table(jpg=column)})
-            assert refusal(path) == "image_column='jpg' holds pictures as base64 text: store their bytes in its place."
+            assert refusal(path) == "image_column='jpg' holds images as base64 text: store their bytes in its place."
 
 
 def test_files_of_different_types_are_brought_to_one(tmp_path):

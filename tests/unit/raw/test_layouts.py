@@ -399,7 +399,7 @@ def test_columns_that_are_not_there_are_named(tmp_path):
             path, **{parameter: "x"}
         )
     for changes, said in (
-        ({"jpg": pa.array([1, 2])}, "holds nothing that is a picture: name the column of pictures or their paths"),
+        ({"jpg": pa.array([1, 2])}, "holds nothing that is an image: name the column of pictures or their paths"),
         ({"mask": pa.array([picture()] * 2)}, ""),
     ):
         rows = table(**changes)
@@ -409,7 +409,7 @@ def test_columns_that_are_not_there_are_named(tmp_path):
         assert said in refusal(path) if said else taken(path)[1] == "jpg"
     two = table(mask=pa.array([picture()] * 2)).rename_columns(["left", "caption", "hash", "right"])
     path = write(tmp_path / "two", **{"a.parquet": two})
-    assert "holds pictures in left, right: name one, such as image_column='left'" in refusal(path)
+    assert "holds images in left, right: name one, such as image_column='left'" in refusal(path)
     prompts = write(tmp_path / "prompts", **{"a.parquet": table().rename_columns(["jpg", "prompt", "hash"])})
     assert "has no column caption, text or txt: name the column of captions by caption_column" in refusal(prompts)
     assert rows_of(prompts, caption_column="prompt") == {"1": ("a", ""), "2": ("b", "")}
