@@ -6,7 +6,6 @@ import hashlib
 import os
 import pathlib
 import signal
-import socket
 import sys
 
 import pyarrow as pa
@@ -35,7 +34,6 @@ from tests.faults import (
     loop_with_cut_off_upload,
     loop_with_nan,
     loop_with_refused_uploads,
-    loop_with_sick_device,
     loop_with_slow_parts,
     once,
     run_driver,
@@ -185,16 +183,6 @@ def test_a_nan_ends_a_run_at_once(run):
         fit(config, loop=loop_with_nan(13))
     assert attempts_of(config) == [1] and steps_done(config) == 13 and resume.last_step(config) == 10
     assert faults.read_failures(config.run_uri) == []
-
-
-@slow
-def test_a_sick_device_is_named_and_ends_the_run(run):
-    config = run_of(run, "sick", max_failures=3)
-    sentence = rf"^cpu of {socket.gethostname()} \(worker 1\) multiplies matrices wrongly: start the same command again"
-    with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
-        fit(config, loop=loop_with_sick_device(1))
-    (failure,) = faults.read_failures(config.run_uri)
-    assert "(worker 1) multiplies matrices wrongly" in failure and attempts_of(config) == []
 
 
 @pytest.mark.parametrize("harm", ["missing", "folder", "list"])
