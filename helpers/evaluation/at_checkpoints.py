@@ -35,40 +35,13 @@ from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
 from ..train import checkpoint, checkpoint_io, results
-from . import scores, tasks
+from . import scores
 from .prompts import read_prompts
-from .tasks import Agreement, Evaluation
+from .settings import Evaluation
 from .validation_loss import held_out_losses, validation_set_losses
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # images kept per checkpoint, of the first prompts
-
-
-def validation_config(
-    config: TrainingConfig,
-    prompts: list[str] | None = None,
-    agreement: Agreement | None = None,
-    **options,
-) -> ray.train.ValidationConfig:
-    """The `validation_config` argument of `TorchTrainer`.
-
-    Args:
-        config, agreement: see `Evaluation`.
-        prompts: used if `config.prompts` is None; None: captions of held-out rows.
-        options: `where`, `timeout_s` and `work`, as for `tasks.validate`.
-
-    Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
-    """
-    if config.validate_every:
-        prompts = resolve_prompts(config, prompts)
-        held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
-    if config.best_by == "agreement" and agreement is None:
-        raise ValueError(
-            "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
-        )
-    fn = functools.partial(tasks.validate, evaluation=Evaluation(config, prompts, agreement), **options)
-    # `tasks.validate` only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
-    return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
 def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) -> list[str] | None:
@@ -108,7 +81,7 @@ def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dic
     config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
-    result = results.read_result(config.run_uri, tasks.step_of_name(name))
+    result = results.read_result(config.run_uri, checkpoint.step_of_name(name))
     to_score = result.pop("to_score")
     uris = [share_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
     images = Images.joined([Images.from_bytes(storage.read_bytes(uri)) for uri in uris])

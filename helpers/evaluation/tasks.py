@@ -6,36 +6,47 @@ does the work, and records its outcome. Its process, and Ray Train's controller,
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
 
-from .. import storage
 from ..config.training import TrainingConfig
+from ..latents import held_out
 from ..runtime import retries
 from ..train import checkpoint, faults, results
+from .settings import Agreement, Evaluation
 
-Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
 
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """How a run's checkpoints are evaluated. The tasks that evaluate them are given this object.
+def validation_config(
+    config: TrainingConfig,
+    prompts: list[str] | None = None,
+    agreement: Agreement | None = None,
+    **options,
+) -> ray.train.ValidationConfig:
+    """The `validation_config` argument of `TorchTrainer`.
 
     Args:
-        config: `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
-        prompts: None: captions of held-out rows.
-        agreement: `agreement(images, prompts)` returns the share of images that show what their prompt says, as "all"
-            and by attribute, for data whose images a program can judge. None: not measured.
-    """
+        config, agreement: see `Evaluation`.
+        prompts: used if `config.prompts` is None; None: captions of held-out rows.
+        options: `where`, `timeout_s` and `work`, as for `validate`.
 
-    config: TrainingConfig
-    prompts: list[str] | None = None
-    agreement: Agreement | None = None
+    Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
+    """
+    if config.validate_every:
+        from .at_checkpoints import resolve_prompts  # loads the models' code, as `evaluate` does
+
+        prompts = resolve_prompts(config, prompts)
+        held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
+    if config.best_by == "agreement" and agreement is None:
+        raise ValueError(
+            "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
+        )
+    fn = functools.partial(validate, evaluation=Evaluation(config, prompts, agreement), **options)
+    # `validate` only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
+    return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
 def validate(
@@ -61,7 +72,7 @@ def validate(
             kind. A task that only scores takes a CPU anywhere.
         timeout_s: seconds after which an evaluation is abandoned.
     """
-    config, step = evaluation.config, step_of_name(saved.path)
+    config, step = evaluation.config, checkpoint.step_of_name(saved.path)
     options = {"num_cpus": 1, "max_retries": 0}
     if "to_score" in results.read_result(config.run_uri, step):
         return run_task(score, saved, evaluation, options, timeout_s)
@@ -93,17 +104,13 @@ def run_task(
         reason = f"it took longer than {timeout_s:,.0f} s"
     except ray.exceptions.RayError as error:
         reason = retries.summarize_error(str(error))
-    return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
-
-
-def step_of_name(name: str) -> int:
-    return int(storage.name(name).split("-")[1])
+    return results.note(evaluation.config.run_uri, checkpoint.step_of_name(saved.path), failed={"evaluation": reason})
 
 
 def newest_due(config: TrainingConfig) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
     for uri in checkpoint.list_checkpoints(config.run_uri):
-        step = step_of_name(uri)
+        step = checkpoint.step_of_name(uri)
         if config.validates_at(step) and checkpoint.find_corruption(uri) is None:
             return step
     return 0

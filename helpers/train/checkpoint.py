@@ -19,6 +19,11 @@ def checkpoint_name(step: int, attempt: int) -> str:
     return f"checkpoint-{step:09d}-{attempt:03d}"
 
 
+def step_of_name(name: str) -> int:
+    """The step in the name or URI of a checkpoint's folder."""
+    return int(storage.name(name).split("-")[1])
+
+
 def list_checkpoints(run_uri: str) -> list[str]:
     """URIs of a run's checkpoint folders, complete or not, newest step first."""
     uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]

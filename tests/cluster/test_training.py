@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from helpers import storage
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare_online
-from helpers.evaluation import at_checkpoints, tasks
+from helpers.evaluation import at_checkpoints, settings
 from helpers.latents import read
 from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
@@ -185,7 +185,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     middle, last = results.read_results(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
     saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
-    again = at_checkpoints.evaluate_checkpoint(saved, tasks.Evaluation(config, list(config.prompts)))
+    again = at_checkpoints.evaluate_checkpoint(saved, settings.Evaluation(config, list(config.prompts)))
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
