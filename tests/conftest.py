@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from xdist.scheduler import LoadFileScheduling
 
 from helpers.latents import schema
 from helpers.latents.manifest import Manifest, encode_embedding
@@ -51,6 +52,22 @@ def pytest_collection_modifyitems(items):
         return min(ORDER.index(name) for name in parts if name in ORDER)
 
     items.sort(key=place)  # stable: within a folder as they were collected
+
+
+SAME_RUN = ["tests/cluster/test_training.py", "tests/cluster/test_faults.py"]  # use one long run, which is then made once
+
+
+class ByFile(LoadFileScheduling):
+    """Deals the files out; those of `SAME_RUN` to the same process."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return SAME_RUN[0] if file in SAME_RUN else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

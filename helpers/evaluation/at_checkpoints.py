@@ -1,10 +1,9 @@
 """Evaluation of a run's checkpoints while it trains: held-out loss by noise level, images of fixed prompts, scores.
 
-Ray Train calls `validate` for each checkpoint that is due, one at a time, in parallel with training. It ends a run
-whose validation is killed or runs out of memory, so `validate` only waits for a Ray task that does the work
-(`evaluate_checkpoint`) and records its outcome. If the trainers use all GPUs, they compute losses and images between
-two steps (`OnWorkers`), and the task only scores the images, on CPUs (`score_checkpoint`). Results: `train.results`;
-images: the run's `evaluation/{step}/`.
+Ray Train calls `tasks.validate` for each checkpoint that is due. A Ray task then does the work
+(`evaluate_checkpoint`). If the trainers use all GPUs, they compute losses and images between two steps (`OnWorkers`),
+and the task only scores the images, on CPUs (`score_checkpoint`). Results: `train.results`; images: the run's
+`evaluation/{step}/`.
 """
 
 from __future__ import annotations
@@ -32,61 +31,17 @@ from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
 from ..model.sharding import cast_inputs
-from ..runtime import retries
 from ..sample import decoder
 from ..sample.from_checkpoint import pipeline_of_run
 from ..sample.pipeline import generate, save_images, to_png
-from ..train import checkpoint, faults, results
+from ..train import checkpoint, checkpoint_io, results
 from . import scores
 from .prompts import read_prompts
+from .settings import Evaluation
 from .validation_loss import held_out_losses, validation_set_losses
 
 NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
 GRID = 16  # images kept per checkpoint, of the first prompts
-Agreement = Callable[[list[np.ndarray], list[str]], dict[str, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """How a run's checkpoints are evaluated. The tasks that evaluate them are given this object.
-
-    Args:
-        config: `guidance_scale`, `sampling_steps`, `sampler`, `clip_model` and `best_by` are used.
-        prompts: None: captions of held-out rows.
-        agreement: `agreement(images, prompts)` returns the share of images that show what their prompt says, as "all"
-            and by attribute, for data whose images a program can judge. None: not measured.
-    """
-
-    config: TrainingConfig
-    prompts: list[str] | None = None
-    agreement: Agreement | None = None
-
-
-def validation_config(
-    config: TrainingConfig,
-    prompts: list[str] | None = None,
-    agreement: Agreement | None = None,
-    **options,
-) -> ray.train.ValidationConfig:
-    """The `validation_config` argument of `TorchTrainer`.
-
-    Args:
-        config, agreement: see `Evaluation`.
-        prompts: used if `config.prompts` is None; None: captions of held-out rows.
-        options: `where`, `timeout_s` and `work`, as for `validate`.
-
-    Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
-    """
-    if config.validate_every:
-        prompts = resolve_prompts(config, prompts)
-        held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
-    if config.best_by == "agreement" and agreement is None:
-        raise ValueError(
-            "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."
-        )
-    fn = functools.partial(validate, evaluation=Evaluation(config, prompts, agreement), **options)
-    # `validate` only waits. Ray restarts it if its process is lost; otherwise Ray Train would end the run.
-    return ray.train.ValidationConfig(fn, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
 def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) -> list[str] | None:
@@ -98,85 +53,14 @@ def resolve_prompts(config: TrainingConfig, prompts: list[str] | None = None) ->
     return read_prompts(given, tokenizer=tokenizer)
 
 
-# ---- in parallel with training
-
-
-def validate(
-    saved: ray.train.Checkpoint,
-    evaluation: Evaluation,
-    *,
-    work: Callable[[ray.train.Checkpoint, Evaluation], dict[str, Any]] | None = None,
-    where: dict[str, Any] | None = None,
-    timeout_s: float = 3600,
-) -> dict[str, Any]:
-    """Ray Train's validation function: has a checkpoint evaluated, and returns the results as its metrics.
-
-    The newest checkpoint is evaluated first; older ones are recorded as skipped. A checkpoint whose images the trainers
-    have drawn is always scored. An evaluation that fails, is killed or takes longer than `timeout_s` is recorded as
-    failed, and the run continues.
-
-    Args:
-        saved: the checkpoint.
-        evaluation: how it is evaluated.
-        work: your own function in place of `evaluate_checkpoint`, with the same arguments.
-        where: options of the Ray task, to place it on separate machines, such as {"accelerator_type": "A10G"} or
-            {"resources": {"evaluation": 1}}. By default it takes a CPU and, with `use_gpu`, a GPU of the trainers'
-            kind. A task that only scores takes a CPU anywhere.
-        timeout_s: seconds after which an evaluation is abandoned.
-    """
-    config, step = evaluation.config, step_of_name(saved.path)
-    options = {"num_cpus": 1, "max_retries": 0}
-    if "to_score" in results.read_result(config.run_uri, step):
-        return run_task(score_checkpoint, saved, evaluation, options, timeout_s)
-    if isinstance(saved, faults.LostCheckpoint):
-        return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
-    if (newest := newest_due(config)) > step:
-        skipped = f"the checkpoint of step {newest} is newer and is evaluated instead"
-        return results.note(config.run_uri, step, skipped=skipped)
-    if config.use_gpu:  # a GPU's memory is freed when the task's process ends, after one call
-        options |= {"num_gpus": 1, "max_calls": 1, "accelerator_type": config.training_accelerator_type}
-    return run_task(work or evaluate_checkpoint, saved, evaluation, options | (where or {}), timeout_s)
-
-
-def run_task(
-    work: Callable[[ray.train.Checkpoint, Evaluation], dict[str, Any]],
-    saved: ray.train.Checkpoint,
-    evaluation: Evaluation,
-    options: dict[str, Any],
-    timeout_s: float,
-) -> dict[str, Any]:
-    """What `work` returns, called in a Ray task; if the task fails, the step's result with the reason."""
-    working = ray.remote(**options)(work).remote(saved, evaluation)
-    try:
-        return ray.get(working, timeout=timeout_s)
-    except ray.exceptions.TaskCancelledError:  # the run was ended: Ray Train validates when it is resumed
-        raise
-    except ray.exceptions.GetTimeoutError:
-        ray.cancel(working, force=True)
-        reason = f"it took longer than {timeout_s:,.0f} s"
-    except ray.exceptions.RayError as error:
-        reason = retries.summarize_error(str(error))
-    return results.note(evaluation.config.run_uri, step_of_name(saved.path), failed={"evaluation": reason})
-
-
-def step_of_name(name: str) -> int:
-    return int(storage.name(name).split("-")[1])
-
-
-def newest_due(config: TrainingConfig) -> int:
-    """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
-    for uri in checkpoint.list_checkpoints(config.run_uri):
-        step = step_of_name(uri)
-        if config.validates_at(step) and checkpoint.find_corruption(uri) is None:
-            return step
-    return 0
+# ---- in a Ray task
 
 
 def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
     """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
     config, device = evaluation.config, "cuda" if torch.cuda.is_available() else "cpu"
     with saved.as_directory() as folder:
-        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
+        denoiser = checkpoint_io.load_weights(folder, build_denoiser(config.unet_config)).to(device).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
             compute_in_bf16(denoiser)
         result = evaluate_denoiser(denoiser, evaluation, checkpoint.step_of(folder))
@@ -197,7 +81,7 @@ def score_checkpoint(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dic
     config, name = evaluation.config, storage.name(saved.path)
     checkpoint_uri = storage.join(config.run_uri, name)
     torch.set_num_threads(max(1, os.cpu_count() // 4))  # the trainers leave most cores idle
-    result = results.read_result(config.run_uri, step_of_name(name))
+    result = results.read_result(config.run_uri, checkpoint.step_of_name(name))
     to_score = result.pop("to_score")
     uris = [share_uri(config, result["step"], rank) for rank in range(to_score["ranks"])]
     images = Images.joined([Images.from_bytes(storage.read_bytes(uri)) for uri in uris])

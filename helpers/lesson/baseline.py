@@ -28,7 +28,7 @@ from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import Plan, load_plan
 from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
 from ..runtime import progress
-from ..train import resume, sources
+from ..train import dataset, sources
 from ..train.step import TrainStep, Unit
 
 
@@ -148,7 +148,7 @@ class LoaderSource(sources.StepSource):
         pass
 
     def resume_point(self) -> dict:
-        return resume.choose_resume_point(self.config)
+        return dataset.choose_resume_point(self.config)
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)

@@ -11,7 +11,7 @@ from .. import storage
 from ..config.training import TrainingConfig
 from ..latents.manifest import DataSets, Manifest
 from ..model.denoisers import build_denoiser
-from ..train import checkpoint
+from ..train import checkpoint, checkpoint_io
 from .card import model_card
 from .pipeline import build_pipeline, build_sampler, export_pipeline, generate
 
@@ -19,7 +19,7 @@ from .pipeline import build_pipeline, build_sampler, export_pipeline, generate
 def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
     """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
     with saved.as_directory() as folder:
-        return checkpoint.load_weights(folder, build_denoiser(config.unet_config), which)
+        return checkpoint_io.load_weights(folder, build_denoiser(config.unet_config), which)
 
 
 def pipeline_of_run(

@@ -1,27 +1,13 @@
-"""Saving, loading and finding checkpoints with `torch.distributed.checkpoint`: each rank writes its part. No Ray."""
+"""Checkpoints in a run's folder: their names, which are complete or damaged, the best one. Without PyTorch.
+
+Ray's own processes of a run load this module, but not `checkpoint_io`, which saves and loads: PyTorch takes seconds.
+"""
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
-import warnings
-from collections.abc import Callable
-from typing import Protocol
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-from .. import distributed, storage
-from ..model.diffusion import EMA
-from .integrity import CheckedReader, DamagedCheckpoint, Pieces, PlainLoadPlanner, SummingWriter, find_damage
-
-# `no_dist` has said that there is one process.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+from .. import storage
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
@@ -31,6 +17,11 @@ BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `Tr
 def checkpoint_name(step: int, attempt: int) -> str:
     """A folder name that is unique for each save: a repeated step never writes into an earlier attempt's folder."""
     return f"checkpoint-{step:09d}-{attempt:03d}"
+
+
+def step_of_name(name: str) -> int:
+    """The step in the name or URI of a checkpoint's folder."""
+    return int(storage.name(name).split("-")[1])
 
 
 def list_checkpoints(run_uri: str) -> list[str]:
@@ -79,6 +70,8 @@ def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
     """
     sentences = []
     while uri := last_complete(run_uri):
+        from .integrity import find_damage  # loads PyTorch, and most runs begin without a checkpoint
+
         why = find_damage(uri, checksums(uri))
         if why is None:
             break
@@ -89,8 +82,8 @@ def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
     return uri, sentences
 
 
-def checksums(checkpoint_uri: str) -> Pieces:
-    """The checksums of a checkpoint's pieces; {} if `progress.json` is missing or, in older versions, holds none."""
+def checksums(checkpoint_uri: str) -> dict[str, list]:
+    """The checksums of a checkpoint's pieces (`integrity.Pieces`); {} without any, as in older versions."""
     uri = storage.join(checkpoint_uri, PROGRESS)
     return storage.read_json(uri).get("checksums", {}) if storage.exists(uri) else {}
 
@@ -107,104 +100,3 @@ def keep_as_best(run_uri: str, folder: str, name: str) -> None:
     for uri in list_checkpoints(best_uri):
         if storage.name(uri) != name:
             storage.delete(uri)
-
-
-def open_stager() -> DefaultStager:
-    """A DCP stager, which copies state to CPU memory. Use one stager for all `async_save`s: it reuses its memory.
-
-    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus, but allocating it is slow.
-    """
-    pinned = torch.cuda.is_available()
-    options = StagingOptions(
-        use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-    )
-    return DefaultStager(options)
-
-
-class TrainingState(Protocol):
-    """The state that a checkpoint saves, such as a `step.TrainStep`."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: EMA
-
-
-def async_save(
-    folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
-) -> Callable[[], None]:
-    """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
-
-    The state is copied to CPU memory; a thread then writes the files, each rank its own part. Call `finish` on every
-    rank, from any thread, before the next `async_save`. `finish` also makes rank 0 write `progress.json`, with the
-    sizes and checksums of all ranks' files. `find_corruption` and `last_sound` check copies against these numbers.
-
-    Args:
-        stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
-        group: from `cpu_group`, because training uses the default group at the same time.
-    """
-    weights, moments = get_state_dict(state.model, state.optimizer)
-    # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
-    writer = SummingWriter(folder, per_thread_copy_ahead=0)
-    writing = dcp.async_save(
-        {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
-        storage_writer=writer,
-        async_stager=stager,
-        process_group=group,
-        # With one process, gloo's threads would oversubscribe OpenMP: later steps would take twice as long.
-        no_dist=distributed.world_size() == 1,
-    )
-
-    def finish():
-        writing.result()
-        sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-        ranks = distributed.gather_objects((sizes, writer.sum_pieces()), group)
-        if ranks:
-            files, sums = (
-                {name: of for part in parts for name, of in part.items()} for parts in zip(*ranks, strict=True)
-            )
-            progress = {"step": step, "files": files, "checksums": sums}
-            storage.write_text(storage.join(folder, PROGRESS), json.dumps(progress))
-
-    return finish
-
-
-def cpu_group() -> dist.ProcessGroup | None:
-    """A process group for `async_save`, on all ranks; None without a process group."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-
-def load(folder: str, state: TrainingState) -> int:
-    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed.
-
-    The optimizer keeps its own options, such as its weight decay: a run that continues another may change them.
-    """
-    options = [{**group} for group in state.optimizer.param_groups]
-    weights, moments = get_state_dict(state.model, state.optimizer)
-    loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
-    read(folder, loaded, no_dist=distributed.world_size() == 1)
-    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
-    set_state_dict(state.model, state.optimizer, **parts)
-    for group, own in zip(state.optimizer.param_groups, options, strict=True):
-        group |= {name: value for name, value in own.items() if name != "params"}
-    step = step_of(folder)
-    state.ema.load_state_dict(loaded["ema"], step)
-    return step
-
-
-def read(folder: str, state: dict, no_dist: bool) -> None:
-    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint. No code from the files is run."""
-    reader = CheckedReader(folder, checksums(folder))
-    try:
-        dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=no_dist)
-    except CheckpointException as error:  # what the ranks raised, with their stacks
-        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)]
-        raise (causes or [error])[0] from None
-
-
-@torch.no_grad()
-def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
-    """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
-    state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
-    read(folder, state, no_dist=True)
-    denoiser.load_state_dict(state[which])
-    return denoiser

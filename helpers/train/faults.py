@@ -1,28 +1,26 @@
-"""Faults of training workers: hangs, sick machines, preemptions, lost checkpoints; the records of them."""
+"""A run's failures: the watchdog of a worker, the records of lost workers and checkpoints. Without PyTorch.
+
+Ray Train's controller loads this module; what looks at a worker's device is in `devices`.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
 
-import ray
 import ray.train
-import ray.train.collective
-import torch
 from pyarrow import fs
 
-from .. import distributed, storage
-from ..runtime import drain
+from .. import storage
+from ..runtime import retries
 
 # In a run's folder: why its workers ended it, and the nodes that were excluded since its driver started.
 ENDED, EXCLUDED = "ended.json", "excluded.json"
-MOST_EXCLUDED = 2
-HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
+MAX_LOST = 3  # checkpoints in a row, after which a run ends
 
 
 class Watchdog:
@@ -68,119 +66,10 @@ class Watchdog:
         self.stop.set()
 
 
-def record_hang(run_uri: str, seconds: float) -> None:
+def record_hang(run_uri: str, rank: int, seconds: float) -> None:
     """For `Watchdog(on_hang=...)`: record in the run's `failures/` that this worker made no step for `seconds`."""
-    error = f"worker {distributed.rank()} made no step in {seconds:.0f} s (hang_timeout) and was ended"
+    error = f"worker {rank} made no step in {seconds:.0f} s (hang_timeout) and was ended"
     write_failure(run_uri, error)
-
-
-def check_device(device: torch.device) -> str | None:
-    """The problem with this worker's device; None if there is none.
-
-    Multiplies integer matrices, on a GPU for a second. Every precision holds these integers exactly, and the product is
-    known: a Sylvester-Hadamard matrix times itself is its size times the identity.
-    """
-    on_gpu = device.type == "cuda"
-    matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
-    while len(matrix) < 256:  # bf16 holds whole numbers up to 256
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrices = matrix.repeat(1024 if on_gpu else 1, 1, 1)
-    expected = (256 * torch.eye(256, dtype=matrix.dtype, device=device)).expand_as(matrices)
-    end = time.monotonic() + (1 if on_gpu else 0)
-    while True:
-        if not torch.equal(torch.bmm(matrices, matrices), expected):
-            return "multiplies matrices wrongly"
-        if time.monotonic() >= end:
-            return None
-
-
-def check_links(device: torch.device) -> str | None:
-    """The problem with the links between the workers, by an all-reduce of integers. Call it on all ranks."""
-    ranks = distributed.world_size()
-    numbers = torch.full((2**24 if device.type == "cuda" else 2**10,), distributed.rank() + 1.0, device=device)
-    wrong = (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any()
-    return "got wrong sums from the other workers" if wrong else None
-
-
-def end_if_sick(run_uri: str, device: torch.device) -> bool:
-    """Return True if a device or link of any worker computes wrongly.
-
-    The caller must then return from the training function. Call it on all ranks.
-
-    The sick workers' machines are excluded, and these workers raise RuntimeError. Ray Train then starts the group
-    again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker raises.
-    """
-    problems = {"device": check_device(device), "links": check_links(device)}
-    text = " and ".join(filter(None, problems.values()))
-    found = {
-        **problems,
-        "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
-        "node": ray.get_runtime_context().get_node_id(),
-    }
-    everyone = distributed.gather_objects(found)
-    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(run_uri, everyone))
-    if distributed.rank() in (sick or ()):
-        raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
-    return sick is not None
-
-
-def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
-    """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
-
-    It ends the run and returns [] in three cases. The error then names the sick workers.
-        - A sick worker is on the head node, which the driver needs, or Ray's list of nodes does not tell the head.
-        - More than `MOST_EXCLUDED` nodes would be excluded, so the check itself may be wrong.
-        - All workers get wrong sums and no device is sick, so the machine that causes them is unknown.
-
-    Args:
-        everyone: for each rank {"device", "links": problems or None, "text": a sentence, "node": its id}.
-    """
-    # A device that computes wrongly spoils the sums of all.
-    computing, summing = ([rank for rank, found in enumerate(everyone) if found[what]] for what in ("device", "links"))
-    sick = computing or summing
-    if not sick:
-        return None
-    uri, nodes = storage.join(run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
-    excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
-    heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
-    text = "; ".join(everyone[rank]["text"] for rank in sick)
-    if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
-        error = f"{text}: start the same command again without this machine."
-        write_failure(run_uri, error)
-        end_run(run_uri, error)
-        return []
-    storage.write_json(uri, sorted(excluded))
-    for node in nodes:
-        drain.drain_node(text, node_id=node, address=ray.get_runtime_context().gcs_address)
-    return sick
-
-
-class PreemptionNotice:
-    """Asks Ray Train every few seconds whether a node of the run is about to be preempted, to save a checkpoint.
-
-    All workers must ask at the same steps. So they agree on how many steps lie between two requests. They choose this
-    number after their step 1, and again after their step 20, because the first steps are slower.
-    """
-
-    def __init__(self, device: torch.device | str, every_seconds: float = 2.0):
-        self.device, self.every_seconds = device, every_seconds
-        self.every_steps = None
-        self.step = 0
-        self.answered = None  # node ids of the last notice
-
-    def arrived(self, step_seconds: float) -> bool:
-        """Call after each step, on all workers; True at the first step that sees a new notice."""
-        self.step += 1
-        if self.step in (1, 20):
-            slowest = distributed.max_over_ranks(step_seconds, self.device)
-            self.every_steps = max(1, round(self.every_seconds / slowest))
-        if self.step % self.every_steps:
-            return False
-        info = ray.train.get_preemption_info()
-        if info is None or info.preempted_node_ids == self.answered:
-            return False
-        self.answered = info.preempted_node_ids
-        return True
 
 
 class LostCheckpoint(ray.train.Checkpoint):
@@ -196,6 +85,32 @@ class LostCheckpoint(ray.train.Checkpoint):
 
     def __bool__(self) -> bool:
         return False
+
+
+class RecordFailures(ray.train.UserCallback):
+    """Ray Train's callback that records why workers were lost; `monitor_run` shows the records.
+
+    It ends the run when `MAX_LOST` checkpoints in a row are lost, because no step since the last complete checkpoint is
+    saved.
+    """
+
+    def __init__(self, run_uri: str):
+        self.run_uri = run_uri
+        self.lost = 0  # checkpoints since the last complete one
+
+    def after_report(self, run_context, metrics, checkpoint):
+        self.lost = self.lost + 1 if isinstance(checkpoint, LostCheckpoint) else 0
+        if self.lost == MAX_LOST:  # raised in Ray Train's controller, which then starts no workers again
+            raise RuntimeError(
+                f"{MAX_LOST} checkpoints in a row were lost; {checkpoint.why}: start the same command again when the "
+                "storage takes files; the run resumes from its last complete checkpoint."
+            )
+
+    def after_exception(self, run_context, worker_exceptions):
+        errors = [
+            f"worker {rank}: {retries.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
+        ]
+        write_failure(self.run_uri, "; ".join(errors))
 
 
 def write_failure(run_uri: str, error: str) -> None:

@@ -17,7 +17,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from . import checkpoint, faults
+from . import checkpoint_io, devices, faults
 from .meter import Meter
 from .metrics import MetricsLog
 from .resume import restore
@@ -45,7 +45,7 @@ def train_loop_per_worker(
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
     choose_kernels(config)  # before the first matrix product, which fixes cuBLAS's workspace
-    if faults.end_if_sick(config.run_uri, device):
+    if devices.end_if_sick(config.run_uri, device):
         return
     train_step = TrainStep(config, manifest, device)
     step = restore(train_step, source.resume_point)
@@ -55,10 +55,10 @@ def train_loop_per_worker(
     writer = MetricsWriter(log)
     meter = Meter(config, manifest, device)
     checkpoints = CheckpointManager(train_step, config.run_uri, log)
-    preemption = faults.PreemptionNotice(device)
+    preemption = devices.PreemptionNotice(device)
 
     compiled_for = set()  # columns of latents: the denoiser is compiled for each shape
-    record_hang = functools.partial(faults.record_hang, config.run_uri)
+    record_hang = functools.partial(faults.record_hang, config.run_uri, distributed.rank())
     with faults.Watchdog(config.hang_timeout, record_hang) as watchdog:
         started, checkpoint_seconds = time.perf_counter(), 0.0
         for units, data_seconds in source.steps(step):
@@ -139,7 +139,7 @@ class MetricsWriter:
     """
 
     def __init__(self, log: MetricsLog | None):
-        self.log, self.group, self.pool = log, checkpoint.cpu_group(), ThreadPoolExecutor(1)
+        self.log, self.group, self.pool = log, checkpoint_io.cpu_group(), ThreadPoolExecutor(1)
         self.written = None  # the last line's Future
 
     def write(self, step: int, metrics: dict, units: list[Unit], num_kept: int, speed: dict) -> None:

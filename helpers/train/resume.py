@@ -1,4 +1,4 @@
-"""Where a run resumes: the choice of a checkpoint, and restoring it on all workers."""
+"""Restoring a checkpoint on all workers: the one that `dataset` chose, or the weights that a run starts from."""
 
 from __future__ import annotations
 
@@ -10,34 +10,14 @@ import ray.train.collective
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from . import checkpoint, faults, start
+from . import checkpoint, checkpoint_io, start
 from .step import TrainStep
-
-RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
 
 
 def last_step(config: TrainingConfig) -> int:
     """Steps done at the run's newest complete checkpoint; 0 without one."""
     uri = checkpoint.last_complete(config.run_uri)
     return 0 if uri is None else checkpoint.step_of(uri)
-
-
-def choose_resume_point(config: TrainingConfig) -> dict:
-    """Choose the newest sound checkpoint (`checkpoint.last_sound`) and write the choice to the run's `resume.json`.
-
-    Without one, a run begins at the checkpoint of `continue_from`. Returns {"checkpoint": URI, "step": steps done}; the
-    URI is None if the run starts from step 0. Damaged checkpoints are noted as failures. Called once for each group of
-    workers: when the group's dataset is built, or by rank 0 if the group has no dataset. A worker that is being
-    replaced may complete an upload later. The group ignores that checkpoint.
-    """
-    uri, sentences = checkpoint.last_sound(config.run_uri)
-    for sentence in sentences:
-        faults.write_failure(config.run_uri, sentence)
-    if uri is None and config.continue_from:
-        uri = start.find_checkpoint(config, "continue_from")
-    point = {"checkpoint": uri, "step": 0 if uri is None else checkpoint.step_of(uri)}
-    storage.write_json(storage.join(config.run_uri, RESUME), point)
-    return point
 
 
 def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
@@ -50,7 +30,7 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
 
     with checkpoint_dir(checkpoint_to_resume) as folder:
         if folder:
-            return checkpoint.load(folder, train_step)
+            return checkpoint_io.load(folder, train_step)
     if config.init_from is not None:
         with initial_weights(config) as folder:
             start.load_initial_weights(folder, train_step.denoiser, config.init_weights)

@@ -10,20 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.train
-import ray.train.collective
-import ray.train.torch
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import DataSets
 from ..latents.parquet import write_table
-from ..latents.plan import Plan, load_plan, plan_run
-from ..latents.read import join_blocks, latents_dataset, worker_units
-from .resume import RESUME, choose_resume_point
+from ..latents.plan import plan_run
+from ..latents.read import latents_dataset, worker_units
+from .dataset import RESUME, Stream, from_resume_point
 from .step import Unit
-
-Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end step -> its blocks
 
 
 class StepSource:
@@ -54,23 +50,8 @@ class StepSource:
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
         """For `TorchTrainer(datasets=...)`."""
-        return {"train": self.dataset}
-
-    def dataset(self) -> ray.data.Dataset:
-        """The data from the step at which the run resumes.
-
-        Ray Train calls it for each group of workers, before the group starts. So the checkpoint is chosen here, and the
-        workers read the choice (`resume_point`). Raises RuntimeError if the run would resume before `first_step`.
-        """
-        step = choose_resume_point(self.config)["step"]
-        if step < self.first_step:
-            raise RuntimeError(
-                f"The checkpoints of run_name={self.config.run_name!r} after step {self.first_step} are damaged: it "
-                f"resumes at step {step}, whose pictures are encoded on the way: run it again."
-            )
-        plan = load_plan(self.data, self.config)
-        rows = self.stream(plan, step - self.first_step, self.end_step - self.first_step)
-        return join_blocks(rows, plan, self.data.row_bytes)
+        rows = functools.partial(from_resume_point, self.config, self.data, self.stream, self.first_step, self.end_step)
+        return {"train": rows}
 
     def start(self) -> None:
         """Call it before building the model, so that Ray Data starts its processes in parallel."""

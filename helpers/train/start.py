@@ -32,7 +32,7 @@ from ..config.parameters import first_difference
 from ..config.training import TrainingConfig
 from ..encode import models
 from ..model import denoisers
-from . import checkpoint
+from . import checkpoint, checkpoint_io
 
 PLACE = ("resolution", "seed", "global_batch_size", "units_per_step", "caption_shares")  # what decides a step's rows
 FP16_TOO = [pattern for pattern in models.UNUSED if "fp16" not in pattern]
@@ -171,7 +171,7 @@ def load_initial_weights(folder: str, denoiser: torch.nn.Module, which: str = "m
     weights) or "ema" (averaged weights).
     """
     if is_checkpoint(folder):
-        checkpoint.load_weights(folder, denoiser, which)
+        checkpoint_io.load_weights(folder, denoiser, which)
         return
     weights = {}
     for path in weight_files(folder):

@@ -13,7 +13,7 @@ import ray.train
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import distributed, storage
-from . import checkpoint, faults
+from . import checkpoint, checkpoint_io, faults
 from .metrics import MetricsLog
 from .step import TrainStep
 
@@ -27,7 +27,7 @@ class CheckpointManager:
 
     A checkpoint is lost if a worker cannot write its part, or upload it after several attempts. Rank 0 then deletes
     the incomplete folder and reports a `faults.LostCheckpoint`, and training goes on.
-    `monitor.RecordFailures` ends a run that loses several checkpoints in a row.
+    `faults.RecordFailures` ends a run that loses several checkpoints in a row.
 
     Args:
         train_step: what is saved.
@@ -37,8 +37,8 @@ class CheckpointManager:
 
     def __init__(self, train_step: TrainStep, run_uri: str, log: MetricsLog | None):
         self.train_step, self.run_uri, self.log = train_step, run_uri, log
-        self.group = checkpoint.cpu_group()
-        self.stager = checkpoint.open_stager()
+        self.group = checkpoint_io.cpu_group()
+        self.stager = checkpoint_io.open_stager()
         # Ray Train recognises checkpoints in its own folder only by its own file system.
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
         self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
@@ -56,7 +56,7 @@ class CheckpointManager:
         """
         self.wait()
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
-        finish = checkpoint.async_save(folder, self.train_step, step=step, stager=self.stager, group=self.group)
+        finish = checkpoint_io.async_save(folder, self.train_step, step=step, stager=self.stager, group=self.group)
         self.uploaded.clear()
         ray.train.report(
             {"step": step},

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.checkpoint_cost [--gigabytes 10] [--rounds 3] [--folder /tmp]
 
 One process saves and loads a dictionary of tensors, in turns: as `torch.distributed.checkpoint` (DCP) does alone, and
-as a run does (`checkpoint.read`), which checks each piece before its bytes are used. Before a group of workers starts,
-the driver also reads the checkpoint that it chooses (`integrity.find_damage`), in eight threads. The checksums of a
+as a run does (`checkpoint_io.read`), which checks each piece before its bytes are used. Before a group of workers
+starts, the checkpoint that is chosen is read once more (`integrity.find_damage`), in eight threads. The checksums of a
 save are computed in the thread that writes the files, while training goes on. Needs one and a half times the memory.
 Reads come from the page cache, as far as it reaches.
 
@@ -21,7 +21,7 @@ import time
 import torch
 import torch.distributed.checkpoint as dcp
 
-from helpers.train import checkpoint, integrity
+from helpers.train import checkpoint, checkpoint_io, integrity
 from tests.benchmarks import record
 
 PIECE = 2**24  # numbers in a tensor: 64 MiB
@@ -50,7 +50,7 @@ def main():
         measures = {
             "DCP alone": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True),
             "choosing": lambda: integrity.find_damage(folder, pieces),
-            "checked": lambda: checkpoint.read(folder, state, no_dist=True),
+            "checked": lambda: checkpoint_io.read(folder, state, no_dist=True),
         }
         seconds = {name: [] for name in measures}
         for _ in range(given.rounds):

@@ -24,7 +24,7 @@ from helpers.config.notebook import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
 from helpers.model.sharding import build_model
-from helpers.train import checkpoint
+from helpers.train import checkpoint_io
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
 from tests.steps import everything
@@ -85,12 +85,12 @@ def memory(given, device):
 def checkpoints(given, device):
     """As `CheckpointManager` saves: one stager for all, the next step is trained while a checkpoint is written."""
     train_step, units = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-    stager, group = checkpoint.open_stager(), checkpoint.cpu_group()
+    stager, group = checkpoint_io.open_stager(), checkpoint_io.cpu_group()
     straight, held, wrong = [train_step.step(0, units)["loss"]], {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):
             held[step] = everything(train_step)
-            finish = checkpoint.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
+            finish = checkpoint_io.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
             straight.append(train_step.step(step, units)["loss"])
             finish()
         stager.close()
@@ -98,7 +98,7 @@ def checkpoints(given, device):
         worst = 0.0
         for step in (1, 2):
             other, _ = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-            checkpoint.load(f"{folder}/{step}", other)
+            checkpoint_io.load(f"{folder}/{step}", other)
             wrong += sum(not torch.equal(*pair) for pair in zip(everything(other), held[step], strict=True))
             resumed = [other.step(number, units)["loss"] for number in range(step, 4)]
             worst = max([worst, *(abs(one / two - 1) for one, two in zip(resumed, straight[step:], strict=True))])

@@ -20,7 +20,7 @@ from helpers.latents import read
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
-from helpers.train import metrics, profiling, resume, setup, sources
+from helpers.train import dataset, metrics, profiling, setup, sources
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import encode, fit
@@ -55,7 +55,7 @@ class SameBatch(sources.StepSource):
         pass
 
     def resume_point(self):
-        return resume.choose_resume_point(self.config)
+        return dataset.choose_resume_point(self.config)
 
     def steps(self, step):
         batch = first_batch(self.config, read_manifest(self.config.latents_uri))

@@ -97,6 +97,7 @@ def mortal(*events):
     return MortalEncoder
 
 
+@slow
 def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path, capsys):
     """The stream's own process, with which the workers are replaced; an encoder, which Ray Data replaces; a worker.
 

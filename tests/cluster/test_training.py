@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from helpers import storage
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare_online
-from helpers.evaluation import at_checkpoints
+from helpers.evaluation import at_checkpoints, settings
 from helpers.latents import read
 from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, looks
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
 from helpers.sample import from_checkpoint, pipeline
-from helpers.train import checkpoint, results, resume, setup
+from helpers.train import checkpoint, checkpoint_io, results, resume, setup
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
@@ -179,13 +179,13 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 
     def load(alone):
         with result.checkpoint.as_directory() as folder:
-            checkpoint.load_weights(folder, alone.denoiser, "model")
+            checkpoint_io.load_weights(folder, alone.denoiser, "model")
 
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
     middle, last = results.read_results(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
     saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
-    again = at_checkpoints.evaluate_checkpoint(saved, at_checkpoints.Evaluation(config, list(config.prompts)))
+    again = at_checkpoints.evaluate_checkpoint(saved, settings.Evaluation(config, list(config.prompts)))
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
@@ -244,7 +244,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
-        averaged = checkpoint.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
+        averaged = checkpoint_io.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
     exported = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
 

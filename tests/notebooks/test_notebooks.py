@@ -238,11 +238,6 @@ def workspace(no_shared_cluster, tmp_path_factory):
     return folder
 
 
-def test_nbval_runs_the_first_notebook(workspace):
-    """Shrunk, from another folder, with renamed helpers; without the sections, as the README's main command does."""
-    run_by_nbval(workspace, NOTEBOOKS[0], sections=[])
-
-
 # The hand-written cells of the deeper two are run by `test_by_hand`, the prompt box by `test_browser`, and of the last
 # one its path alone. `tests.execute_notebooks` runs every cell, and those of the other notebooks, which take as long.
 CHOSEN = {
@@ -256,7 +251,9 @@ CHOSEN = {
 @pytest.mark.timeout(2400)  # of many runs: a cell that hangs ends after 600 s
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_nbval_runs_a_notebook(name, workspace):
-    """Of the first one every section, and the main cells twice, as a user would; of the last one PRX with flow."""
+    """From another folder, with renamed helpers. Of the first one every section, and the main cells twice, as a user
+    would; of the last one PRX with flow.
+    """
     change = functools.partial(shrink, twice=name == NOTEBOOKS[0])
     run_by_nbval(workspace, name, change=change, **CHOSEN[name])
 

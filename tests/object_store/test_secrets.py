@@ -13,16 +13,15 @@ from tests.object_store.s3_server import S3Server
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECRET, HUB_TOKEN = "canary/of+the/store", "hf_canaryOfTheHub"
-# Encodes and trains by the notebooks' own functions, then writes down what Ray's GCS answers anybody who asks.
+# Trains on the notebook's latents by the other notebook's functions, then writes down what Ray's GCS answers anybody who asks.
 SCRIPT = """
 import sys, ray
 from helpers.runtime import session
 from helpers.train import monitor
-from tests.pipelines import draw_and_encode, fit, short_run
+from tests.pipelines import fit, short_run
 
 session.connect("local", num_cpus=4)
-storage = draw_and_encode("s3://bucket/secrets", 96)
-config = short_run(storage, "run", max_steps=10, trackers=["tensorboard"])
+config = short_run("s3://bucket/notebook", "run", max_steps=10, trackers=["tensorboard"])
 with monitor.monitor_run(config):
     fit(config)
 gcs = ray._private.worker.global_worker.gcs_client
@@ -62,7 +61,7 @@ def test_a_secret_is_in_no_file_and_in_no_answer_while_the_store_is_used_with_it
                 [sys.executable, *command], env=variables, cwd=tmp_path, capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr[-4000:]
-        assert server.keys("notebook/latents") and server.keys("secrets/runs/run") and server.refused == 0
+        assert server.keys("notebook/latents") and server.keys("notebook/runs/run") and server.refused == 0
         stored = {key: data for (_, key), (data, _) in server.objects.items()}
         assert any("events.out.tfevents" in key for key in stored)
         files = [path for place in (folder, tmp_path) for path in pathlib.Path(place).rglob("*") if path.is_file()]

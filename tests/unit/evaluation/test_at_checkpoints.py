@@ -15,11 +15,11 @@ from PIL import Image
 from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
 from helpers.encode import captions, encoder
-from helpers.evaluation import at_checkpoints
+from helpers.evaluation import at_checkpoints, settings, tasks
 from helpers.latents.manifest import DataSets, write_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
-from helpers.train import checkpoint, results
+from helpers.train import checkpoint, checkpoint_io, results
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
 from tests.latents import SHAPES
@@ -72,7 +72,7 @@ def build_run(tmp_path, build_manifest, build_latents):
 
 
 def evaluate_denoiser(config, seed=0, step=10, prompts=PROMPTS, agreement=None):
-    evaluation = at_checkpoints.Evaluation(config, prompts, agreement)
+    evaluation = settings.Evaluation(config, prompts, agreement)
     return at_checkpoints.evaluate_denoiser(build_denoiser("tiny", seed=seed).eval(), evaluation, step)
 
 
@@ -151,7 +151,7 @@ def test_the_small_clip_judges_only_what_it_knows(build_run, build_manifest):
 
 
 def test_several_ranks_draw_what_one_draws(build_run, monkeypatch):
-    evaluator = at_checkpoints.Evaluator(build_denoiser("tiny").eval(), at_checkpoints.Evaluation(build_run(), PROMPTS))
+    evaluator = at_checkpoints.Evaluator(build_denoiser("tiny").eval(), settings.Evaluation(build_run(), PROMPTS))
     alone, parts = evaluator.draw(), []
     for ranks in (2, 8):  # more than there are prompts and held-out rows
         monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
@@ -206,7 +206,7 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     saved = [checkpoint_at(config, step) for step in steps]
     for one, axis in zip(saved, (0, 1, 0), strict=True):
         monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
-        at_checkpoints.validate(one, at_checkpoints.Evaluation(config))
+        tasks.validate(one, settings.Evaluation(config))
     found = results.read_results(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
     # CLIP computes on another number of threads there.
@@ -232,7 +232,7 @@ def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, cou
     config = build_run()
     monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
     at_checkpoints.OnWorkers(PROMPTS)(build_denoiser("tiny").eval(), config, 10)
-    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), at_checkpoints.Evaluation(config))
+    found = at_checkpoints.score_checkpoint(checkpoint_at(config, 10), settings.Evaluation(config))
     assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
     assert not {"unfinished", "to_score"} & found.keys()
 
@@ -244,13 +244,13 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
     try:
         config = build_run(precision="bf16", strategy=strategy, clip_model=None)
         state = TrainStep(config, DataSets.open(config.proportions).first)
-        folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
-        checkpoint.async_save(folder, state, step=10, stager=stager)()
+        folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint_io.open_stager()
+        checkpoint_io.async_save(folder, state, step=10, stager=stager)()
         with state.averaged() as denoiser:
-            by_trainers = at_checkpoints.Evaluator(denoiser, at_checkpoints.Evaluation(config, [])).losses(10)
+            by_trainers = at_checkpoints.Evaluator(denoiser, settings.Evaluation(config, [])).losses(10)
     finally:
         dist.destroy_process_group()
-    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), at_checkpoints.Evaluation(config, []))
+    by_task = at_checkpoints.evaluate_checkpoint(ray.train.Checkpoint(folder), settings.Evaluation(config, []))
     in_fp32 = evaluate_denoiser(dataclasses.replace(config, precision="fp32"), config.seed, prompts=[])
     loss, error = in_fp32["validation_loss"], abs(in_fp32["validation_loss"] - by_trainers["validation_loss"])
     assert 0 < error < 0.01 * loss
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
     incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
     storage.write_text(incomplete, "half")
-    found = at_checkpoints.validate(old, at_checkpoints.Evaluation(config))
+    found = tasks.validate(old, settings.Evaluation(config))
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert (
         results.read_results(config.run_uri) == [found]
@@ -302,8 +302,8 @@ def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
 
 def test_the_best_by_agreement_needs_a_judge(build_run):
     with pytest.raises(ValueError, match="best_by='agreement' needs an agreement function"):
-        at_checkpoints.validation_config(build_run(best_by="agreement"))
+        tasks.validation_config(build_run(best_by="agreement"))
     config = build_run(best_by="agreement")
-    made = at_checkpoints.validation_config(config, PROMPTS, captioned_shapes.agreement)
-    assert made.fn.keywords["evaluation"] == at_checkpoints.Evaluation(config, PROMPTS, captioned_shapes.agreement)
+    made = tasks.validation_config(config, PROMPTS, captioned_shapes.agreement)
+    assert made.fn.keywords["evaluation"] == settings.Evaluation(config, PROMPTS, captioned_shapes.agreement)
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}

@@ -14,7 +14,7 @@ import torch
 from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
 from helpers.runtime import drain, retries
-from helpers.train import checkpoint, faults, monitor, resume, setup, sources
+from helpers.train import checkpoint, dataset, devices, faults, monitor, resume, setup, sources
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
 from helpers.train.profiling import throughput
 from tests.processes import run_script
@@ -130,13 +130,13 @@ def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
     """Even if another one is completed in between, by a worker that is being replaced."""
     config = TrainingConfig(storage=str(tmp_path), run_name="run")
     source = sources.StepSource(config)
-    assert resume.choose_resume_point(config) == {"checkpoint": None, "step": 0} == source.resume_point()
+    assert dataset.choose_resume_point(config) == {"checkpoint": None, "step": 0} == source.resume_point()
     write_checkpoint(config.run_uri, 10)
-    point = resume.choose_resume_point(config)
+    point = dataset.choose_resume_point(config)
     write_checkpoint(config.run_uri, 20)
     assert source.resume_point() == point
     assert point == {"checkpoint": storage.join(config.run_uri, checkpoint.checkpoint_name(10, 1)), "step": 10}
-    assert resume.choose_resume_point(config)["step"] == 20 == resume.last_step(config)
+    assert dataset.choose_resume_point(config)["step"] == 20 == resume.last_step(config)
 
 
 def test_the_reason_of_a_failure_is_recorded_once(run_uri):
@@ -157,13 +157,13 @@ def test_an_error_is_summarized_in_a_sentence():
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
     device, multiply = torch.device("cpu"), torch.bmm
-    assert faults.check_device(device) is None
+    assert devices.check_device(device) is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda one, other: multiply(one, other).index_fill_(1, torch.tensor([7]), 0))
-        assert faults.check_device(device) == "multiplies matrices wrongly"
-    assert faults.check_links(device) is None
+        assert devices.check_device(device) == "multiplies matrices wrongly"
+    assert devices.check_links(device) is None
     monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
-    assert faults.check_links(device) == "got wrong sums from the other workers"
+    assert devices.check_links(device) == "got wrong sums from the other workers"
 
 
 def test_what_an_earlier_call_left_in_the_buffer_is_not_taken_for_gathered_values(monkeypatch):
@@ -212,7 +212,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devic
         for rank, (device, link) in enumerate(zip(devices, links, strict=True))
     ]
     storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
-    assert faults.exclude(config.run_uri, everyone) == sick
+    assert devices.exclude(config.run_uri, everyone) == sick
     assert sorted(drained) == [f"node {rank}" for rank in sick or []]
     assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
 
@@ -221,7 +221,7 @@ def test_no_machine_is_excluded_while_the_head_is_not_known(tmp_path, monkeypatc
     config = TrainingConfig(storage=str(tmp_path), run_name="sick")
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node 1", "Resources": {}}])
     everyone = [{"device": "wrong", "links": None, "text": "0 is sick", "node": "node 1"}]
-    assert faults.exclude(config.run_uri, everyone) == []
+    assert devices.exclude(config.run_uri, everyone) == []
     assert storage.exists(storage.join(config.run_uri, faults.ENDED))
 
 

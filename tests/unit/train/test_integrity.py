@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from helpers import storage
 from helpers.model import diffusion
-from helpers.train import checkpoint
+from helpers.train import checkpoint, checkpoint_io
 from helpers.train.integrity import METADATA, DamagedCheckpoint, MetadataUnpickler, find_damage
 
 
@@ -28,7 +28,7 @@ def parts(seed=0):
 def save(run, step):
     folder = run / checkpoint.checkpoint_name(step, 1)
     folder.mkdir(parents=True)
-    checkpoint.async_save(str(folder), parts(step), step=step, stager=checkpoint.open_stager())()
+    checkpoint_io.async_save(str(folder), parts(step), step=step, stager=checkpoint_io.open_stager())()
     return folder
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_damaged_at_its_full_size_is_left_for_the_one_before(run, d
     file.write_bytes(data)
     assert checkpoint.find_corruption(str(newest)) is None  # all files are there
     with pytest.raises(DamagedCheckpoint, match="is damaged at byte|which no checkpoint holds"):
-        checkpoint.load(str(newest), parts())
+        checkpoint_io.load(str(newest), parts())
     uri, (sentence,) = checkpoint.last_sound(str(run))
     assert storage.name(uri) == checkpoint.checkpoint_name(1, 1)
     assert sentence.startswith(f"{newest.name} cannot be used: its file {file.name} is damaged at byte ")
@@ -88,7 +88,7 @@ def test_checkpoints_saved_without_checksums_still_load(run):
     progress = json.loads((newest / checkpoint.PROGRESS).read_text())
     del progress["checksums"]
     (newest / checkpoint.PROGRESS).write_text(json.dumps(progress))
-    assert checkpoint.last_sound(str(run)) == (str(newest), []) and checkpoint.load(str(newest), parts()) == 2
+    assert checkpoint.last_sound(str(run)) == (str(newest), []) and checkpoint_io.load(str(newest), parts()) == 2
 
 
 class Canary:
@@ -108,7 +108,7 @@ def test_code_in_a_foreign_checkpoints_metadata_is_not_run(run, tmp_path):
     (newest / METADATA).write_bytes(pickle.dumps(metadata))
     (newest / checkpoint.PROGRESS).unlink()  # a foreign one has no checksums, or others
     with pytest.raises(DamagedCheckpoint, match="names (builtins.getattr|pathlib.*touch), which no checkpoint holds"):
-        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
+        checkpoint_io.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
     assert not canary.exists()
     pickle.loads((newest / METADATA).read_bytes())
     assert canary.exists()
@@ -121,7 +121,7 @@ def test_code_in_a_foreign_checkpoints_entries_is_not_run(tmp_path):
     canary.unlink(missing_ok=True)
     wanted = {"model": {**model.state_dict(), "extra": None}}
     with pytest.raises(DamagedCheckpoint, match="model.extra holds more than numbers and texts"):
-        checkpoint.read(str(tmp_path / "foreign"), wanted, no_dist=True)
+        checkpoint_io.read(str(tmp_path / "foreign"), wanted, no_dist=True)
     assert not canary.exists()
 
 
@@ -133,7 +133,7 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
     (newest / METADATA).write_bytes(pickle.dumps(metadata))
     (newest / checkpoint.PROGRESS).unlink()
     with pytest.raises(DamagedCheckpoint, match="names a file outside of it"):
-        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
+        checkpoint_io.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
 
 
 def test_every_byte_of_a_checkpoint_is_covered_by_a_checksum(run):

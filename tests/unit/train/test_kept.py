@@ -17,7 +17,7 @@ from helpers.encode import encoder, prepare_online
 from helpers.latents import held_out, read, schema
 from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_manifest
 from helpers.latents.plan import Plan, Shape
-from helpers.train import kept, resume, sources
+from helpers.train import dataset, kept, resume, sources
 from tests.latents import build_segment, plan_for, read_steps
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
 
@@ -90,8 +90,8 @@ class Run:
         self.manifest = manifest
         write_manifest(self.config.latents_uri, manifest, [build_segment([("0.parquet", GROUPS)])])
         patch.setattr(resume, "last_step", lambda config: self.saved)
-        patch.setattr(sources, "choose_resume_point", lambda config: {"step": self.saved})
-        patch.setattr(sources, "join_blocks", lambda rows, *_: rows)
+        patch.setattr(dataset, "choose_resume_point", lambda config: {"step": self.saved})
+        patch.setattr(dataset, "join_blocks", lambda rows, *_: rows)
         patch.setattr(held_out, "of_run", lambda config: None)
 
     def stream(self, plan, first_step, end_step):
@@ -111,7 +111,7 @@ class Run:
         if source.stream is read.latents_dataset:
             source.stream = self.stored
         steps = range(self.saved - begin, source.end_step - begin)
-        blocks = source.dataset().iter_batches()
+        blocks = source.datasets["train"]().iter_batches()
         for step, units in zip(steps, read.worker_units(blocks, plan, steps, 0, 1), strict=True):
             if step + begin == die_at and die_at not in self.died:
                 self.died.add(die_at)
@@ -233,7 +233,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(start, monkeypatch, kill):
     straight, disturbed = start("straight"), start("disturbed")
     with monkeypatch.context() as patch:
         patch.setattr(resume, "last_step", lambda config: straight.saved)
-        patch.setattr(sources, "choose_resume_point", lambda config: {"step": straight.saved})
+        patch.setattr(dataset, "choose_resume_point", lambda config: {"step": straight.saved})
         patch.setattr(sources, "latents_dataset", straight.stored)
         straight.go()
     with monkeypatch.context() as patch:
@@ -318,7 +318,7 @@ def test_a_run_that_lost_its_later_checkpoints_encodes_again(start):
         assert found.equals(steps[step])
     run.saved = 3
     with pytest.raises(RuntimeError, match=f"after step {PER_EPOCH} are damaged: it resumes at step 3, whose"):
-        sources.StepSource(run.config, first_step=PER_EPOCH).dataset()
+        sources.StepSource(run.config, first_step=PER_EPOCH).datasets["train"]()
 
 
 def test_keep_latents_cannot_be_changed_within_a_run(start):

@@ -12,7 +12,7 @@ from helpers import storage
 from helpers.config.notebook import OnlineConfig, TrainingConfig
 from helpers.encode import prepare_online
 from helpers.model.denoisers import adapter_of, build_denoiser, load_denoiser_config
-from helpers.train import checkpoint, resume, setup, start
+from helpers.train import checkpoint, checkpoint_io, dataset, setup, start
 from tests.steps import MIDDLE, STEPS, everything, same, save, train
 from tests.unit.model.test_denoisers import SMALL
 
@@ -58,24 +58,24 @@ def test_a_continued_run_is_bitwise_the_longer_run(first, second, build_step, ro
     grown = dataclasses.replace(config, max_steps=STEPS)
     setup.check_resume(grown, setup.read_earlier(config)["parameters"])
     for run in (continued, grown):
-        point = resume.choose_resume_point(run)
+        point = dataset.choose_resume_point(run)
         assert point == {"checkpoint": checkpoint_of(first), "step": MIDDLE}
         state = build_step(**run.to_dict())
-        assert checkpoint.load(point["checkpoint"], state) == MIDDLE
+        assert checkpoint_io.load(point["checkpoint"], state) == MIDDLE
         assert train(state, rows, MIDDLE) == lines[MIDDLE:] and same(everything(state), at_end)
 
 
 def test_a_runs_own_checkpoints_come_before_those_that_it_continues(first, second, build_step):
     continued = second(run_name="resumed", continue_from="first@3", max_steps=9)
     save(storage.join(continued.run_uri, checkpoint.checkpoint_name(5, 1)), build_step(**continued.to_dict()), 5)
-    assert resume.choose_resume_point(continued)["step"] == 5
+    assert dataset.choose_resume_point(continued)["step"] == 5
     assert start.check_start(dataclasses.replace(continued, continue_from="deleted@3"), DATA) == []
 
 
 def test_a_continued_run_computes_with_its_own_parameters(first, second, build_step):
     changed = {"learning_rate": 5e-4, "weight_decay": 0.3, "adam_beta2": 0.9, "ema_decay": 0.5}
     state = build_step(**second(continue_from="first", max_steps=STEPS, **changed).to_dict())
-    checkpoint.load(checkpoint_of(first), state)
+    checkpoint_io.load(checkpoint_of(first), state)
     (group,) = state.optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (5e-4, 0.3, (0.9, 0.9)) and state.ema.decay == 0.5
     assert same(everything(state), first[1])
@@ -185,7 +185,7 @@ def weights_from(config):
 
 @pytest.mark.parametrize("which", ["model", "ema"])
 def test_a_run_starts_from_the_weights_of_a_run_or_a_checkpoint(first, second, which):
-    loaded = checkpoint.load_weights(checkpoint_of(first), build_denoiser(first[0].unet_config), which).state_dict()
+    loaded = checkpoint_io.load_weights(checkpoint_of(first), build_denoiser(first[0].unet_config), which).state_dict()
     for given in ("first", f"first@{MIDDLE}", first[0].run_uri, checkpoint_of(first)):
         found = weights_from(second(init_from=given, init_weights=which))
         assert all(torch.equal(found[name], loaded[name]) for name in loaded)
