@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)  # stable: within a folder as they were collected
 
 
-SAME_RUN = ["tests/cluster/test_training.py", "tests/cluster/test_faults.py"]  # use one long run, which is then made once
+# They use the same long run, which is then made once.
+SAME_RUN = ["tests/cluster/test_training.py", "tests/cluster/test_faults.py"]
 
 
 class ByFile(LoadFileScheduling):

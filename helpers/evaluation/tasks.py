@@ -36,7 +36,7 @@ def validation_config(
     Raises ValueError for prompts that cannot be used, and for `best_by="agreement"` without `agreement`.
     """
     if config.validate_every:
-        from .at_checkpoints import resolve_prompts  # loads the models' code, as `evaluate` does
+        from .at_checkpoints import resolve_prompts  # loads the models' code, as `evaluate_here` does
 
         prompts = resolve_prompts(config, prompts)
         held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
@@ -75,7 +75,7 @@ def validate(
     config, step = evaluation.config, checkpoint.step_of_name(saved.path)
     options = {"num_cpus": 1, "max_retries": 0}
     if "to_score" in results.read_result(config.run_uri, step):
-        return run_task(score, saved, evaluation, options, timeout_s)
+        return run_task(score_here, saved, evaluation, options, timeout_s)
     if isinstance(saved, faults.LostCheckpoint):
         return results.note(config.run_uri, step, skipped="its checkpoint could not be uploaded")
     if (newest := newest_due(config)) > step:
@@ -83,7 +83,7 @@ def validate(
         return results.note(config.run_uri, step, skipped=skipped)
     if config.use_gpu:  # a GPU's memory is freed when the task's process ends, after one call
         options |= {"num_gpus": 1, "max_calls": 1, "accelerator_type": config.training_accelerator_type}
-    return run_task(work or evaluate, saved, evaluation, options | (where or {}), timeout_s)
+    return run_task(work or evaluate_here, saved, evaluation, options | (where or {}), timeout_s)
 
 
 def run_task(
@@ -116,14 +116,14 @@ def newest_due(config: TrainingConfig) -> int:
     return 0
 
 
-def evaluate(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
+def evaluate_here(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
     """`at_checkpoints.evaluate_checkpoint`, in a task that alone loads the models' code."""
     from .at_checkpoints import evaluate_checkpoint
 
     return evaluate_checkpoint(saved, evaluation)
 
 
-def score(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
+def score_here(saved: ray.train.Checkpoint, evaluation: Evaluation) -> dict[str, Any]:
     """`at_checkpoints.score_checkpoint`, in such a task."""
     from .at_checkpoints import score_checkpoint
 

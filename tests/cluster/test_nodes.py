@@ -380,7 +380,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 
-    monkeypatch.setattr(tasks, "score", where)
+    monkeypatch.setattr(tasks, "score_here", where)
     results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
     assert tasks.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)

@@ -13,7 +13,7 @@ from tests.object_store.s3_server import S3Server
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECRET, HUB_TOKEN = "canary/of+the/store", "hf_canaryOfTheHub"
-# Trains on the notebook's latents by the other notebook's functions, then writes down what Ray's GCS answers anybody who asks.
+# Trains on the notebook's latents as the other notebook does, then writes down what Ray's GCS answers anybody.
 SCRIPT = """
 import sys, ray
 from helpers.runtime import session
