@@ -1,6 +1,6 @@
 """Evaluation of a run's checkpoints while it trains: held-out loss by noise level, images of fixed prompts, scores.
 
-Ray Train calls `tasks.validate` for each checkpoint that is due. A Ray task then does the work
+Ray Train calls `validation.validate` for each checkpoint that is due. A Ray task then does the work
 (`evaluate_checkpoint`). If the trainers use all GPUs, they compute losses and images between two steps (`OnWorkers`),
 and the task only scores the images, on CPUs (`score_checkpoint`). Results: `train.results`; images: the run's
 `evaluation/{step}/`.

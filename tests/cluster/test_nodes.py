@@ -22,7 +22,7 @@ from ray.train import ScalingConfig
 from helpers import storage
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
 from helpers.encode import online, prepare_online
-from helpers.evaluation import settings, tasks
+from helpers.evaluation import settings, validation
 from helpers.latents.manifest import read_segments
 from helpers.lesson import captioned_shapes
 from helpers.runtime import session
@@ -370,7 +370,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     found = [session.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
     assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
-    found = tasks.validate(saved, settings.Evaluation(config), work=where)
+    found = validation.validate(saved, settings.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
@@ -380,9 +380,9 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 
-    monkeypatch.setattr(tasks, "score_here", where)
+    monkeypatch.setattr(validation, "score_here", where)
     results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
-    assert tasks.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
+    assert validation.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
         lose(nodes, node)

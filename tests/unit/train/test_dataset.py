@@ -8,7 +8,7 @@ import pytest
 from ray import cloudpickle
 
 from helpers.config.training import TrainingConfig
-from helpers.evaluation import settings, tasks
+from helpers.evaluation import settings, validation
 from helpers.lesson import captioned_shapes
 from helpers.train import faults, sources
 
@@ -30,7 +30,7 @@ HANDED_OVER = {
     "the process of a run's data": source_of,
     "the controller, as callbacks": lambda config: faults.RecordFailures(config.run_uri),
     "the controller, and the task that waits for an evaluation": lambda config: functools.partial(
-        tasks.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
+        validation.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The Ray tasks in which checkpoints are evaluated, one at a time, in parallel with training.
+"""Validation beside the training: the Ray tasks in which checkpoints are evaluated, one at a time.
 
 Ray Train ends a run whose validation is killed or runs out of memory, so `validate` only waits for another task, which
 does the work, and records its outcome. Its process, and Ray Train's controller, load this module, and not PyTorch.
