@@ -399,7 +399,7 @@ def test_columns_that_are_not_there_are_named(tmp_path):
             path, **{parameter: "x"}
         )
     for changes, said in (
-        ({"jpg": pa.array([1, 2])}, "holds nothing that is an image: name the column of pictures or their paths"),
+        ({"jpg": pa.array([1, 2])}, "holds nothing that is an image: name the column of images or their paths"),
         ({"mask": pa.array([picture()] * 2)}, ""),
     ):
         rows = table(**changes)

@@ -31,7 +31,7 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
 
     On a GPU this memory is pinned: `gpu_checks` does the same there.
     """
-    trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+    trained, write = threading.Event(), checkpoint_io.dcp.FileSystemWriter.write_data
     stager, held, places = checkpoint_io.open_stager(), {}, []
     stage = stager.stage
 
@@ -46,7 +46,7 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
         places.append([tensor.data_ptr() for tensor in tensors])
         return made
 
-    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
+    monkeypatch.setattr(checkpoint_io.dcp.FileSystemWriter, "write_data", write_late)
     monkeypatch.setattr(stager, "stage", record)
     state = build_step(ema_start=ema_start)
     found = train(state, rows, 0, 2)

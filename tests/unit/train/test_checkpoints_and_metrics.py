@@ -183,7 +183,7 @@ def test_what_an_earlier_call_left_in_the_buffer_is_not_taken_for_gathered_value
 
 
 @pytest.mark.parametrize(
-    ("devices", "links", "before", "sick"),
+    ("computing", "links", "before", "sick"),
     [
         ("....", "....", [], None),
         (".x..", "xxxx", [], [1]),  # its wrong results spoil everyone's sums
@@ -196,7 +196,7 @@ def test_what_an_earlier_call_left_in_the_buffer_is_not_taken_for_gathered_value
         (".x..", "....", ["a", "node 1"], [1]),  # asked for in vain before
     ],
 )
-def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devices, links, before, sick):
+def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, computing, links, before, sick):
     config, drained = TrainingConfig(storage=str(tmp_path), run_name="sick"), []
     head = {"NodeID": "node 0", "Resources": {"node:__internal_head__": 1.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [head, {"NodeID": "node 1", "Resources": {}}])
@@ -209,7 +209,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, devic
             "text": f"{rank} is sick",
             "node": f"node {rank}",
         }
-        for rank, (device, link) in enumerate(zip(devices, links, strict=True))
+        for rank, (device, link) in enumerate(zip(computing, links, strict=True))
     ]
     storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
     assert devices.exclude(config.run_uri, everyone) == sick
