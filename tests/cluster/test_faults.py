@@ -21,7 +21,7 @@ from helpers.config.notebook import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import read
 from helpers.latents.manifest import read_files, read_manifest
-from helpers.lesson import captioned_shapes
+from helpers.lesson import captioned_shapes, fault_injection
 from helpers.raw import inputs
 from helpers.runtime import progress
 from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
@@ -94,10 +94,14 @@ def test_killed_driver_and_damaged_checkpoints_lose_nothing(run, straight, tmp_p
 
 @slow
 def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, capsys):
-    """One dies while it uploads the checkpoint of step 20: that is not used, and the next command deletes it."""
+    """One is killed as the lesson does it, the other dies while it uploads the checkpoint of step 20.
+
+    That checkpoint is not used, and the next command deletes it.
+    """
     config = run_of(run, "killed", max_failures=2)
-    killed = loop_with((die, 13, 1, tmp_path / "rank 1"))
-    with monitor.monitor_run(config):
+    # Step 13 is done once the checkpoint of step 10 is complete, and step 14 not before the kill.
+    killed = loop_with((bool, 12, 1, tmp_path / "saved"), (wait_for_ever, 13, 1, tmp_path / "rank 1"))
+    with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=1, at_step=13):
         fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "rank 0"), 20, inner=killed))
     assert "lost: worker" in capsys.readouterr().out and len(faults.read_failures(config.run_uri)) == 2
     assert attempts_of(config) == [1, 11, 11]

@@ -238,11 +238,11 @@ def workspace(no_shared_cluster, tmp_path_factory):
     return folder
 
 
-# The hand-written cells of the deeper two are run by `test_by_hand`, the prompt box by `test_browser`, and of the last
-# one its path alone. `tests.execute_notebooks` runs every cell, and those of the other notebooks, which take as long.
+# Of the deeper two their path alone: `test_by_hand` runs the hand-written cells, `test_browser` the prompt box, and what
+# the sections show is tested in tests/cluster. `tests.execute_notebooks` runs every cell of all notebooks.
 CHOSEN = {
     NOTEBOOKS[0]: {},
-    NOTEBOOKS[1]: {"sections": ["faults"]},
+    NOTEBOOKS[1]: {"sections": []},
     NOTEBOOKS[2]: {"sections": [], "unet_config": "tiny-transformer", "prediction_type": "flow"},
 }
 
