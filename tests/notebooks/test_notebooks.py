@@ -238,8 +238,8 @@ def workspace(no_shared_cluster, tmp_path_factory):
     return folder
 
 
-# Of the deeper two their path alone: `test_by_hand` runs the hand-written cells, `test_browser` the prompt box, and what
-# the sections show is tested in tests/cluster. `tests.execute_notebooks` runs every cell of all notebooks.
+# Of the deeper two their path alone: `test_by_hand` runs the hand-written cells, `test_browser` the prompt box, and
+# tests/cluster shows what the sections show. `tests.execute_notebooks` runs every cell of all notebooks.
 CHOSEN = {
     NOTEBOOKS[0]: {},
     NOTEBOOKS[1]: {"sections": []},
