@@ -178,7 +178,7 @@ def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
 @slow
 def test_a_nan_ends_a_run_at_once(run):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
-    config = run_of(run, "not-finite", **ONE_WORKER, max_failures=3)
+    config = run_of(run, "not-finite", max_failures=3)
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
     with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_nan(13))
