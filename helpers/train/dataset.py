@@ -1,4 +1,7 @@
-"""What Ray's own process for a run's data calls: the choice of a checkpoint, and the blocks from there. No PyTorch."""
+"""What Ray's own process for a run's data calls: the choice of a checkpoint, and the blocks from there.
+
+It loads PyTorch only if there is a checkpoint to check, or if the stream encodes.
+"""
 
 from __future__ import annotations
 

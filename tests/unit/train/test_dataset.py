@@ -27,7 +27,7 @@ def source_of(config):
 
 
 HANDED_OVER = {
-    "the process of a run's data": source_of,
+    "the process of stored data": source_of,
     "the controller, as callbacks": lambda config: faults.RecordFailures(config.run_uri),
     "the controller, and the task that waits for an evaluation": lambda config: functools.partial(
         validation.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
