@@ -222,12 +222,13 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
             before, quiet = now, quiet + 1 if now == before else 0
         return before
 
+    most = min(20 * 2**20 / manifest.row_bytes, config.max_steps * config.global_batch_size / 10)
     taken = len(next(blocks))
     ahead = encoded_when_it_stops() - taken
-    assert 0 < ahead * manifest.row_bytes < 20 * 2**20 and ahead < config.max_steps * config.global_batch_size / 10
+    assert 0 < ahead < most
     while taken < 2 * ahead:  # what was made ahead is used, and more is made
         taken += len(next(blocks))
-    assert encoded_when_it_stops() - taken < 1.5 * ahead
+    assert encoded_when_it_stops() - taken < most
 
 
 @slow

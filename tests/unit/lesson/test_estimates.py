@@ -110,7 +110,7 @@ def test_hours_of_two_billion_rows_follow_from_the_counted_flops():
     hours = estimates.training_hours(2e9, encoders * estimates.encoder_rate(256, 512))
     text = (ROOT / "helpers/lesson/Scaling.ipynb").read_text()
     dollars = round(hours * encoders * planner.MACHINES["g5.2xlarge"].dollars_per_hour, -2)
-    assert f"{encoders} of them {hours:.0f} hours" in text and f"That costs ${dollars:,.0f}, more" in text
+    assert f"{encoders} A10Gs need {hours:.0f} hours" in text and f"That costs ${dollars:,.0f}, more" in text
     assert "-f helpers/profiles/full-sd2-256.yaml" in (ROOT / "helpers/clusters/README.md").read_text()
 
 

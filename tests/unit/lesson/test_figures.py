@@ -48,10 +48,10 @@ EVERY = {
     "bandwidth_by_size": (lambda f: f(NETWORK, expected={"EFA": 50.0}), "all-reduce 2 GB/s at most"),
     "pictures": (
         lambda f: f([PICTURE, PICTURE[..., 0]], [CAPTION] * 2, marks=["", "no"]),
-        "2 pictures, 1 of them right",
+        "2 images, 1 of them right",
     ),
     "transform_steps": (lambda f: f(STEPS), "decoded (96 x 64 px), then small (32 x 32 px)"),
-    "latents_panel": (lambda _: latents(), "4 channels of 2 x 2, as mean and std; decoding the mean gives the picture"),
+    "latents_panel": (lambda _: latents(), "4 channels of 2 x 2, as mean and std; decoding the mean gives the image"),
     "stage_throughput": (lambda f: f(STAGES), "encode: 300 images/s, 2 workers, the bottleneck"),
     "noise_schedule_curves": (lambda f: f(ALPHAS), "from 1.00 to 0.07"),
     "interrupted_run": (lambda f: f(RUN, ATTEMPTS), "a worker is killed after step 45, 20 steps done again"),
