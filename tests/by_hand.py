@@ -47,25 +47,30 @@ def run_until(notebook, wanted, **values):
     raise NameError(f"No tagged cell of {notebook} defines {wanted}.")
 
 
-def assemble(folder, **settings):
+def assemble(folder, leave_out=None, **settings):
     """The script: it encodes `folder`/raw, trains, resumes, draws, and writes a pipeline to `folder`/pipeline.
 
-    `settings`: replace those of the cell that defines them.
+    Args:
+        leave_out: a cell's whole source, which the script does not have.
+        settings: replace those of the cell that defines them.
     """
     folder = pathlib.Path(folder).resolve()
     begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=MODELS)
     parts = [begin]
-    for cell in cells():
+    wanted = cells()
+    if leave_out:
+        wanted.remove(leave_out)
+    for cell in wanted:
         parts.append(cell + "\n")
         if "def fit_by_hand" in cell:
             parts.append(f"settings |= {settings!r}\n")
     return "\n\n".join([*parts, END.format(folder=f"{folder}/pipeline")])
 
 
-def run(folder, **settings):
-    """Run the script where `helpers` cannot be imported; returns what it printed."""
+def run(folder, **options):
+    """Run the script (`options`: see `assemble`) where `helpers` cannot be imported; returns what it printed."""
     script = pathlib.Path(folder) / "by_hand.py"
-    script.write_text(assemble(folder, **settings))
+    script.write_text(assemble(folder, **options))
     environment = {**os.environ, "RAY_AUTH_TOKEN": "by hand"}  # or Ray would write one to the home
     command = [sys.executable, "-I", script.name]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)

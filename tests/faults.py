@@ -112,8 +112,9 @@ def loop_with(*events):
     return loop
 
 
-def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
-    """`inner`, whose rank 0 dies while it uploads the checkpoint of a step: large files are half there."""
+def loop_with_cut_off_upload(flag, step, attempt, inner=train_loop_per_worker):
+    """`inner`, whose rank 0 dies while it uploads an attempt's checkpoint of a step: large files are half there."""
+    cut_short = checkpoint.checkpoint_name(step, attempt)
 
     def half_a_checkpoint(folder, uri):
         target = pathlib.Path(uri)
@@ -131,7 +132,7 @@ def loop_with_cut_off_upload(flag, step, inner=train_loop_per_worker):
                 half_a_checkpoint(folder, uri)
                 die()
 
-            if storage.name(uri).startswith(f"checkpoint-{step:09d}") and rank == 0:
+            if storage.name(uri) == cut_short and rank == 0:
                 wait_until(lambda: checkpoint_is_there(config, step - 1))
                 once(flag, cut_off)
             copy_folder(folder, uri)

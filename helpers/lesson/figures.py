@@ -508,7 +508,7 @@ def preferences(report: pd.DataFrame, *, title: str) -> DescribedFigure:
         labels.append(f"{question}\n{row[first]:.0f} : {row[second]:.0f}, {undecided} {row[undecided]:.0f}")
         low, share, high = 100 * row["low"], 100 * row["preferred"], 100 * row["high"]
         if np.isnan(share):
-            said.append(f"{question}: {second} preferred by no one")
+            said.append(f"{question}: nobody prefers either")
             continue
         ax.errorbar(share, number, xerr=[[share - low], [high - share]], fmt="o", color=BLUE, capsize=6)
         said.append(f"{question}: {second} preferred by {share:.0f}% ({low:.0f}% to {high:.0f}%)")

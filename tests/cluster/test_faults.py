@@ -21,7 +21,7 @@ from helpers.config.notebook import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import read
 from helpers.latents.manifest import read_files, read_manifest
-from helpers.lesson import captioned_shapes, fault_injection
+from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
 from helpers.runtime import progress
 from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
@@ -66,49 +66,53 @@ def run_of(run, name, **changes):
 # ---- training
 
 
-def test_killed_driver_and_damaged_checkpoints_lose_nothing(run, straight, tmp_path, capsys):
-    """The same run bit by bit: a driver is killed after 33 steps, and the newest checkpoint, of step 30, cut short.
+@slow
+def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight, tmp_path, capsys):
+    """Bit by bit, every step that was done again too. One after another:
 
-    When step 33 is done again, a worker dies, and the new checkpoint of step 30 is damaged at its full size. The one
-    restart that `max_failures` allows is the worker's.
+    - the driver is killed after 33 steps, and the newest checkpoint, of step 30, is cut short;
+    - a worker dies when step 33 is done again, and the new checkpoint of step 30 is damaged at its full size;
+    - a worker is stopped, and the other waits for it in a collective: both are replaced;
+    - a worker dies while it uploads the checkpoint of step 30; the next command deletes what it left;
+    - the driver is interrupted, and the same command goes on from step 30.
+
+    Of the restarts that `max_failures` allows, those of workers count.
     """
-    config = run_of(run, "resumed", max_failures=1)
+    config = run_of(run, "unlucky", max_failures=3, hang_timeout=30)
     run_driver(f"""
         config = TrainingConfig(**{config.to_dict()!r})
         die_when(lambda: steps_done(config) >= 33 and is_listed(config, 30))
         fit(config, loop=loop_with((wait_for_ever, 33, 0, {str(tmp_path / "driver")!r})))
     """)
     newest, file = truncate_newest(config)
+
+    def interrupt():
+        if len(attempts_of(config)) == 5 and steps_done(config) == 33 and resume.last_step(config) == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+            return True
+
     strike = functools.partial(damage_and_die, config.run_uri)
-    with monitor.monitor_run(config):
-        fit(config, loop=loop_with((strike, 33, 0, tmp_path / "worker")))
+    struck, stopped = (strike, 33, 0, tmp_path / "struck"), (stop, 23, 1, tmp_path / "stopped")
+    events = loop_with(struck, stopped, (wait_for_ever, 33, 0, tmp_path / "interrupted"))
+    loop = loop_with_cut_off_upload(str(tmp_path / "cut off"), 30, inner=events, attempt=4)
+    with pytest.raises(KeyboardInterrupt), monitor.monitor_run(config):
+        with progress.poll_in_background(interrupt, every=0.1):
+            fit(config, loop=loop)
     said = capsys.readouterr().out
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said
     assert "lost: checkpoint-000000030-002 cannot be used: its file __" in said
     assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000020-001." in said
-    assert attempts_of(config) == [1, 21, 21]
+    assert any("made no step in" in failure for failure in faults.read_failures(config.run_uri))
+    torn = storage.join(config.run_uri, checkpoint.checkpoint_name(30, 4))
+    assert "bytes of" in checkpoint.find_corruption(torn)
+    # All CPUs at once can only be had when no worker and no task is left.
+    assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fit(config)
+    assert attempts_of(config) == [1, 21, 21, 21, 21, 31]
     assert_same_run(config, straight)
     newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
-    assert newest == [checkpoint.checkpoint_name(40, 3), checkpoint.checkpoint_name(30, 3)]
-
-
-@slow
-def test_killed_workers_of_either_rank_lose_nothing(run, straight, tmp_path, capsys):
-    """One is killed as the lesson does it, the other dies while it uploads the checkpoint of step 20.
-
-    That checkpoint is not used, and the next command deletes it.
-    """
-    config = run_of(run, "killed", max_failures=2)
-    # Step 13 is done once the checkpoint of step 10 is complete, and step 14 not before the kill.
-    killed = loop_with((bool, 12, 1, tmp_path / "saved"), (wait_for_ever, 13, 1, tmp_path / "rank 1"))
-    with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=1, at_step=13):
-        fit(config, loop=loop_with_cut_off_upload(str(tmp_path / "rank 0"), 20, inner=killed))
-    assert "lost: worker" in capsys.readouterr().out and len(faults.read_failures(config.run_uri)) == 2
-    assert attempts_of(config) == [1, 11, 11]
-    assert_same_run(config, straight)
-    torn = storage.join(config.run_uri, checkpoint.checkpoint_name(20, 2))
-    assert "bytes of" in checkpoint.find_corruption(torn)
-    setup.open_run(config)
+    assert newest == [checkpoint.checkpoint_name(40, 6), checkpoint.checkpoint_name(30, 5)]
     assert not storage.exists(torn)
 
 
@@ -123,15 +127,6 @@ def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_t
     said = capsys.readouterr().out
     assert "lost: checkpoint-000000015-001 could not be uploaded: OSError: AWS Error SLOW_DOWN" in said
     assert "evaluation of step 20 skipped: its checkpoint could not be uploaded" in said
-
-
-@slow
-def test_workers_that_hang_are_replaced_the_stopped_one_and_the_one_that_waits_for_it(run, straight, tmp_path):
-    """One is stopped, and the other waits for it in a collective."""
-    config = run_of(run, "hanging", hang_timeout=10)
-    fit(config, loop=loop_with((stop, 13, 1, tmp_path / "stopped")))
-    assert_same_run(config, straight)
-    assert any("made no step in" in failure for failure in faults.read_failures(config.run_uri))
 
 
 def stream_that_dies(plan, first_step, end_step):
@@ -154,25 +149,6 @@ def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
     config = run_of(run, "slow", **ONE_WORKER, hang_timeout=6, max_failures=0, max_steps=15, checkpoint_every=5)
     fit(config, loop=loop_with_slow_parts(9))
     assert attempts_of(config) == [1] and faults.read_failures(config.run_uri) == []
-
-
-@slow
-def test_an_interrupted_run_ends_and_resumes(run, straight, tmp_path):
-    config = run_of(run, "interrupted")
-
-    def interrupt():
-        if steps_done(config) == 33 and resume.last_step(config) == 30:
-            os.kill(os.getpid(), signal.SIGINT)
-            return True
-
-    with pytest.raises(KeyboardInterrupt), progress.poll_in_background(interrupt, every=0.1):
-        fit(config, loop=loop_with((wait_for_ever, 33, 0, tmp_path / "interrupted")))
-    # All CPUs at once can only be had when no worker and no task is left.
-    assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    fit(config)
-    assert attempts_of(config) == [1, 31]
-    assert_same_run(config, straight)
 
 
 @slow

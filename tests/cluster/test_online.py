@@ -22,14 +22,14 @@ from helpers.latents import plan as plan_module
 from helpers.latents import read, schema
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import build_dataset, execution_options, join_blocks, worker_units
-from helpers.lesson import baseline, captioned_shapes, looks
+from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
 from helpers.raw import index
 from helpers.train import faults, metrics, monitor, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests import killing_pictures
 from tests.benchmarks import executor_ceiling
-from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow
+from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow, wait_for_ever
 from tests.killing_pictures import KILLED, KILLS, with_killing_pictures
 from tests.latents import plan_for
 from tests.pipelines import assert_bare, fit, online_stream, short_run
@@ -105,11 +105,11 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
     """
     flags = [str(tmp_path / name) for name in ("stream", "encoder", "worker")]
     config = run_of(raw, "disturbed", max_failures=5)
-    with monitor.monitor_run(config):
+    with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=0, at_step=13):
         fit_online(
             raw,
             config,
-            loop=loop_with((die, 13, 0, flags[2])),
+            loop=loop_with((wait_for_ever, 13, 0, flags[2])),
             latent_encoder=mortal((kill_stream, flags[0]), (die, flags[1])),
         )
     assert all(map(os.path.exists, flags)) and attempts_of(config)[-1] == 9

@@ -23,14 +23,19 @@ def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
 
 @pytest.mark.slow
 def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
-    """And their sampler draws what diffusers' draws. Sharded, in bf16; in the notebook nbval runs them with DDP."""
+    """And their sampler draws what diffusers' draws. Sharded, in bf16; in the executed notebook with DDP.
+
+    The run that crashes shows how one goes on, so the cell that only stops another in the middle is left out.
+    """
     captioned_shapes.write_data_set(tmp_path / "raw", 200, spoilt_share=0.05)
     printed = by_hand.run(
-        tmp_path, batch_size=16, checkpoint_every=2, stop_at=4, max_steps=6, strategy="fsdp", bf16=True
+        tmp_path,
+        leave_out="print(fit_by_hand(settings).metrics)",
+        **{"batch_size": 16, "checkpoint_every": 2, "max_steps": 6, "strategy": "fsdp", "bf16": True},
     )
     assert "200 rows read, 190 written, 10 dropped" in printed
     began = re.findall(r"^{'step': (\d+), 'began_at': (\d+)}$", printed, re.MULTILINE)
-    assert began == [("4", "0"), ("6", "4"), ("20", "10")]  # the last one crashed at step 15
+    assert began == [("6", "0"), ("20", "10")]  # the second one crashed at step 15
     assert int(re.search(r"largest difference of a pixel: (\d+) of 255", printed)[1]) <= 2
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline")
     (picture,) = pipeline("a red circle", height=64, width=64, num_inference_steps=2, output_type="np").images

@@ -1,8 +1,6 @@
 """What the notebooks promise: their form, and that they run, shrunk, from another folder."""
 
 import ast
-import copy
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -209,27 +207,6 @@ def test_most_code_cells_show_something(name):
     assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
 
 
-BY_HAND_SHRUNK = "checkpoint_every=100, max_steps=400, stop_at=200", "checkpoint_every=5, max_steps=20, stop_at=10"
-
-
-def shrink(notebook, twice):
-    """Runs of sections have 30 steps. `twice`: the main lesson's cells stand twice, as if a user had run each again.
-
-    Cells by hand stand once: they train for longer than the others, and begin with an empty folder.
-    """
-    cells = []
-    for cell in notebook.cells:
-        cells.append(cell)
-        once = {"parameters", "injected-parameters", "by-hand"} & set(cell.metadata.get("tags", []))
-        if twice and cell.cell_type == "code" and not once and section_of(cell) in (None, "by-hand"):
-            again = copy.deepcopy(cell)
-            again.id = f"{cell.id}-again"
-            cells.append(again)
-        cell.source = re.sub(r"\bmax_steps=\d{3}\b", "max_steps=30", cell.source)
-    notebook.cells = cells
-    return notebook
-
-
 @pytest.fixture(scope="module")
 def workspace(no_shared_cluster, tmp_path_factory):
     """A folder elsewhere, with a copy of the helpers under another name."""
@@ -238,33 +215,29 @@ def workspace(no_shared_cluster, tmp_path_factory):
     return folder
 
 
-# Of the deeper two their path alone: `test_by_hand` runs the hand-written cells, `test_browser` the prompt box, and
-# tests/cluster shows what the sections show. `tests.execute_notebooks` runs every cell of all notebooks.
+# nbval runs every section of the first notebook, and the path of all three: `test_by_hand` runs the hand-written
+# cells, `test_browser` the prompt box, and tests/cluster shows what the sections show. `tests.execute_notebooks` runs
+# every cell of all notebooks.
 CHOSEN = {
     NOTEBOOKS[0]: {},
-    NOTEBOOKS[1]: {"sections": []},
     NOTEBOOKS[2]: {"sections": [], "unet_config": "tiny-transformer", "prediction_type": "flow"},
 }
 
 
 @slow
 @pytest.mark.timeout(2400)  # of many runs: a cell that hangs ends after 600 s
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_nbval_runs_a_notebook(name, workspace):
-    """From another folder, with renamed helpers. Of the first one every section, and the main cells twice, as a user
-    would; of the last one PRX with flow.
-    """
-    change = functools.partial(shrink, twice=name == NOTEBOOKS[0])
-    run_by_nbval(workspace, name, change=change, **CHOSEN[name])
+    """From another folder, with renamed helpers. The last one trains PRX with flow."""
+    run_by_nbval(workspace, name, **CHOSEN[name])
 
 
-def run_by_nbval(workspace, name, change=lambda notebook: notebook, **parameters):
-    """Execute a notebook; each reads what those before it left there: the order of MOST_CELLS."""
-    name_there = name.replace("helpers", "my_helpers")
-    prepared = workspace / name_there
+def run_by_nbval(workspace, name, **parameters):
+    """Execute a notebook by nbval, in the folder `workspace`."""
+    prepared = workspace / name
     values = {**SHRUNK.get(name, {}), **parameters}
     papermill.execute_notebook(ROOT / name, prepared, parameters=values, prepare_only=True, progress_bar=False)
-    notebook = change(nbformat.reads(prepared.read_text().replace(*BY_HAND_SHRUNK), as_version=4))
+    notebook = nbformat.read(prepared, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.source = cell.source.replace("from helpers", "from my_helpers")
@@ -273,7 +246,7 @@ def run_by_nbval(workspace, name, change=lambda notebook: notebook, **parameters
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=600", "--durations=10", "-q"]
     # pytest-xdist puts the repository on the path, where the kernel would find `helpers` by its old name too.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command += ["-p", "no:cacheprovider", name_there]
+    command += ["-p", "no:cacheprovider", name]
     done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-6000:]
     num_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
@@ -288,12 +261,11 @@ def own_data_commands():
 
 @slow
 def test_readmes_commands_lead_from_ones_own_pictures_to_samples(workspace, tmp_path):
-    """Shrunk by parameters alone. Captions of held-out rows are the prompts where the data is not the drawn one."""
+    """By nbval, shrunk by parameters alone. Captions of held-out rows are the prompts: the data is not drawn."""
     own_data.write_kohya(tmp_path / "pictures")
     here = {"input_uri": str(tmp_path / "pictures"), "storage": str(tmp_path / "storage")}
     for name, given in own_data_commands():
-        values = {**SHRUNK[name], **given, **{key: here[key] for key in given.keys() & here.keys()}}
-        papermill.execute_notebook(ROOT / name, tmp_path / name, parameters=values, progress_bar=False, cwd=str(ROOT))
+        run_by_nbval(workspace, name, **{**given, **{key: here[key] for key in given.keys() & here.keys()}})
     manifest = json.loads((tmp_path / "storage" / "latents" / "manifest.json").read_text())
     assert manifest["read"] == manifest["written"] == 120
     (samples,) = (tmp_path / "storage" / "runs").glob("*/samples")

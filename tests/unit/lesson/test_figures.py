@@ -74,7 +74,7 @@ EVERY = {
     "paired_differences": (lambda f: f(TRIALS, trials.compare_settings(TRIALS)), "flow, loss: 0.5 (0.5 to 0.5)"),
     "preferences": (
         lambda f: f(side_by_side.report(CHOICES, ("early", "late")), title="who"),
-        "quality: late preferred by 75% (30% to 95%); alignment: late preferred by no one",
+        "quality: late preferred by 75% (30% to 95%); alignment: nobody prefers either",
     ),
     "nearest_neighbours": (
         lambda _: nearest(np.linspace(0.3, 0.8, 50)),
