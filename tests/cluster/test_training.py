@@ -197,14 +197,25 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 
 
 @slow
-def test_a_run_with_a_constant_rate_may_get_more_steps_and_is_then_a_bare_loop(data):
-    constant = {"lr_schedule": "constant", "num_training_workers": 1, "validate_every": 0}
+def test_a_run_with_a_constant_rate_may_get_more_steps_or_go_on_as_another_and_is_then_a_bare_loop(data, store):
+    """In a store, of which workers that go on download each file once; that of the same run is checked before."""
+
+    def downloads():
+        return [path for method, path in store.requests if method == "GET" and ".distcp" in path and "grown" in path]
+
+    values = {"latents_uri": storage.join(data, "latents"), "lr_schedule": "constant", "num_training_workers": 2}
     for steps in (8, 16):
-        grown = small(data, "grown", max_steps=steps, **constant)
+        grown = short_run("s3://bucket", "grown", max_steps=steps, **values)
+        assert downloads() == []
         fit(grown)
     assert_bare(grown)
-    with pytest.raises(ValueError, match="^max_steps=16 is not after step 16 of continue_from='grown': make it larger"):
-        setup.open_run(small(data, "third", continue_from="grown", max_steps=16, **constant))
+    of_step_8 = downloads()
+    assert len(set(of_step_8)) == 2 and len(of_step_8) == 4  # a file of each worker
+    another = short_run("s3://bucket", "another", max_steps=17, continue_from="grown@16", **values)
+    fit(another)
+    of_step_16 = downloads()[4:]
+    assert len(set(of_step_16)) == len(of_step_16) == 2
+    assert read_metrics(another.run_uri)["step"].tolist() == [17]
 
 
 @slow

@@ -197,6 +197,12 @@ global_batch_size, validation_share, sampling_steps, prompts = 16, 0.05, 2, ["a 
 """
 
 
+@pytest.fixture
+def cells(no_shared_cluster, tmp_path):
+    """The cells of `first_run`, in the folder of the kernel."""
+    return first_run(tmp_path / "work")
+
+
 def first_run(folder):
     """Training.ipynb's cells that train and look, and its prompt box; latents of drawn pictures in `folder`/storage."""
     session.connect("local", num_cpus=2)
@@ -219,8 +225,7 @@ def first_run(folder):
     return cells
 
 
-def test_a_reader_opens_trains_stops_goes_on_restarts_and_draws(page, lab, tmp_path):
-    cells = first_run(tmp_path / "work")
+def test_a_reader_opens_trains_stops_goes_on_restarts_and_draws(page, lab, cells):
     sources = [cell.source for cell in cells if cell.cell_type == "code"]
 
     def place(text):
