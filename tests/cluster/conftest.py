@@ -5,8 +5,10 @@ import os
 import shutil
 
 import pytest
+from filelock import FileLock
 
 from helpers.config.notebook import PreprocessingConfig
+from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from tests.faults import is_evaluated, loop_with, simulated_cluster, wait_until
 from tests.pipelines import TWO_WORKERS, encode, fit, short_run
@@ -15,12 +17,26 @@ ROWS = 600
 
 
 @pytest.fixture(scope="session")
-def encoded(cluster, tmp_path_factory):
-    """A finished job over drawn pictures, some of them spoilt: (config, manifest)."""
-    folder = str(tmp_path_factory.mktemp("storage"))
-    config = PreprocessingConfig(storage=folder, dollars_per_hour=2.5, validation_share=0.05)
-    captioned_shapes.write_data_set(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
-    return config, encode(config)
+def finished_job(request, tmp_path_factory):
+    """A finished job over drawn pictures, some of them spoilt: (config, manifest).
+
+    All processes that run these tests share it: the first one that needs it makes it, and the others wait.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "encoded"
+    config = PreprocessingConfig(storage=str(folder), dollars_per_hour=2.5, validation_share=0.05)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            request.getfixturevalue("cluster")
+            captioned_shapes.write_data_set(config.raw_uri, ROWS, spoilt_share=0.02, rows_per_file=200)
+            encode(config)
+    return config, read_manifest(config.latents_uri)
+
+
+@pytest.fixture(scope="session")
+def encoded(finished_job, cluster):
+    """The finished job, for tests that use the shared cluster."""
+    return finished_job
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +50,7 @@ def run(encoded, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def nodes(encoded, no_shared_cluster):
+def nodes(finished_job, no_shared_cluster):
     """A head node that reads and decodes, to which tests add nodes."""
     os.environ.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # set where Ray is started locally
     with simulated_cluster(3) as made:

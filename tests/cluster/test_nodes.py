@@ -61,8 +61,8 @@ def leave_no_node(nodes):
 
 
 @pytest.fixture
-def data(encoded):
-    return encoded[0].storage
+def data(finished_job):
+    return finished_job[0].storage
 
 
 def run_of(data, name, **changes):
