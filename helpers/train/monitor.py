@@ -158,9 +158,7 @@ def where_it_stopped(config: TrainingConfig) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("Give the folder of a run: python -m helpers.train.monitor storage/runs/NAME")
-    if not storage.exists(storage.join(sys.argv[1], "config.json")):
-        sys.exit(f"No run has begun in {sys.argv[1]}: give another folder, such as storage/runs/NAME")
+    if len(sys.argv) != 2 or not storage.exists(storage.join(sys.argv[1], "config.json")):
+        sys.exit(f"No run has begun in {' '.join(sys.argv[1:]) or 'no folder'}: give one such as storage/runs/laptop.")
     with contextlib.suppress(KeyboardInterrupt):
         follow(sys.argv[1])
