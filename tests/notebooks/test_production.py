@@ -56,20 +56,28 @@ def pictures(no_shared_cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def latents_for(pictures, tmp_path_factory):
+    """A function: a denoiser -> the folder of latents that Preprocessing.ipynb encodes for it, once."""
+    made = {}
+
+    def encode(unet_config):
+        if unet_config not in made:
+            folder = tmp_path_factory.mktemp("latents")
+            values = {**SHRUNK, "unet_config": unet_config, "storage": str(folder), "input_uri": str(pictures)}
+            execute(PREPROCESSING, folder, **values)
+            assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["latents"]  # nothing is drawn
+            made[unet_config] = folder / "latents"
+        return made[unet_config]
+
+    return encode
+
+
+@pytest.fixture(scope="module")
 def pixart(tmp_path_factory):
     """The config.json of a small PixArt-Sigma."""
     path = tmp_path_factory.mktemp("pixart") / "config.json"
     path.write_text(json.dumps(SMALL["pixart"]))
     return path
-
-
-@pytest.fixture(scope="module")
-def latents(pictures, pixart, tmp_path_factory):
-    """The folder of latents that Preprocessing.ipynb encodes for PixArt-Sigma; the U-Net can take them too."""
-    folder = tmp_path_factory.mktemp("latents")
-    execute(PREPROCESSING, folder, **SHRUNK, unet_config=str(pixart), storage=str(folder), input_uri=str(pictures))
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["latents"]  # nothing is drawn
-    return folder / "latents"
 
 
 def assert_only_a_run(storage, executed):
@@ -104,10 +112,11 @@ def test_a_profile_whose_job_is_not_run_is_one_that_is_run_but_for_the_start_of_
 
 @slow
 @pytest.mark.parametrize("profile", RUN)
-def test_a_profiles_job_trains_from_latents_anywhere_and_does_nothing_else(profile, latents, pixart, tmp_path):
+def test_a_profiles_job_trains_from_latents_anywhere_and_does_nothing_else(profile, latents_for, pixart, tmp_path):
     """Today's profile trains with flow, and a small PixArt-Sigma in place of its PRX."""
     given = profile_with_commits(profile)
     unet_config = str(pixart) if profile == "full-today-512" else "tiny"
+    latents = latents_for(unet_config)
     values = {**given, **SHRUNK, "unet_config": unet_config, "storage": str(tmp_path / "empty")}
     values["latents_uri"] = str(latents)
     if profile == "full-sd2-256":
