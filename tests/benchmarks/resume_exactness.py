@@ -14,7 +14,7 @@ dropped, where a tool shows it; lines that a user writes for it, beside the chec
 `resume_peers`. A script's docstring says what was tried, and the results repeat it.
 
 A tool that needs other packages has an environment of its own in --environments; a missing one is asked for. Stored
-results of tools that are not in --tools stay, if they are of as many rows; each says at which revision it was measured.
+results of tools that are not in --tools stay, if they are of as many rows; each says its options and its revision.
 """
 
 import ast
@@ -70,7 +70,7 @@ TOOLS = {
     "torchdata": Tool(
         "hugging_face",
         "torchdata==0.11.0 datasets==5.2.0 torch==2.13.0",
-        "https://docs.pytorch.org/data/0.11/torchdata.stateful_dataloader.html",
+        "https://github.com/meta-pytorch/data/blob/v0.11.0/torchdata/stateful_dataloader/README.md",
         workers=(2,),
     ),
     "webdataset": Tool(None, None, "https://github.com/webdataset/webdataset/blob/main/FAQ.md", workers=()),
@@ -216,7 +216,8 @@ def compare(undisturbed, killed, resumed):
 def measure(name, given):
     """Everything about a tool, as a row of the results."""
     tool = TOOLS[name]
-    row = {"page": tool.page, "offers": list(tool.workers), "revision": record.revision()}
+    row = {"page": tool.page, "offers": list(tool.workers), "options": " ".join(sys.argv[1:])}
+    row["revision"] = record.revision()
     if not tool.script:
         return row
     python, steps = python_of(name, given.environments), given.rows // BATCH

@@ -1,7 +1,7 @@
 """StreamingDataset and StreamingDataLoader, as LitData's README says under "Pause, resume data streaming".
 
-Tried: rank 0's `state_dict()`, loaded by all ranks, also by other numbers of them (elastic resume, since 0.2.74);
-`shuffle=True`, `drop_last=True`, the same seed; one worker process a rank; data written by `optimize`.
+Tried: rank 0's `state_dict()`, loaded by all ranks, also by other numbers of them ("elastic resume",
+pull request 878); `shuffle=True`, `drop_last=True`, the same seed; one worker process a rank; data by `optimize`.
 """
 
 import litdata

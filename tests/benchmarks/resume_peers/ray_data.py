@@ -1,7 +1,8 @@
 """Ray Data alone under Ray Train, as the guides on loading data and on handling failures say.
 
-Tried: `shuffle="files"` with a seed and a local shuffle buffer; blocks in order; a checkpoint with step and epoch,
-restored by `ray.train.get_checkpoint`. The iterator has no state, so the restarted workers begin the epoch again.
+Tried: files in a seeded order and a local shuffle buffer; blocks in order; a checkpoint with step and epoch, restored
+by `ray.train.get_checkpoint`. The iterator has no state (Ray's issue 37633), so the restarted workers begin the epoch
+again.
 """
 
 import json
