@@ -6,7 +6,7 @@ python -m tests.benchmarks.table
 import json
 import pathlib
 
-from tests.benchmarks import record
+from tests.benchmarks import record, resume_exactness
 
 README = pathlib.Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
@@ -18,7 +18,7 @@ def machine(hardware):
 
 
 def lines():
-    """The table, a line for each thing that was measured, and below it a line for each machine."""
+    """The table, a line for each thing that was measured; below it a line for each machine, and exact resume."""
     found = [json.loads(path.read_text()) for path in sorted(record.folder().rglob("*.json"))]
     machines = list(dict.fromkeys(machine(result["hardware"]) for result in found))
     table = ["| what | measured | command | on, at revision |", "|---|---|---|---|"]
@@ -26,7 +26,11 @@ def lines():
         where = f"{machines.index(machine(result['hardware'])) + 1}, {result['revision']}"
         for what, measured in result["summary"].items():
             table.append(f"| {what} | {measured} | `{result['command']}` | {where} |")
-    return [*table, "", *(f"{number}. {name}" for number, name in enumerate(machines, start=1))]
+    table += ["", *(f"{number}. {name}" for number, name in enumerate(machines, start=1))]
+    for result in found:
+        if ".resume_exactness" in result["command"] and result["details"]["rows"]:
+            table += resume_exactness.table(result["details"]["rows"])
+    return table
 
 
 def main():

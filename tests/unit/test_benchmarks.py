@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.train import profiling
-from tests.benchmarks import blur_causes, gpu_all, gpu_step, record, roofline, table
+from tests.benchmarks import blur_causes, gpu_all, gpu_step, record, resume_exactness, roofline, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,6 +32,7 @@ def results(tmp_path, monkeypatch):
         ("checkpoint_cost", "--gigabytes 0.2 --rounds 1"),
         ("storage_cost", "--rows 150 --steps 2 --prompts 2"),
         ("read_layouts", "--rows 8 --rounds 1 --side 64 --files 40"),
+        ("resume_exactness", "--rows 640 --tools this-project --resume-on 1"),
     ],
 )
 def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, results):
@@ -53,6 +54,27 @@ def test_each_cause_of_blur_leaves_its_scores_and_its_images(monkeypatch, result
     assert settings.keys() == blur_causes.CAUSES.keys()
     assert {path.name for path in pictures.iterdir()} == {f"blurry-{cause}.png" for cause in settings}
     assert settings["vae"]["real"]["right"] == 1 > settings["vae"]["generated"]["right"]
+
+
+def test_a_missing_environment_is_one_sentence_with_the_command_that_makes_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["resume_exactness", "--tools", "litdata", "--environments", str(tmp_path)])
+    with pytest.raises(SystemExit) as error:
+        resume_exactness.main()
+    pip = f"{tmp_path}/litdata/bin/pip install --no-compile litdata=="
+    assert f"python3 -m venv {tmp_path}/litdata && {pip}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_resumed_run_is_counted_against_the_undisturbed_one():
+    """Two steps of two rows an epoch; the checkpoint is that of step 3, and step 3 was taken before the kill."""
+
+    def steps(first, *ids):
+        return {first + i: resume_exactness.Step((first + i) // 2, rows, 0.0, 5) for i, rows in enumerate(ids)}
+
+    undisturbed = steps(0, [0, 1], [2, 3], [1, 2], [0, 3])
+    exact = resume_exactness.compare(undisturbed, undisturbed, steps(3, [0, 3]))
+    assert exact == dict.fromkeys(exact, 0) | {"resumed at step": 3, "batches": 1, "rows read again": 5}
+    again = resume_exactness.compare(undisturbed, undisturbed, steps(3, [1, 2]))
+    assert (again["batches that differ"], again["rows twice"], again["rows never"]) == (1, 2, 2)
 
 
 # ---- on a GPU: what a CPU can try of it
