@@ -71,8 +71,8 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     """Bit by bit, every step that was done again too. One after another:
 
     - the driver is killed after 33 steps, and the newest checkpoint, of step 30, is cut short;
-    - a worker dies when step 33 is done again, and the new checkpoint of step 30 is damaged at its full size;
-    - a worker is stopped, and the other waits for it in a collective: both are replaced;
+    - a worker is stopped when step 23 is done again, and the other waits for it in a collective: both are replaced;
+    - a worker dies after step 33, and the new checkpoint of step 30 is damaged at its full size;
     - a worker dies while it uploads the checkpoint of step 30; the next command deletes what it left;
     - the driver is interrupted, and the same command goes on from step 30.
 
@@ -92,15 +92,15 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
             return True
 
     strike = functools.partial(damage_and_die, config.run_uri)
-    struck, stopped = (strike, 33, 0, tmp_path / "struck"), (stop, 23, 1, tmp_path / "stopped")
-    events = loop_with(struck, stopped, (wait_for_ever, 33, 0, tmp_path / "interrupted"))
+    stopped, struck = (stop, 23, 1, tmp_path / "stopped"), (strike, 33, 0, tmp_path / "struck")
+    events = loop_with(stopped, struck, (wait_for_ever, 33, 0, tmp_path / "interrupted"))
     loop = loop_with_cut_off_upload(str(tmp_path / "cut off"), 30, inner=events, attempt=4)
     with pytest.raises(KeyboardInterrupt), monitor.monitor_run(config):
         with progress.poll_in_background(interrupt, every=0.1):
             fit(config, loop=loop)
     said = capsys.readouterr().out
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said
-    assert "lost: checkpoint-000000030-002 cannot be used: its file __" in said
+    assert "lost: checkpoint-000000030-003 cannot be used: its file __" in said
     assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000020-001." in said
     assert any("made no step in" in failure for failure in faults.read_failures(config.run_uri))
     torn = storage.join(config.run_uri, checkpoint.checkpoint_name(30, 4))

@@ -32,7 +32,6 @@ def results(tmp_path, monkeypatch):
         ("checkpoint_cost", "--gigabytes 0.2 --rounds 1"),
         ("storage_cost", "--rows 150 --steps 2 --prompts 2"),
         ("read_layouts", "--rows 8 --rounds 1 --side 64 --files 40"),
-        ("resume_exactness", "--rows 640 --tools this-project --resume-on 1"),
     ],
 )
 def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, results):
