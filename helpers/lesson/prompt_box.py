@@ -32,7 +32,8 @@ class PromptBox(widgets.VBox):
         options = dict(placeholder="a prompt, then Enter", continuous_update=False, layout={"width": "30em"})
         self.text = widgets.Text(description="Prompt", **options)
         self.again = widgets.Button(description="Other noise")
-        self.said, self.shown = widgets.HTML(), widgets.Image(format="png", layout={"display": "none"})
+        self.said = widgets.HTML()
+        self.shown = widgets.Image(format="png", layout={"display": "none", "width": "320px"})
         self.text.observe(self.show, "value")
         self.again.on_click(self.show_another)
         self.children = [widgets.HBox([self.text, self.again]), self.said, self.shown]
@@ -41,7 +42,7 @@ class PromptBox(widgets.VBox):
         if not storage.exists(self.uri):
             raise FileNotFoundError(
                 f"run_name={self.config.run_name!r} has no pipeline in {self.uri}: run the cells that train it and "
-                "that export it first."
+                'the cell below "Use it", which exports it.'
             )
 
     def draw(self, prompt: str, seed: int = 0) -> np.ndarray:
