@@ -29,7 +29,7 @@ class PromptBox(widgets.VBox):
         self.config, self.uri, self.seed = config, storage.join(config.run_uri, "pipeline"), 0
         self.check_run()
         self.pipeline = load_pipeline(self.uri)
-        options = dict(placeholder="a prompt, then Enter", continuous_update=False, layout={"width": "30em"})
+        options = dict(placeholder="a prompt, then Enter", continuous_update=False, layout={"width": "50em"})
         self.text = widgets.Text(description="Prompt", **options)
         self.again = widgets.Button(description="Other noise")
         self.said = widgets.HTML()
