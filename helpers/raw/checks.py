@@ -127,9 +127,10 @@ USABLE = {
 
 def check_no_urls(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
     """Raises ValueError if the first rows of a file name their pictures by URL, or hold them in base64."""
-    if inputs.is_text(columns.field(config.image_column).type):
-        rows = next(inputs.stream_file(path, [config.image_column], inputs.reader(config)), None)
-        names = [] if rows is None else inputs.texts(rows[config.image_column])
+    reader = inputs.reader(config)
+    if reader.typed or inputs.is_text(columns.field(config.image_column).type):
+        rows = next(inputs.stream_file(path, [config.image_column], reader), None)
+        names = [] if rows is None else inputs.texts(inputs.picture_fields(rows[config.image_column])[0])
         if url := next((name for name in names if readers.is_url(name)), None):
             raise ValueError(
                 f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for "

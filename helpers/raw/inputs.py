@@ -305,10 +305,7 @@ def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chun
     If a struct has no bytes, its path is read.
     Paths are relative to the input's folder or, in image folders and a metadata.parquet, to the row's table's folder.
     """
-    column = names = table[config.image_column]
-    if pa.types.is_struct(column.type):
-        column, has_path = pc.struct_field(column, "bytes"), column.type.get_field_index("path") >= 0
-        names = pc.struct_field(names, "path") if has_path else column
+    column, names = picture_fields(table[config.image_column])
     if not is_text(column.type):
         column = column.cast(pa.large_binary())
         if not is_text(names.type) or column.null_count == 0:
@@ -331,6 +328,14 @@ def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chun
     images = [None if isinstance(picture, BadImage) else picture for picture in pictures]
     errors = [str(picture) if isinstance(picture, BadImage) else None for picture in pictures]
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
+
+
+def picture_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """`(bytes or paths, paths if it has them)` of an image column."""
+    if not pa.types.is_struct(column.type):
+        return column, column
+    names = [name for name in ("bytes", "path") if column.type.get_field_index(name) >= 0]
+    return pc.struct_field(column, names[0]), pc.struct_field(column, names[-1])
 
 
 def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
@@ -380,12 +385,15 @@ def ids_of(table: pa.Table, config: PreprocessingConfig) -> pa.ChunkedArray | pa
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
-    """Ids in the type that they are stored in. Bytes that are not UTF-8, such as a raw hash, become hex digits."""
+    """Ids in the type that they are stored in. Bytes that are no printable text, such as hashes, become hex digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
         return column.cast(id_type(column.type))
-    values = column.cast(pa.large_binary()).to_pylist()
-    ids = [value.hex() if value and text is None else text for value, text in zip(values, texts(column), strict=True)]
-    return pa.array(ids, pa.string())
+
+    def is_readable(text: str | None) -> bool:
+        return text is not None and (is_text(column.type) or text.isprintable())
+
+    pairs = zip(column.cast(pa.large_binary()).to_pylist(), texts(column), strict=True)
+    return pa.array([value.hex() if value and not is_readable(text) else text for value, text in pairs], pa.string())
 
 
 def id_type(*column_types: pa.DataType) -> pa.DataType:

@@ -14,7 +14,7 @@ import json
 import posixpath
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -23,20 +23,21 @@ from .. import storage
 from ..config.preprocessing import PreprocessingConfig
 from ..latents.parquet import is_extension, is_uuid
 from . import readers
-from .readers import BESIDE, PICTURES, PLACE, READERS
+from .readers import PICTURES, PLACE, READERS, TEXTS
 
 TABLE, PICTURE, SIDE_CAR, TAR = READERS["imagefolder"].what, "picture", "caption or JSON file", "compressed tar"
 HIDDEN, BROKEN, OTHER_TABLE, OTHER = "hidden or temporary file", "broken link", "table of another name", "other file"
 KINDS = {
     suffix.lstrip("."): reader.what for reader in READERS.values() for suffix in reader.suffixes if "/" not in suffix
 }
-KINDS |= dict.fromkeys(PICTURES, PICTURE) | dict.fromkeys(BESIDE, SIDE_CAR)
+KINDS |= dict.fromkeys(PICTURES, PICTURE) | dict.fromkeys(TEXTS, SIDE_CAR)
 KINDS |= dict.fromkeys(["csv", "tsv", "jsonl"], OTHER_TABLE)
 COMPRESSED_TARS = (".tgz", *(f".tar.{name}" for name in ("gz", "bz2", "xz", "zst", "lz4")))
 WHY_LEFT_OUT = {
     TABLE: "no layout but imagefolder reads them",
     PICTURE: "no caption beside them or, below a table, not named by it",
-    SIDE_CAR: "no picture has their names, or a table above has the captions",
+    SIDE_CAR: "no picture has their names, a .txt has, or a table above has the captions",
+    TAR: "they must be decompressed first",
     "Arrow file": "caches of `datasets`",
     HIDDEN: 'names that begin with "." or "_"',
     BROKEN: "links that lead nowhere, no regular files, or names that are not UTF-8",
@@ -117,19 +118,22 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     is_open = [name for name, (value, _) in chosen.items() if value in (None, "auto")]
     chosen |= {name: (begun[name], "as the job began") for name in is_open if name in begun}
     if chosen["input_format"][0] == "auto":
-        chosen["input_format"] = choose_format(files)
-    input_format = chosen["input_format"][0]
+        chosen["input_format"] = choose_format(files, config.image_column)
+    config = dataclasses.replace(config, **{name: value for name, (value, _) in chosen.items()})
+    input_format = config.input_format
     names, read, _ = units(files, input_format, config.image_column)
     check_units(files, input_format, names)
     paths = list(map(files.path, names))
     is_open = [name for name, (value, _) in chosen.items() if value is None]
-    chosen |= choose_columns(paths, input_format, is_open) if is_open else {}
-    config = dataclasses.replace(config, **{name: value for name, (value, _) in chosen.items()})
+    chosen |= choose_columns(paths, config, files) if is_open else {}
+    config = dataclasses.replace(config, **{name: chosen[name][0] for name in is_open})
     if TABLE in files.kinds and "image_column" in is_open:
         read = units(files, input_format, config.image_column)[1]
     if PICTURE in files.kinds and any(reads_paths(path, config) for path in paths[:4]):
         read[PICTURE] = len(files.kinds[PICTURE])
-    rows = [(kind, len(found), read.get(kind, 0), why(kind, input_format)) for kind, found in files.kinds.items()]
+    rows = [
+        (kind, len(found), read.get(kind, 0), why(kind, input_format, files)) for kind, found in files.kinds.items()
+    ]
     return Found(config, paths, files.sizes, rows, [(name, *pair) for name, pair in chosen.items()])
 
 
@@ -186,11 +190,11 @@ def kind_of(name: str, size: int | None) -> str:
     return BROKEN if size is None else kind
 
 
-def why(kind: str, input_format: str) -> str:
+def why(kind: str, input_format: str, files: InputFiles) -> str:
     """Why files of a kind are left out."""
-    layouts = {reader.what: name for name, reader in READERS.items()} | dict.fromkeys(
-        (PICTURE, SIDE_CAR), "imagefolder"
-    )
+    layouts = {reader.what: name for name, reader in READERS.items()}
+    if PICTURE in files.kinds:  # else no picture has the names of JSON files
+        layouts |= dict.fromkeys((PICTURE, SIDE_CAR), "imagefolder")
     other = layouts.get(kind, input_format)
     if other != input_format:
         return f"of another layout: input_format={other!r} reads them"
@@ -218,7 +222,8 @@ def check_units(files: InputFiles, input_format: str, names: list[str]) -> None:
     for name in files.kinds.get(BROKEN, ()):
         if f"/{name}".lower().endswith(READERS[input_format].suffixes):
             raise ValueError(
-                f"{files.path(name)} is a link that leads nowhere, or its name is not UTF-8: rename or remove it."
+                f"{files.path(name)} is a link that leads nowhere, no regular file, or its name is not UTF-8: rename "
+                "or remove it."
             )
     if input_format == "webdataset" and (compressed := files.kinds.get(TAR)):
         raise ValueError(readers.COMPRESSED_TAR.format(files.path(compressed[0])))
@@ -231,7 +236,7 @@ def reads_paths(path: str, config: PreprocessingConfig) -> bool:
     values = []
     with contextlib.suppress(readers.Unreadable, KeyError):
         if READERS[config.input_format].typed:
-            values = values_of(first_rows_of(path, config.input_format)[1][config.image_column][:16])
+            values = values_of(first_rows_of(path, READERS[config.input_format]())[1][config.image_column][:16])
     return any(isinstance(value, str) or (isinstance(value, dict) and not value["bytes"]) for value in values)
 
 
@@ -278,7 +283,7 @@ def pictures_of(files: InputFiles, table: str, image_column: str | None) -> Iter
                 yield path.removeprefix(f"{files.folder}/")
 
 
-def choose_format(files: InputFiles) -> tuple[str, str]:
+def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[str, str]:
     """`(the layout with most pictures, why)`. Raises FileNotFoundError if there is none."""
     by_kind = {reader.what: name for name, reader in READERS.items()} | {TAR: "webdataset"}
     by_kind |= {OTHER_TABLE: "imagefolder"} if files.is_named else {}
@@ -290,7 +295,10 @@ def choose_format(files: InputFiles) -> tuple[str, str]:
     found = {name: units(files, name) for name in READERS if not files.is_named}
     found = {name: given for name, given in found.items() if given[0]}
     if len(found) > 1:
-        counts = {name: number or count_pictures(files, name, names) for name, (names, _, number) in found.items()}
+        counts = {
+            name: number or count_pictures(files, names, reader_of(name, image_column))
+            for name, (names, _, number) in found.items()
+        }
         most = max(counts, key=counts.get)
         return most, "most pictures; " + ", ".join(f"{name}: about {count:,}" for name, count in counts.items())
     if not found and TAR not in files.kinds:
@@ -298,17 +306,26 @@ def choose_format(files: InputFiles) -> tuple[str, str]:
     return next(iter(found), "webdataset"), "the layout that is there"
 
 
-def count_pictures(files: InputFiles, input_format: str, names: list[str]) -> int:
+def reader_of(input_format: str, image_column: str | None) -> readers.Reader:
+    """A reader of files of which at most the column of pictures is known."""
+    return READERS[input_format]({image_column: pa.binary()} if image_column in PICTURES else None)
+
+
+def count_pictures(files: InputFiles, names: list[str], reader: readers.Reader) -> int:
     """The number of rows with pictures in files, from the first ones."""
-    reader, rows, size = READERS[input_format](), 0, 0
-    with contextlib.suppress(ValueError):  # not readable: no pictures
-        if reader.typed and not picture_columns(*first_rows_of(files.path(names[0]), input_format))[0]:
+    rows, size = 0, 0
+    try:
+        if reader.typed and not picture_columns(*first_rows_of(files.path(names[0]), reader))[0]:
             return 0
         for name in names:
             rows += sum(reader.row_groups(files.path(name)))
             size += files.sizes[name]
             if size > COUNTED_BYTES:
                 break
+    except readers.Unreadable:
+        pass
+    except ValueError:  # a file that will be refused, in a sentence of its own, unless another layout has pictures
+        rows = rows or 1
     return round(rows * sum(map(files.sizes.get, names)) / max(size, 1))
 
 
@@ -362,17 +379,17 @@ def base_folder(input_uri: str) -> str:
 # ---- columns
 
 
-def choose_columns(paths: list[str], input_format: str, wanted: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """{parameter: (column, why)} of the `wanted` parameters, by the first rows of the first files that can be read.
+def choose_columns(paths: list[str], config: PreprocessingConfig, files: InputFiles) -> dict[str, tuple[Any, str]]:
+    """{parameter: (column, why)} of the columns that are open, by the first rows of the first files that can be read.
 
     Raises ValueError that names the columns that are there.
     """
-    readable, error = [], None
-    if input_format == "imagefolder":  # of each folder once
+    readable, error, reader = [], None, reader_of(config.input_format, config.image_column)
+    if config.input_format == "imagefolder":  # of each folder once
         paths = list({posixpath.dirname(path): path for path in paths[::-1]}.values())[::-1]
     for path in paths[:16]:
         try:
-            readable.append((path, *first_rows_of(path, input_format)))
+            readable.append((path, *first_rows_of(path, reader)))
         except readers.Unreadable as found:
             error = error or found
         if len(readable) == 4:
@@ -386,22 +403,20 @@ def choose_columns(paths: list[str], input_format: str, wanted: Iterable[str]) -
     tables = [rows for _, _, rows in readable]
     choose = {"image_column": choose_image, "caption_column": choose_caption, "id_column": choose_id}
     try:
-        return {name: choose[name](columns, tables) for name in choose if name in wanted}
+        return {name: choose[name](columns, tables) for name in choose if getattr(config, name) is None}
     except ValueError as error:
-        raise ValueError(f"{path} {error} (its columns: {', '.join(columns.names)}).") from None
+        found = f"its columns: {', '.join(columns.names)}; the input has {files}"
+        raise ValueError(f"{path} {error} ({found}).") from None
 
 
-def first_rows_of(path: str, input_format: str) -> tuple[pa.Schema, pa.Table]:
+def first_rows_of(path: str, reader: readers.Reader) -> tuple[pa.Schema, pa.Table]:
     """`(columns, first rows)` of a file; of columns that may hold pictures, captions or ids."""
-    columns = READERS[input_format]().schema(path)
-    if input_format == "webdataset":
-        in_tar = {name: pa.binary() for name in columns.names if name in PICTURES}
-        columns = pa.schema([field.with_type(in_tar.get(field.name, field.type)) for field in columns])
+    columns = reader.schema(path)
     names = [field.name for field in columns if may_be_used(field.type)]
-    types, captions = {name: columns.field(name).type for name in names}, ()
-    if READERS[input_format].typed:
+    types, captions = {**reader.types, **{name: columns.field(name).type for name in names}}, ()
+    if reader.typed:
         types, captions = {}, [name for name in names if name.lower() in CAPTION_COLUMNS]
-    rows = next(READERS[input_format](types, captions).stream(path, names), columns.empty_table())
+    rows = next(type(reader)(types, captions).stream(path, names), columns.empty_table())
     return columns, rows.select(names).slice(0, 64)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import bisect
 import codecs
+import collections
 import concurrent.futures
 import contextlib
 import csv
@@ -43,16 +44,16 @@ GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # whe
 FILES = "__files__"  # where a row is in its folder: the names of its picture, and of what stands beside it
 PATH, PLACE = "path", "__place__"  # added columns: the file of each row, and the row's number in it
 KEY = "__key__"  # a WebDataset sample's name within its tar, without the extensions
-# A sample's picture is its column "jpg". The last three are not decoded, but rejected by name.
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "jxl")
-TEXTS = ("txt", "json")
-BESIDE = ("caption", "json", "txt")  # of the files beside a picture, in the order in which they are read
+# A sample's picture is its column "jpg". Those of the second line are not decoded, but rejected by name.
+PICTURES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
+PICTURES += ("heic", "heif", "jxl", "jp2", "psd")
+TEXTS = ("txt", "caption", "json")
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HALF_PAIRS = re.compile("[\udc80-\udcff]")  # what `decode_text` makes of bytes that are not UTF-8
 IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
-COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it, for example with gunzip."
-LINK = "{!r} is a link to another member, which cannot be read alone: make the tar with `tar --hard-dereference`."
+COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it (gunzip, xz -d, zstd -d)."
+LINK = "{!r} is a link, which cannot be read alone: make the tar with `tar --dereference --hard-dereference`."
 # What stands in place of a caption that cannot be used, and says why.
 NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
@@ -100,11 +101,10 @@ class Reader:
         return [(0, None)]
 
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
-        """The columns of some rows; unused ones are typed as text."""
-        names = dict.fromkeys(name for row in rows for name in row if name not in (START, FILES))
-        return pa.schema(
-            [(text_bytes(name).decode(errors="replace"), self.types.get(name, pa.string())) for name in names]
-        )
+        """The columns of some rows; unused ones are typed as text, or as bytes if they hold these."""
+        kinds = {name: pa.binary() if isinstance(row[name], bytes) else pa.string() for row in rows for name in row}
+        kinds = {name: self.types.get(name, kind) for name, kind in kinds.items() if name not in (START, FILES)}
+        return pa.schema([(text_bytes(name).decode(errors="replace"), kind) for name, kind in kinds.items()])
 
     def table(self, rows: list[dict], columns: list[str]) -> pa.Table:
         values = {name: [row.get(name) for row in rows] for name in columns}
@@ -119,8 +119,11 @@ class Typed(Reader):
     typed = True
 
     def schema(self, path: str) -> pa.Schema:
-        """As they are read (`plain_type`). Raises ValueError for a used column of an extension type."""
-        return pa.schema([field.with_type(plain_type(field.type)) for field in self.stored_schema(path)])
+        """As they are read (`plain_type`). Raises ValueError for a used extension type, and for two equal names."""
+        stored = self.stored_schema(path)
+        if repeated := [name for name, count in collections.Counter(stored.names).items() if count > 1]:
+            raise ValueError(f"{path} has several columns called {repeated[0]!r}: rename them.")
+        return pa.schema([field.with_type(plain_type(field.type)) for field in stored])
 
 
 class Parquet(Typed):
@@ -288,7 +291,11 @@ class WebDataset(Reader):
     def schema(self, path: str) -> pa.Schema:
         """The columns of the first samples."""
         with open_tar(path) as tar:
-            return self.schema_of(itertools.islice(self.samples(tar), GROUP_ROWS))
+            found = self.samples(tar)
+            columns = self.schema_of(itertools.islice(found, GROUP_ROWS))
+            if len(columns) == 2:  # a key and one member: the rest may stand apart, which raises Unusable
+                collections.deque(found, maxlen=0)
+            return columns
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group, from the members' headers."""
@@ -437,16 +444,18 @@ def split_unit(path: str) -> tuple[str, str, int]:
 
 
 def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """[(picture, what stands beside it, ...)] of the files of one folder, sorted; pictures alone are left out."""
-    pictures, beside = [], {}
-    for name in names:
+    """[(picture, what stands beside it, ...)] of the files of one folder, sorted; pictures alone are left out.
+
+    A picture has at most one JSON file and one text: of several texts the last, "a.txt" and not "a.caption".
+    """
+    pictures, beside = [], collections.defaultdict(dict)
+    for name in sorted(names):
         stem, _, suffix = name.rpartition(".")
-        if suffix.lower() in BESIDE:
-            beside[stem] = (*beside.get(stem, ()), name)
+        if suffix.lower() in TEXTS:
+            beside[stem]["json" if suffix.lower() == "json" else "text"] = name
         elif stem and suffix.lower() in PICTURES and not name.startswith("."):
-            pictures.append(name)
-    stems = ((name, beside.get(name.rpartition(".")[0])) for name in sorted(pictures))
-    return [(name, *sorted(found)) for name, found in stems if found]
+            pictures.append((name, stem))
+    return [(name, *sorted(beside[stem].values())) for name, stem in pictures if stem in beside]
 
 
 def release_large(batch: pa.RecordBatch) -> None:
@@ -506,7 +515,8 @@ def samples(
     sample, extensions, keys, aside = {}, set(), set(), ({}, set())
     for member in tar:
         key, extension = split_name(member.name, sample.get(KEY, ""))
-        if not (member.isfile() or member.islnk()) or not extension:
+        is_link = member.islnk() or member.issym()
+        if not (member.isfile() or is_link) or not extension:
             continue
         if sample.get(KEY, "").startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
             sample, extensions = {KEY: key, START: sample[START]}, set()
@@ -531,7 +541,7 @@ def samples(
         if inner and last in PICTURES:
             data = {last: member_bytes(tar, member)} if last in wanted else {}
             aside = {KEY: f"{key}.{inner}", START: member.offset, **data}, {last}
-        if member.islnk() and wanted == TEXTS:  # the sample will be read alone
+        if is_link and wanted == TEXTS and extension in (*PICTURES, *TEXTS):  # the sample will be read alone
             raise Unusable(LINK.format(member.name))
         if extension in wanted:
             data = member_bytes(tar, member)
@@ -607,6 +617,8 @@ def _load_metadata(path: str, version: tuple[int, int]) -> list[dict]:
     with filesystem.open_input_stream(inner) as stream:
         data = stream.read()
     text = decode_text(data)
+    if is_utf16(text):
+        raise Unreadable(f"{path} is UTF-16 without a byte order mark: save it as UTF-8.")
     if path.lower().endswith(".jsonl"):
         return [parse_json(line) for line in text.split("\n") if line.strip()]
     csv.field_size_limit(MAX_BYTES)
@@ -688,9 +700,13 @@ def as_text(value: bytes | None) -> str | None:
 def as_caption(value: bytes | None) -> str | None:
     """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
     text = None if value is None else shorten(decode_text(value))
-    is_utf16 = text and text.count("\0") * 3 > len(text)  # without its mark
-    is_damaged = text and (is_utf16 or HALF_PAIRS.search(text))
+    is_damaged = text and (is_utf16(text) or HALF_PAIRS.search(text))
     return NOT_UTF8 if is_damaged and text != NOT_TEXT else text
+
+
+def is_utf16(text: str) -> bool:
+    """Whether a text is UTF-16 that lacks its byte order mark, and was taken for UTF-8."""
+    return text.count("\0") * 3 > len(text)
 
 
 def text_bytes(value: Any) -> bytes | None:

@@ -59,6 +59,13 @@ def tar_of(*members):
     return data.getvalue()
 
 
+def as_arrow(rows, is_stream=True, batch_rows=100):
+    data = pa.BufferOutputStream()
+    with (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(data, rows.schema) as file:
+        file.write_table(rows, max_chunksize=batch_rows)
+    return data.getvalue().to_pybytes()
+
+
 def write_tar(path, *members):
     return write(path, **{"a.tar": tar_of(*members)})
 
@@ -160,6 +167,8 @@ def test_a_table_of_captions_is_utf8_or_utf16_or_its_captions_are_rejected(tmp_p
     assert first["text"][1][0] == (TEXT.encode("cp1252") if encoding == "cp1252" else TEXT)
     if encoding != "cp1252":
         assert online_rows(path, **FOLDERS) == (expected, {})
+    write(path, **{f"metadata.{kind}": "\n".join(lines).encode("utf-16-le")})
+    assert refusal(path) == f"{path}/metadata.{kind} is UTF-16 without a byte order mark: save it as UTF-8."
 
 
 def test_text_in_parquet_that_is_not_utf8_is_rejected_and_a_byte_order_mark_is_no_part_of_it(tmp_path):
@@ -225,6 +234,8 @@ COLUMNS = {
     "list": ("caption", pa.array([["a"], ["b", "c"]])),
     "large_list": ("caption", pa.array([["a"], ["b"]], pa.large_list(pa.string()))),
     "fixed_size_list": ("caption", pa.array([["a", "x"], ["b", "y"]], pa.list_(pa.string(), 2))),
+    "list_view": ("caption", pa.array([["a"], ["b"]], pa.list_view(pa.string()))),
+    "run ends": ("caption", pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"])),
     "list of views": ("caption", pa.array([["a"], ["b"]], pa.list_(pa.string_view()))),
     "list of a dictionary": ("caption", pa.array([["a"], ["b"]], pa.list_(pa.dictionary(pa.int32(), pa.string())))),
     "binary_view": ("jpg", pa.array(PICTURES, pa.binary_view())),
@@ -243,7 +254,11 @@ COLUMNS = {
 
 @pytest.mark.parametrize(("name", "column"), COLUMNS.values(), ids=COLUMNS)
 def test_any_type_of_text_bytes_and_lists_is_read(tmp_path, name, column):
-    path = write(tmp_path / "p", **{"a.parquet": table(**{name: column})})
+    rows = table(**{name: column})
+    try:
+        path = write(tmp_path / "p", **{"a.parquet": rows})
+    except pa.ArrowNotImplementedError:  # Parquet has no such type
+        path = write(tmp_path / "p", **{"a.arrow": as_arrow(rows)})
     assert rows_of(path, row_filter="caption != 'x'" if name == "hash" else "") == good("a", "b")
     assert online_rows(path) == (good("a", "b"), {})
 
@@ -252,6 +267,18 @@ def test_uuids_are_ids_as_people_write_them(tmp_path):
     path = write(tmp_path / "p", **{"a.parquet": table(hash=pa.array([one.bytes for one in IDS], pa.uuid()))})
     expected = {str(IDS[0]): ("a", ""), str(IDS[1]): ("b", "")}
     assert rows_of(path) == expected and online_rows(path) == (expected, {})
+    for kind in (pa.binary(16), pa.binary()):  # without the name of their type
+        path = write(tmp_path / str(kind), **{"a.parquet": table(hash=pa.array([one.bytes for one in IDS], kind))})
+        assert set(rows_of(path)) == {one.hex for one in IDS}
+    path = write(tmp_path / "text", **{"a.parquet": table(hash=pa.array([b"one", "zw\xf6lf".encode()]))})
+    assert set(rows_of(path)) == {"one", "zw\xf6lf"}
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    rows = pa.Table.from_arrays(table().columns + [["c", "d"]], names=["jpg", "caption", "hash", "caption"])
+    for name, data in {"a.parquet": rows, "a.arrow": as_arrow(rows)}.items():
+        path = write(tmp_path / name, **{name: data})
+        assert refusal(path) == f"{path}/{name} has several columns called 'caption': rename them."
 
 
 def test_the_path_is_read_where_bytes_are_null(tmp_path):
@@ -272,9 +299,11 @@ def test_the_path_is_read_where_bytes_are_null(tmp_path):
 def test_pictures_in_base64_are_refused(tmp_path):
     for kind in ("PNG", "JPEG", "WEBP"):
         text = base64.b64encode(picture(kind=kind)).decode()
+        sentence = "image_column='jpg' holds images as base64 text: store their bytes in its place."
         for column in ([text, text], ["pictures/1.png", f"data:image/png;base64,{text}"]):
-            path = write(tmp_path, **{"a.parquet": table(jpg=column)})
-            assert refusal(path) == "image_column='jpg' holds images as base64 text: store their bytes in its place."
+            for values in (column, pa.array(column).cast(pa.binary()), [{"bytes": one} for one in column]):
+                path = write(tmp_path, **{"a.parquet": table(jpg=values)})
+                assert refusal(path) == sentence
 
 
 def test_files_of_different_types_are_brought_to_one(tmp_path):
@@ -319,10 +348,12 @@ def test_files_that_do_not_go_together_are_named_before_a_job(tmp_path):
 # ---- tars
 
 
-def test_members_that_do_not_stand_together_are_refused_with_how_to_sort(tmp_path):
-    names = [f"{number}.{end}" for end in ("jpg", "txt") for number in range(3)]
+@pytest.mark.parametrize(("count", "parameters"), [(3, TARS), (3, {}), (100, TARS), (100, {})])
+def test_members_that_do_not_stand_together_are_refused_with_how_to_sort(tmp_path, count, parameters):
+    names = [f"{number}.{end}" for end in ("jpg", "txt") for number in range(count)]
     path = write_tar(tmp_path, *((name, picture() if name.endswith("jpg") else b"a") for name in names))
-    sentence = refusal(path, **TARS)
+    write(path, **{"0.parquet": pa.table({"caption": ["a"], "key": ["0"]})})  # img2dataset's
+    sentence = refusal(path, **parameters)
     assert sentence.startswith(f"{path}/a.tar: the members of the sample '0' do not stand together: sort the tar")
     assert "tar --sort=name" in sentence
 
@@ -357,7 +388,11 @@ def test_of_two_pictures_in_a_sample_the_named_one_is_taken(tmp_path):
     assert online_rows(tmp_path / "a", **TARS, image_column="png")[0] == {"1": ("a", ""), "2": ("a", "")}
     path = write_tar(tmp_path / "c", ("0.png", red), ("0.webp", blue), ("0.txt", b"a"))
     assert "the sample '0' has 2 pictures (.png, .webp): name one, such as image_column='png'" in refusal(path, **TARS)
-    assert rows_of(path, **TARS, image_column="webp") == {"0": ("a", "")}
+    for parameters in (TARS, {}):
+        assert rows_of(path, **parameters, image_column="webp") == {"0": ("a", "")}
+    write(path, **{"0.parquet": pa.table({"caption": ["a"], "key": ["0"]})})
+    assert rows_of(path, image_column="webp") == {"0": ("a", "")}
+    assert "has 2 pictures" in refusal(path)
 
 
 def test_pictures_whose_names_have_dots_are_samples(tmp_path):
@@ -369,24 +404,32 @@ def test_pictures_whose_names_have_dots_are_samples(tmp_path):
         assert rows_of(path, **TARS) == expected and online_rows(path, **TARS) == (expected, {})
 
 
+def test_a_caption_in_a_tar_may_be_called_caption(tmp_path):
+    path = write_tar(
+        tmp_path, ("0.jfif", picture(kind="JPEG")), ("0.caption", b"a"), ("1.jp2", b""), ("1.Caption", b"b")
+    )
+    assert rows_of(path) == {"0": ("a", ""), "1": (None, "no image bytes")}
+
+
 def test_masks_are_no_pictures(tmp_path):
     for names in (("x.depth.png", "x.jpg", "x.txt"), ("x.jpg", "x.mask.png", "x.seg.png", "x.txt")):
         path = write_tar(tmp_path, *((name, b"a" if name.endswith("txt") else picture()) for name in names))
         assert rows_of(path, **TARS) == {"x": ("a", "")}
 
 
-def test_linked_members_are_read_from_a_disk_and_refused_where_samples_are_read_alone(tmp_path):
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_linked_members_are_read_from_a_disk_and_refused_where_samples_are_read_alone(tmp_path, kind):
     write(tmp_path / "t", **{"a.tar": b""})
     with tarfile.open(tmp_path / "t" / "a.tar", "w") as tar:
         for name, data in (("0.jpg", picture()), ("0.txt", b"a"), ("1.jpg", None), ("1.txt", b"a")):
             info = tarfile.TarInfo(f"./{name}")
             if data is None:
-                info.type, info.linkname = tarfile.LNKTYPE, "./0.jpg"
+                info.type, info.linkname = kind, "./0.jpg"
             else:
                 info.size = len(data)
             tar.addfile(info, io.BytesIO(data or b""))
     assert rows_of(tmp_path / "t", **TARS) == {"./0": ("a", ""), "./1": ("a", "")}
-    refused = r"a\.tar: './1.jpg' is a link to another member, .*--hard-dereference"
+    refused = r"a\.tar: './1.jpg' is a link, which cannot be read alone: make the tar with `tar --dereference --hard-"
     with pytest.raises((ValueError, RuntimeError), match=refused):  # RuntimeError: through Ray, if it runs
         online_rows(tmp_path / "t", **TARS)
 

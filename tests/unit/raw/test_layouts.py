@@ -12,6 +12,7 @@ import pytest
 from helpers.encode import job, prepare
 from helpers.latents.manifest import Manifest
 from helpers.raw import inputs, layout, readers
+from tests.unit.raw.test_as_it_is import as_arrow as arrow
 from tests.unit.raw.test_as_it_is import config_of, online_rows, picture, refusal, rows_of, table, tar_of, write
 
 HUGGING_FACE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -31,13 +32,6 @@ def taken(uri, **parameters):
     """The parameters that `layout.look` chooses."""
     config = found(uri, **parameters).config
     return config.input_format, config.image_column, config.caption_column, config.id_column
-
-
-def arrow(rows, is_stream=True, batch_rows=100):
-    data = pa.BufferOutputStream()
-    with (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(data, rows.schema) as file:
-        file.write_table(rows, max_chunksize=batch_rows)
-    return data.getvalue().to_pybytes()
 
 
 def hugging_face(numbers):
@@ -183,6 +177,26 @@ def test_captions_of_one_folder_may_be_in_texts_and_in_json(tmp_path):
     assert {row[0] for row in both(path).values()} == set("abcd")
 
 
+def test_of_two_texts_beside_a_picture_one_is_read_and_one_is_counted(tmp_path):
+    files = {
+        "a.jpg": picture(),
+        "a.txt": "a",
+        "a.caption": "b",
+        "a.json": '{"key": "k"}',
+        "b.JFIF": picture(kind="JPEG"),
+    }
+    path = write(
+        tmp_path / "k", **files, **{"b.Caption": "b", "c.jp2": "", "c.txt": "c", "d.psd": "8BPS", "d.txt": "d"}
+    )
+    assert both(path) == {
+        "a.jpg": ("a", ""),
+        "b.JFIF": ("b", ""),
+        "c.jp2": (None, "no image bytes"),
+        "d.psd": (None, "format not supported: PSD"),
+    }
+    assert found(path).counts == {"found": 10, "read": 9, "left_out": {layout.WHY_LEFT_OUT[layout.SIDE_CAR]: 1}}
+
+
 def test_pictures_of_one_name_share_their_caption(tmp_path):
     path = write(tmp_path / "k", **{"a.jpg": picture(), "a.png": picture(), "a.txt": "a"})
     assert both(path) == {"a.jpg": ("a", ""), "a.png": ("a", "")}
@@ -219,6 +233,12 @@ def test_a_table_may_call_its_pictures_differently(tmp_path):
     path = write(tmp_path / "t", **{"metadata.csv": "filename,caption\n0.png,a\n", "0.png": picture()})
     assert both(path) == {"metadata.csv:0": ("a", "")}
     assert found(path).counts == {"found": 2, "read": 2, "left_out": {}}
+
+
+def test_files_that_no_layout_reads_have_the_reason_of_their_kind(tmp_path):
+    path = write(tmp_path / "p", **{"a.parquet": table(), "a_stats.json": "{}", "b.tar.gz": "", "c.tgz": ""})
+    tars, texts = (layout.WHY_LEFT_OUT[kind] for kind in (layout.TAR, layout.SIDE_CAR))
+    assert found(path).counts == {"found": 4, "read": 1, "left_out": {tars: 2, texts: 1}}
 
 
 def test_a_column_of_ids_is_taken_if_none_is_missing_or_repeated(tmp_path):
@@ -410,6 +430,9 @@ def test_columns_that_are_not_there_are_named(tmp_path):
     two = table(mask=pa.array([picture()] * 2)).rename_columns(["left", "caption", "hash", "right"])
     path = write(tmp_path / "two", **{"a.parquet": two})
     assert "holds images in left, right: name one, such as image_column='left'" in refusal(path)
+    tars = {"0.tar": tar_of(("0.jpg", picture()), ("0.txt", b"a")), "0.parquet": pa.table({"caption": ["a"]})}
+    sentence = refusal(write(tmp_path / "tars", **tars), input_format="parquet")
+    assert "its columns: caption; the input has 1 .tar, 1 .parquet" in sentence or "1 .parquet, 1 .tar" in sentence
     prompts = write(tmp_path / "prompts", **{"a.parquet": table().rename_columns(["jpg", "prompt", "hash"])})
     assert "has no column caption, text or txt: name the column of captions by caption_column" in refusal(prompts)
     assert rows_of(prompts, caption_column="prompt") == {"1": ("a", ""), "2": ("b", "")}
