@@ -18,7 +18,7 @@ from ..distributed import COMPILED_SHAPES
 from ..latents import schema, withdrawn
 from ..latents.manifest import encode_embedding
 from ..model import denoisers
-from ..raw import checks, layout
+from ..raw import checks, inputs, layout
 from . import captions, encoder, job, models
 
 MOMENTS = {"moments": 2, "mean": 1}
@@ -122,7 +122,7 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
         )
     found = layout.look(fit_denoiser(pinned), begun)
     config, paths, listing = found.config, found.paths, found.listing
-    of_first = checks.id_type_of(checks.first_readable(paths, config)[1], config=config)
+    of_first = inputs.id_type_of(checks.first_readable(paths, config)[1], config=config)
     is_resumed = begun is not None and "online" not in begun
     if is_resumed:
         id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))

@@ -91,10 +91,6 @@ def is_uuid(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.UuidType)
 
 
-def is_view_of_lists(kind: pa.DataType) -> bool:
-    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-
-
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type that a column is read as: text, bytes and lists as such, however a file holds them; UUIDs as text."""
     types = pa.types
@@ -104,9 +100,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.string()
     if types.is_string_view(kind) or types.is_binary_view(kind):
         return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
-    if types.is_fixed_size_list(kind) or is_view_of_lists(kind):
-        return pa.large_list(plain_type(kind.value_type))
-    if types.is_list(kind) or types.is_large_list(kind):
+    if hasattr(kind, "value_field"):  # lists: large ones, views and those of a fixed size too
         make = pa.list_ if types.is_list(kind) else pa.large_list
         return make(kind.value_field.with_type(plain_type(kind.value_type)))
     if types.is_struct(kind):
@@ -121,8 +115,8 @@ def to_plain(table: pa.Table) -> pa.Table:
         if is_uuid(field.type):
             values = [value for chunk in column.chunks for value in chunk.storage.to_pylist()]
             column = pa.array([value and str(uuid.UUID(bytes=value)) for value in values], kind)
-        elif is_view_of_lists(field.type) or pa.types.is_run_end_encoded(field.type):
-            column = pa.array(column.to_pylist(), kind)  # Arrow casts neither rightly
+        elif isinstance(field.type, (pa.ListViewType, pa.LargeListViewType, pa.RunEndEncodedType)):
+            column = pa.array(column.to_pylist(), kind)  # Arrow cannot cast them, or loses values
         if kind != field.type:
             table = table.set_column(number, field.name, column.cast(kind))
     return table

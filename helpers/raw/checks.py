@@ -19,7 +19,7 @@ def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
     """
     first, columns = first_readable(paths, config)
     if not inputs.reader(config).typed:
-        return id_type_of(columns, config=config)
+        return inputs.id_type_of(columns, config=config)
     if config.limit is not None:
         paths = [path for path, taken, _ in inputs.rows_to_read(paths, config) if taken is not None]
 
@@ -35,25 +35,17 @@ def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
             check_columns(columns, path, config)
         except ValueError as error:
             raise ValueError(f"{path} does not go with {first}, which can be read: {error}") from None
-    return id_type_of(*(columns for _, columns in different.values()), config=config)
-
-
-def id_type_of(*files: pa.Schema, config: PreprocessingConfig) -> pa.DataType:
-    """The type that ids are stored in (`inputs.id_type`), by the columns of some files."""
-    return inputs.id_type(
-        *(columns.field(name).type for columns in files for name in inputs.stored([config.id_column]))
-    )
+    return inputs.id_type_of(*(columns for _, columns in different.values()), config=config)
 
 
 def first_readable(paths: list[str], config: PreprocessingConfig) -> tuple[str, pa.Schema]:
     """The first file that can be read, and its columns. Raises as `check_input`."""
-    for number, path in enumerate(paths, start=1):
-        try:
-            if number == len(paths) or inputs.reader(config).schema(path).names:
+    *others, last = paths
+    for path in others:
+        with contextlib.suppress(readers.Unreadable):
+            if inputs.reader(config).schema(path).names:
                 return path, check_input(path, config)
-        except readers.Unreadable:
-            if number == len(paths):
-                raise
+    return last, check_input(last, config)
 
 
 def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:

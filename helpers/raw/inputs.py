@@ -26,7 +26,7 @@ from ..latents import schema
 from . import filters, readers
 from .images import BadImage
 from .layout import base_folder, is_bytes, is_text, list_inputs, settled
-from .readers import PATH, PLACE
+from .readers import PATH, PLACE, texts
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
 FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a file
@@ -38,14 +38,9 @@ ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a 
 # ---- files
 
 
-def below(path: str, folder: str) -> str:
-    """A path or URI relative to a folder that contains it."""
-    return path[len(folder) + 1 :]
-
-
 def name_of(path: str, config: PreprocessingConfig) -> str:
     """An input file's path below the input's folder."""
-    return below(path, base_folder(config.data_uri))
+    return path[len(base_folder(config.data_uri)) + 1 :]
 
 
 def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int | None]:
@@ -131,15 +126,17 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
 def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
     """The first rows as the files store them, with `path`, to look at before any pipeline is built."""
     config = settled(config)
-    paths, tables, left = list_inputs(config.data_uri, config.input_format), [], num_rows
-    for path in paths:
-        with contextlib.suppress(*[readers.Unreadable] * (len(paths) > 1)):
-            for table in stream_file(path, used_columns(config), reader(config)):
-                tables.append(table[:left])
-                left -= len(tables[-1])
-                if left == 0:
-                    break
-        if left == 0:
+    paths, tables = list_inputs(config.data_uri, config.input_format), []
+
+    def readable() -> Iterator[pa.Table]:
+        for path in paths:
+            with contextlib.suppress(*[readers.Unreadable] * (len(paths) > 1)):
+                yield from stream_file(path, used_columns(config), reader(config))
+
+    for table in readable():
+        tables.append(table[:num_rows])
+        num_rows -= len(tables[-1])
+        if num_rows == 0:
             break
     if not tables:
         raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
@@ -163,19 +160,6 @@ def join_alike(tables: list[pa.Table]) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return pa.concat_tables([table for table in tables if table.schema == tables[0].schema])
-
-
-def stored_types(paths: list[str], columns: list[str], config: PreprocessingConfig) -> set[tuple[pa.DataType, ...]]:
-    """The different types of columns in files; formats without types have text for all."""
-    if not reader(config).typed:
-        return {(pa.string(),) * len(columns)}
-
-    def types_of(path: str) -> tuple[pa.DataType, ...]:
-        stored = reader(config).stored_schema(path)
-        return tuple(stored.field(name).type for name in columns)
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return set(pool.map(types_of, paths))
 
 
 def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:
@@ -209,8 +193,10 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression, **RETRIES)
-    ids = itertools.chain.from_iterable(stored_types(segment.paths, stored([config.id_column]), config))
-    convert = functools.partial(convert_block, config=config, id_type=id_type(*ids))
+    typed = reader(config)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        ids = id_type_of(*pool.map(typed.schema, segment.paths if typed.typed else []), config=config)
+    convert = functools.partial(convert_block, config=config, id_type=ids)
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
@@ -340,8 +326,7 @@ def picture_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.Chunked
 
 def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
     """The path of each row's file, relative to the input's folder."""
-    folder = storage.open_filesystem(base_folder(config.data_uri))[1].rstrip("/")
-    short = {path: path.partition(folder)[2].lstrip("/") or storage.name(path) for path in paths.unique().to_pylist()}
+    short = {path: name_of(path, config) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
 
@@ -353,18 +338,9 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
         return "no caption"
     if caption in (readers.NOT_UTF8, readers.NOT_TEXT):
         return caption[1:]
-    if is_too_long(caption):
+    if len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES:
         return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"
     return "" if caption.strip() else "empty caption"
-
-
-def is_too_long(caption: str) -> bool:
-    return len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES
-
-
-def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
-    """The texts of a column of text or bytes; None for invalid UTF-8, which Parquet readers let through."""
-    return [readers.as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
@@ -400,6 +376,11 @@ def id_type(*column_types: pa.DataType) -> pa.DataType:
     """The type that ids are stored in: int64 if all are integers, else text. uint64 does not fit: text too."""
     fit = [pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types]
     return pa.int64() if fit and all(fit) else pa.string()
+
+
+def id_type_of(*files: pa.Schema, config: PreprocessingConfig) -> pa.DataType:
+    """`id_type` by the columns of some files."""
+    return id_type(*(columns.field(name).type for columns in files for name in stored([config.id_column])))
 
 
 def is_list(column_type: pa.DataType) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from .. import storage
 from ..config.preprocessing import PreprocessingConfig
-from ..latents.parquet import is_extension, is_uuid
+from ..latents.parquet import is_extension
 from . import readers
 from .readers import PICTURES, PLACE, READERS, TEXTS
 
@@ -422,11 +422,11 @@ def first_rows_of(path: str, reader: readers.Reader) -> tuple[pa.Schema, pa.Tabl
 
 def may_be_used(kind: pa.DataType) -> bool:
     """Whether a column may hold pictures, captions or ids, and its values are plain."""
-    if is_extension(kind) and not is_uuid(kind):
+    if is_extension(kind):
         return False
     in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    in_list = hasattr(kind, "value_type") and not pa.types.is_dictionary(kind)
-    return in_struct or not pa.types.is_nested(kind) or (in_list and is_text_or_bytes(kind.value_type))
+    in_list = hasattr(kind, "value_type") and is_text_or_bytes(kind.value_type)
+    return in_struct or in_list or not pa.types.is_nested(kind)
 
 
 def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list[str]]:
@@ -447,16 +447,13 @@ def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list
 
 def values_of(column: pa.ChunkedArray) -> list:
     """The values of a column; text that is not UTF-8 is None."""
-    if is_text(column.type):
-        return [readers.as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
-    return column.to_pylist()
+    return readers.texts(column) if is_text(column.type) else column.to_pylist()
 
 
 def is_place(text: str) -> bool:
     """Whether a text is the path or URL of a picture, or a picture itself in base64."""
-    return (
-        readers.is_url(text) or readers.is_base64(text) or text.lower().endswith(tuple(f".{one}" for one in PICTURES))
-    )
+    suffix = posixpath.splitext(text.lower())[1]
+    return suffix[1:] in PICTURES or readers.is_url(text) or readers.is_base64(text)
 
 
 def choose_image(columns: pa.Schema, tables: list[pa.Table]) -> tuple[str, str]:

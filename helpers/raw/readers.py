@@ -172,10 +172,8 @@ class Parquet(Typed):
                 first = 0
                 options = {"row_groups": [group], "columns": columns, "use_threads": False}
                 for batch in file.iter_batches(batch_size=GROUP_ROWS, **options):
-                    rows = np.arange(first, first + len(batch), dtype=np.int32)
+                    yield located(pa.Table.from_batches([batch]), group, first)
                     first += len(batch)
-                    table = pa.Table.from_batches([batch]).append_column(ROW, pa.array(rows))
-                    yield table.append_column(GROUP, pa.array(np.full_like(rows, group)))
                     release_large(batch)
 
     def largest_group(self, path: str) -> int:
@@ -258,10 +256,7 @@ class Arrow(Typed):
     def locate(self, path: str, columns: list[str]) -> Iterator[pa.Table]:
         """Columns of all rows, a record batch at a time, with `GROUP` and, within it, `ROW`."""
         for group, table in enumerate(self.batches(path, columns)):
-            rows = pa.array(range(len(table)), pa.int32())
-            yield table.append_column(ROW, rows).append_column(
-                GROUP, pa.repeat(pa.scalar(group, pa.int32()), len(rows))
-            )
+            yield located(table, group, 0)
 
     def read_located(self, path: str, pieces: Iterable[pa.Table], columns: list[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one record batch, as `locate` gives them."""
@@ -360,16 +355,13 @@ class ImageFolder(Reader):
         wanted = {*columns} - {"file_name"}
 
         def read(row: dict) -> dict:
-            """The row, with what its files hold; a JSON file is opened only if a column may be there alone."""
-            names = row[FILES][1:] if wanted else ()
-            texts = [name for name in names if not name.lower().endswith(".json")]
-            for name in texts if texts and wanted == {"text"} else names:
+            """The row, with what its files hold."""
+            for name in row[FILES][1:] if wanted else ():
                 data = read_picture(name, folder, folder)
                 if isinstance(data, BadImage):
                     continue
-                row = (
-                    {**row, "text": decode_caption(data)} if name in texts else {**shorten_all(parse_json(data)), **row}
-                )
+                is_json = name.lower().endswith(".json")
+                row = {**parse_json(data), **row} if is_json else {**row, "text": decode_caption(data)}
             return row
 
         if rows and FILES in rows[0]:
@@ -456,6 +448,12 @@ def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
         elif stem and suffix.lower() in PICTURES and not name.startswith("."):
             pictures.append((name, stem))
     return [(name, *sorted(beside[stem].values())) for name, stem in pictures if stem in beside]
+
+
+def located(table: pa.Table, group: int, first: int) -> pa.Table:
+    """Rows of a row group, from its row `first` on, with `GROUP` and `ROW`."""
+    rows = np.arange(first, first + len(table), dtype=np.int32)
+    return table.append_column(ROW, pa.array(rows)).append_column(GROUP, pa.array(np.full_like(rows, group)))
 
 
 def release_large(batch: pa.RecordBatch) -> None:
@@ -546,7 +544,7 @@ def samples(
         if extension in wanted:
             data = member_bytes(tar, member)
             if extension == "json":
-                sample = {**sample, **shorten_all(parse_json(data)), **sample}  # its other members go before its keys
+                sample = {**sample, **parse_json(data), **sample}  # its other members go before its keys
             else:
                 sample[extension] = data if extension in PICTURES else decode_caption(data)
     if sample:
@@ -639,21 +637,19 @@ def load_metadata(path: str) -> list[dict]:
 
 def decode_text(data: bytes) -> str:
     """Text in UTF-8 or, by its byte order mark, UTF-16. Bytes that are neither become halves of surrogate pairs."""
-    try:
+    with contextlib.suppress(UnicodeDecodeError):  # nor is it UTF-8
         if data.startswith(UTF_16) and data[2:4] != b"\0\0":  # that would be UTF-32
             return data.decode("utf-16")
-    except UnicodeDecodeError:
-        pass  # nor is it UTF-8
     return data.decode("utf-8-sig", "surrogateescape")
 
 
 def parse_json(text: str | bytes) -> dict:
-    """A JSON object as a dict; {} for anything else."""
+    """A JSON object as a dict, with its texts shortened (`shorten`); {} for anything else."""
     try:
         value = json.loads(decode_text(text) if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return {key: shorten(one) for key, one in value.items()} if isinstance(value, dict) else {}
 
 
 def convert(values: list, kind: pa.DataType, is_caption: bool = False) -> pa.Array:
@@ -697,6 +693,11 @@ def as_text(value: bytes | None) -> str | None:
         return None
 
 
+def texts(column: pa.ChunkedArray | pa.Array) -> list[str | None]:
+    """The texts of a column of text or bytes; None for invalid UTF-8, which Parquet readers let through."""
+    return [as_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
+
+
 def as_caption(value: bytes | None) -> str | None:
     """Text of at most a character more than a caption may have, or `NOT_UTF8`; None for null."""
     text = None if value is None else shorten(decode_text(value))
@@ -723,10 +724,6 @@ def text_bytes(value: Any) -> bytes | None:
 def shorten(value):
     """A text of at most a character more than `MAX_CAPTION_BYTES`, by which it is known to be too long; others stay."""
     return value[: MAX_CAPTION_BYTES + 1] if isinstance(value, str) else value
-
-
-def shorten_all(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: shorten(value) for key, value in values.items()}
 
 
 def decode_caption(data: bytes) -> str:
