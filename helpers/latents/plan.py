@@ -160,8 +160,21 @@ class Shape:
 
     @functools.cached_property
     def mixing_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD,) the source of each consecutive row."""
-        return mixing_schedule(tuple(source.proportion for source in self.sources))
+        """(MIXING_PERIOD,) the source of each consecutive row: the one that is furthest behind its share."""
+        if len(self.sources) == 1:
+            return np.zeros(MIXING_PERIOD, dtype=np.int64)
+        proportions = np.array([source.proportion for source in self.sources])
+        left = np.round(proportions / sum(proportions.tolist()) * MIXING_PERIOD).astype(np.int64)
+        left[np.argmax(left)] += MIXING_PERIOD - left.sum()
+        shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
+        schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
+        for position in range(MIXING_PERIOD):
+            behind = [late + share for late, share in zip(behind, shares, strict=True)]
+            chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
+            schedule[position] = chosen
+            behind[chosen] -= 1
+            left[chosen] -= 1
+        return schedule
 
     @functools.cached_property
     def _cumulative_schedule(self) -> np.ndarray:
@@ -457,24 +470,6 @@ def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> i
 @functools.lru_cache(maxsize=2)
 def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
     return plan.epoch_orders(epoch)
-
-
-@functools.lru_cache(maxsize=64)
-def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
-    """(MIXING_PERIOD,) the source of each row: the one that is furthest behind its share."""
-    if len(proportions) == 1:
-        return np.zeros(MIXING_PERIOD, dtype=np.int64)
-    left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
-    left[np.argmax(left)] += MIXING_PERIOD - left.sum()
-    shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
-    schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
-    for position in range(MIXING_PERIOD):
-        behind = [late + share for late, share in zip(behind, shares, strict=True)]
-        chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
-        schedule[position] = chosen
-        behind[chosen] -= 1
-        left[chosen] -= 1
-    return schedule
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:

@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 from .. import storage
 from ..runtime import throttle
 from . import digests, schema, withdrawn
-from .manifest import Files, RowRange, read_files
+from .manifest import Files, RowRange, read_files, read_manifest
 from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
 
@@ -308,7 +308,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
     """Columns of row ranges of latents files, concatenated.
 
     Consecutive ranges of the same file open it once. Each range gives the number of the caption whose text and
-    embedding are read. Raises ValueError that names the file if it holds other columns or values than were encoded.
+    embedding are read. Raises ValueError that names the file if it holds other values than were encoded.
     """
     tables = []
     for (file_name, digest), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.digest)):
@@ -317,7 +317,6 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
             sums = digests.read_sums(file.metadata, digest, file.uri)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
-                file.check_layout(files.layout, stored)
                 group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
                 if sums:
                     digests.check_rows(group, sums[rows.row_group], file.uri)
@@ -328,10 +327,11 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
-    files = read_files(latents_uri)
+    manifest, files = read_manifest(latents_uri), read_files(latents_uri)
+    columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names
     num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
     ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
-    return read_row_ranges(ranges, files.layout.names, files)[:num_rows]
+    return read_row_ranges(ranges, columns, files)[:num_rows]
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
