@@ -433,22 +433,16 @@ def _template(shape: str, radius: float, x: float, y: float) -> np.ndarray:
 
 
 def _working_copy(picture: Image.Image | np.ndarray) -> np.ndarray:
-    """The centre square as float32 (64, 64, 3): averaged if it is larger by a whole factor, else bilinear."""
+    """The centre square as float32 (64, 64, 3)."""
     pixels_HWC = np.asarray(picture.convert("RGB") if isinstance(picture, Image.Image) else picture)
     if pixels_HWC.ndim != 3 or pixels_HWC.shape[2] != 3 or pixels_HWC.dtype != np.uint8:
         raise ValueError(f"pixels are {pixels_HWC.dtype} of shape {pixels_HWC.shape}; detect takes uint8 (H, W, 3)")
     height, width, _ = pixels_HWC.shape
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    square = pixels_HWC[top : top + side, left : left + side].astype(np.float32)
-    factor, rest = divmod(side, WORKING_SIZE)
-    if factor and not rest:
-        return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
-    position = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
-    low = np.minimum(position.astype(int), side - 1)
-    high, share = np.minimum(low + 1, side - 1), (position - low).astype(np.float32)
-    rows = square[low] + share[:, None, None] * (square[high] - square[low])
-    return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
+    square = Image.fromarray(pixels_HWC[top : top + side, left : left + side])
+    method = Image.Resampling.BOX if side > WORKING_SIZE else Image.Resampling.BILINEAR
+    return np.asarray(square.resize((WORKING_SIZE, WORKING_SIZE), method), np.float32)
 
 
 def wrong_attributes(picture: Image.Image | np.ndarray, prompt: str) -> dict[str, tuple[str | int | None, str | int]]:
