@@ -227,7 +227,6 @@ class Plan:
             `block_steps * units_per_step`.
         worker_counts: numbers of workers that the run may have; only the padding at the end of its data needs them.
         caption_shares: how often each of a row's captions is used.
-        leave_out: list of rows that are masked when stored latents are read (`withdrawn`); it moves no row.
     """
 
     shapes: list[Shape]
@@ -238,7 +237,6 @@ class Plan:
     block_steps: int = 1
     worker_counts: range = range(1, 2)
     caption_shares: tuple[float, ...] = (1.0,)
-    leave_out: str = ""
 
     @property
     def batch_rows(self) -> int:
@@ -497,7 +495,7 @@ class PlanSettings(Protocol):
 
     Args:
         resolution_shares: {resolution: its share of the steps}; they add up to 1.
-        unit_rows, units_per_step, seed, worker_counts, leave_out: as in `Plan`.
+        unit_rows, units_per_step, seed, worker_counts: as in `Plan`.
         caption_shares: as in `Plan`; None: all captions equally often.
     """
 
@@ -507,7 +505,6 @@ class PlanSettings(Protocol):
     seed: int
     worker_counts: range
     caption_shares: Sequence[float] | None
-    leave_out: str
 
 
 def load_plan(data: DataSets, settings: PlanSettings) -> Plan:
@@ -531,7 +528,7 @@ def plan_run(data: DataSets, settings: PlanSettings, files: dict[str, Files] | N
     chunk_units, block_steps = chunk_and_block_sizes(data.first, settings, num_rows)
     workers, captions = settings.worker_counts, settings.caption_shares or (1.0,) * data.first.num_captions
     sizes = settings.unit_rows, settings.units_per_step, chunk_units
-    plan = Plan(shapes, *sizes, settings.seed, block_steps, workers, captions, settings.leave_out)
+    plan = Plan(shapes, *sizes, settings.seed, block_steps, workers, captions)
     missing = set(shares) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:
         rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}
