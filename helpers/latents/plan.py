@@ -94,9 +94,9 @@ class EpochOrder(NamedTuple):
             return []
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
         ranges = []
-        for place in range(first, last + 1):
-            group, group_start = int(self.groups[place]), self.ends[place - 1] if place else 0
-            range_start, range_stop = max(start, group_start), min(stop, self.ends[place])
+        for position in range(first, last + 1):
+            group, group_start = int(self.groups[position]), self.ends[position - 1] if position else 0
+            range_start, range_stop = max(start, group_start), min(stop, self.ends[position])
             first_row = self.first_rows.get(group, 0) + range_start - group_start
             ranges.append((group, int(first_row), int(range_stop - range_start)))
         return ranges
@@ -251,11 +251,6 @@ class Plan:
     def sources(self) -> list[Source]:
         return [source for shape in self.shapes for source in shape.sources]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sources."""
-        return sum(shape.num_rows for shape in self.shapes)
-
     # ---- the steps of each shape
 
     @functools.cached_property
@@ -308,8 +303,8 @@ class Plan:
         steps = self.shape_steps
         resolution_of_step = spread([steps[numbers].sum() for numbers in self.by_resolution])
         schedule = np.empty(len(resolution_of_step), np.int16)
-        for place, numbers in enumerate(self.by_resolution):
-            schedule[resolution_of_step == place] = numbers[spread(steps[numbers])]
+        for resolution, numbers in enumerate(self.by_resolution):
+            schedule[resolution_of_step == resolution] = numbers[spread(steps[numbers])]
         earlier = np.empty(len(schedule), np.int64)
         for number, count in enumerate(steps):
             earlier[schedule == number] = np.arange(count)
@@ -369,7 +364,7 @@ class Plan:
         """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
 
         All blocks have the same number of rows. Which block a unit belongs to does not depend on where the run starts.
-        An entry of -1 marks a unit that these steps do not need, or a place past the end of the epoch.
+        An entry of -1 marks a unit that these steps do not need, or a position past the end of the epoch.
         """
         units = np.array(self.unit_range(chunk))
         if self.block_steps > 1:
@@ -439,19 +434,19 @@ class Plan:
         for number, first_row, positions in self.shape_rows(chunk):
             shape, end_row = self.shapes[number], first_row + len(positions)
             source_of_row = np.take(shape.mixing_schedule, np.arange(first_row, end_row), mode="wrap")
-            firsts, ends = shape.rows_by_source(first_row), shape.rows_by_source(end_row)
-            for place, (source, order) in enumerate(zip(shape.sources, orders[number], strict=True)):
-                found = order.ranges(int(firsts[place]), int(ends[place]))
+            firsts, ends = shape.rows_by_source(first_row).tolist(), shape.rows_by_source(end_row).tolist()
+            of_source = zip(shape.sources, orders[number], firsts, ends, strict=True)
+            for source_number, (source, order, first, end) in enumerate(of_source):
+                found = order.ranges(first, end)
                 ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
-                num_rows = int(ends[place] - firsts[place])
-                permutation[positions[source_of_row == place]] = num_read + random.permutation(num_rows)
-                num_read += num_rows
+                permutation[positions[source_of_row == source_number]] = num_read + random.permutation(end - first)
+                num_read += end - first
         return ranges, permutation
 
     def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
         """Rows of a row group, with the caption that the epoch samples for it."""
-        place = f"{rows.file_name}/{rows.row_group}"
-        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
+        name = f"{rows.file_name}/{rows.row_group}"
+        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, name))
 
 
 def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
@@ -568,7 +563,7 @@ def sources_by_shape(
     """
     buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
     groups = {bucket: files.groups_of(bucket) if files else NO_GROUPS for bucket in buckets}
-    keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
+    keys = {bucket: (number, position) for position, bucket in enumerate(buckets, start=1)}
     columns = {spec.name: spec for size in sorted(shares) for spec in manifest.latents_at(size)}
     sources, resolution_rows = [], collections.Counter()
     for name, row_spans in allocate_rows(buckets, columns.values(), shares).items():

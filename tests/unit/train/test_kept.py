@@ -51,7 +51,7 @@ def rows_in(source):
     """The rows that a source gives in an epoch."""
     plan = Plan([Shape([source])], 1, 1, 1, 0)
     ((order,),) = plan.epoch_orders(0)
-    ranges = [source.files.row_range(*one) for one in order.ranges(0, plan.num_rows)]
+    ranges = [source.files.row_range(*one) for one in order.ranges(0, sum(shape.num_rows for shape in plan.shapes))]
     return {(source.files.uri, *one[:2], row) for one in ranges for row in range(one[2], one[2] + one[3])}
 
 
