@@ -122,7 +122,7 @@ def describe_node() -> dict:
 
 
 def explain(node: dict, device: str = "cuda") -> str:
-    """One sentence: whether NCCL on a node (`describe_node`) uses EFA, why, and what to change if it does not."""
+    """Whether NCCL on a node (`describe_node`) has what EFA needs, and what to change if it has not."""
     name, interfaces = node["node"], f"{node['devices']} EFA interface(s)"
     if device != "cuda":
         return f"{name}: workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs."
@@ -139,7 +139,10 @@ def explain(node: dict, device: str = "cuda") -> str:
         )
     files = [os.path.basename(path) for path in node["loaded"]]
     if all(any(file.startswith(library) for file in files) for library in ("libnccl-net", "libfabric")):
-        return f"{name}: EFA is on: {interfaces}, and this worker has loaded {' and '.join(files)}."
+        return (
+            f"{name}: NCCL has what EFA needs: {interfaces}, and this worker has loaded {' and '.join(files)}. It uses "
+            "EFA unless FI_PROVIDER or NCCL_NET names another network."
+        )
     return (
         f"{name}: EFA could be on, with {interfaces} and {os.path.basename((node['plugins'] or files)[0])}, but this "
         "worker has not loaded libfabric: one node alone needs no network, else set NCCL_DEBUG=INFO and look for "

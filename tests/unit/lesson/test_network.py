@@ -42,7 +42,7 @@ def test_every_collective_is_measured_at_every_size(four_ranks):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "EFA is on: 4 EFA interface"),
+        ({}, "NCCL has what EFA needs: 4 EFA interface"),
         ({"devices": 0}, "EFA is off, NCCL uses TCP or InfiniBand: the machine has no EFA interface"),
         ({"plugins": [], "loaded": []}, "NCCL's plugin aws-ofi-nccl is not found"),
         ({"loaded": []}, "EFA could be on"),
