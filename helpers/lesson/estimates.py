@@ -174,7 +174,7 @@ def predict_scaling(
 
     Columns: communication seconds; efficiency if none of it overlaps with compute, and if it overlaps with the backward
     pass, two thirds of a step. Latency is not counted. Raises ValueError for other strategies.
-    The default bandwidth needs EFA on AWS; TCP has a seventeenth. `network.explain` says whether a node has what EFA needs.
+    The default bandwidth needs EFA on AWS; TCP has a seventeenth. `network.explain` says whether a node can use EFA.
     """
     if strategy not in RING_BYTES:
         raise ValueError(f"strategy={strategy!r} is not predicted: choose one of {', '.join(map(repr, RING_BYTES))}.")
