@@ -71,17 +71,17 @@ def drop_cached(config: TrainingConfig) -> None:
 def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:
     """The first held-out row groups with latents at a resolution: enough for `wanted` rows, or all there are."""
     latents = {spec.name for spec in manifest.latents_at(resolution)}
-    groups = groups_with(files, latents, schema.HELD_OUT)
+    groups = groups_with(files, latents, held_out=True)
     groups = groups[: np.searchsorted(np.cumsum(files.group_rows[groups]), wanted) + 1]
     return [files.row_range(group, 0, files.group_rows[group]) for group in groups]
 
 
-def groups_with(files: Files, columns: set[str], prefix: str = "") -> np.ndarray:
+def groups_with(files: Files, columns: set[str], held_out: bool | None = None) -> np.ndarray:
     """The row groups with latents in at least one of `columns`, in order.
 
-    Only buckets whose names begin with `prefix` are searched.
+    `held_out`: True for held-out rows, False for rows that are trained on, None for both.
     """
-    buckets = [name for name in files.bucket_names if name.startswith(prefix)]
+    buckets = [name for name in files.bucket_names if held_out in (None, name.startswith(schema.HELD_OUT))]
     buckets = [name for name in buckets if not columns.isdisjoint(schema.bucket_columns(name))]
     return np.sort(np.concatenate([files.groups_of(bucket) for bucket in buckets] or [np.zeros(0, np.int32)]))
 

@@ -234,7 +234,6 @@ class Files:
         bucket_names: the buckets.
         group_buckets: (row groups,) the number in `bucket_names` of each row group's bucket.
         digests: (files,) of the files (`digests`).
-        layout: the columns that each file has; None if that is not checked.
     """
 
     uri: str
@@ -244,10 +243,9 @@ class Files:
     bucket_names: list[str]
     group_buckets: np.ndarray
     digests: np.ndarray
-    layout: pa.Schema | None = None
 
     @classmethod
-    def of(cls, uri: str, files: list[dict], layout: pa.Schema | None = None) -> Files:
+    def of(cls, uri: str, files: list[dict]) -> Files:
         """`files`: those of the segments in `files.json`."""
         bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
         numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
@@ -261,7 +259,6 @@ class Files:
             bucket_names,
             np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
             np.array([file.get("digest", digests.UNKNOWN) for file in files], np.int64),
-            layout,
         )
 
     def groups_of(self, bucket: str) -> np.ndarray:
@@ -301,9 +298,7 @@ def read_segments(latents_uri: str) -> list[dict]:
 
 def read_files(latents_uri: str) -> Files:
     """The files of a finished job, in the order of its segments."""
-    manifest = read_manifest(latents_uri)
-    layout = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns)
-    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]], layout)
+    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
 
 
 @dataclasses.dataclass(frozen=True)

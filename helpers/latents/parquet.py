@@ -6,7 +6,6 @@ before a value is read. UUIDs are the exception: they become text. Other types b
 
 from __future__ import annotations
 
-import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .. import storage
-from .digests import MEND
 
 
 class PlainParquetFile(pq.ParquetFile):
@@ -27,17 +25,6 @@ class PlainParquetFile(pq.ParquetFile):
     def check_columns(self, columns: list[str] | None) -> None:
         """Raises ValueError for a column of an extension type. `columns`: None for all."""
         check_types(self.schema_arrow, self.uri, columns)
-
-    def check_layout(self, layout: pa.Schema | None, columns: list[str]) -> None:
-        """Raises ValueError for a column that is missing or has another type than in `layout`; None: no check."""
-        self.check_columns(columns)
-        for name in columns if layout else ():
-            found = self.schema_arrow.field(name).type if name in self.schema_arrow.names else "missing"
-            if found != layout.field(name).type:
-                raise ValueError(
-                    f"{self.uri}: the column {name!r} is {found}, and {layout.field(name).type} by the manifest: "
-                    f"{MEND}."
-                )
 
     def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:
         return self.read_plain(super().read, columns, **options)
@@ -50,12 +37,9 @@ class PlainParquetFile(pq.ParquetFile):
 
     def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
         self.check_columns(columns)
-        batches = super().iter_batches(*args, columns=columns, **options)
-        if any(plain_type(field.type) != field.type for field in self.schema_arrow):
-            tables = (to_plain(pa.Table.from_batches([batch])) for batch in batches)
-            batches = itertools.chain.from_iterable(table.to_batches() for table in tables)
         try:
-            yield from batches
+            for batch in super().iter_batches(*args, columns=columns, **options):
+                yield from to_plain(pa.Table.from_batches([batch])).to_batches()
         except OSError as error:
             raise OSError(f"{self.uri} cannot be read: {error}") from error
 
@@ -142,8 +126,8 @@ def read_parquet(uri: str | os.PathLike, columns: list[str] | None = None) -> pa
         return file.read(columns=columns)
 
 
-def write_table(uri: str | os.PathLike, table: pa.Table) -> None:
-    """Write a small file atomically: a reader sees the whole file or none."""
+def write_table(uri: str | os.PathLike, table: pa.Table, **options: Any) -> None:
+    """Write a small file atomically: a reader sees the whole file or none. `options`: of `pq.write_table`."""
     data = pa.BufferOutputStream()
-    pq.write_table(table, data, write_page_checksum=True)
+    pq.write_table(table, data, write_page_checksum=True, **options)
     storage.write_bytes(uri, data.getvalue())

@@ -94,9 +94,9 @@ class EpochOrder(NamedTuple):
             return []
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
         ranges = []
-        for place in range(first, last + 1):
-            group, group_start = int(self.groups[place]), self.ends[place - 1] if place else 0
-            range_start, range_stop = max(start, group_start), min(stop, self.ends[place])
+        for position in range(first, last + 1):
+            group, group_start = int(self.groups[position]), self.ends[position - 1] if position else 0
+            range_start, range_stop = max(start, group_start), min(stop, self.ends[position])
             first_row = self.first_rows.get(group, 0) + range_start - group_start
             ranges.append((group, int(first_row), int(range_stop - range_start)))
         return ranges
@@ -160,8 +160,21 @@ class Shape:
 
     @functools.cached_property
     def mixing_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD,) the source of each consecutive row."""
-        return mixing_schedule(tuple(source.proportion for source in self.sources))
+        """(MIXING_PERIOD,) the source of each consecutive row: the one that is furthest behind its share."""
+        if len(self.sources) == 1:
+            return np.zeros(MIXING_PERIOD, dtype=np.int64)
+        proportions = np.array([source.proportion for source in self.sources])
+        left = np.round(proportions / sum(proportions.tolist()) * MIXING_PERIOD).astype(np.int64)
+        left[np.argmax(left)] += MIXING_PERIOD - left.sum()
+        shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
+        schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
+        for position in range(MIXING_PERIOD):
+            behind = [late + share for late, share in zip(behind, shares, strict=True)]
+            chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
+            schedule[position] = chosen
+            behind[chosen] -= 1
+            left[chosen] -= 1
+        return schedule
 
     @functools.cached_property
     def _cumulative_schedule(self) -> np.ndarray:
@@ -214,7 +227,6 @@ class Plan:
             `block_steps * units_per_step`.
         worker_counts: numbers of workers that the run may have; only the padding at the end of its data needs them.
         caption_shares: how often each of a row's captions is used.
-        leave_out: list of rows that are masked when stored latents are read (`withdrawn`); it moves no row.
     """
 
     shapes: list[Shape]
@@ -225,7 +237,6 @@ class Plan:
     block_steps: int = 1
     worker_counts: range = range(1, 2)
     caption_shares: tuple[float, ...] = (1.0,)
-    leave_out: str = ""
 
     @property
     def batch_rows(self) -> int:
@@ -239,11 +250,6 @@ class Plan:
     @property
     def sources(self) -> list[Source]:
         return [source for shape in self.shapes for source in shape.sources]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sources."""
-        return sum(shape.num_rows for shape in self.shapes)
 
     # ---- the steps of each shape
 
@@ -297,8 +303,8 @@ class Plan:
         steps = self.shape_steps
         resolution_of_step = spread([steps[numbers].sum() for numbers in self.by_resolution])
         schedule = np.empty(len(resolution_of_step), np.int16)
-        for place, numbers in enumerate(self.by_resolution):
-            schedule[resolution_of_step == place] = numbers[spread(steps[numbers])]
+        for resolution, numbers in enumerate(self.by_resolution):
+            schedule[resolution_of_step == resolution] = numbers[spread(steps[numbers])]
         earlier = np.empty(len(schedule), np.int64)
         for number, count in enumerate(steps):
             earlier[schedule == number] = np.arange(count)
@@ -358,7 +364,7 @@ class Plan:
         """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
 
         All blocks have the same number of rows. Which block a unit belongs to does not depend on where the run starts.
-        An entry of -1 marks a unit that these steps do not need, or a place past the end of the epoch.
+        An entry of -1 marks a unit that these steps do not need, or a position past the end of the epoch.
         """
         units = np.array(self.unit_range(chunk))
         if self.block_steps > 1:
@@ -428,19 +434,19 @@ class Plan:
         for number, first_row, positions in self.shape_rows(chunk):
             shape, end_row = self.shapes[number], first_row + len(positions)
             source_of_row = np.take(shape.mixing_schedule, np.arange(first_row, end_row), mode="wrap")
-            firsts, ends = shape.rows_by_source(first_row), shape.rows_by_source(end_row)
-            for place, (source, order) in enumerate(zip(shape.sources, orders[number], strict=True)):
-                found = order.ranges(int(firsts[place]), int(ends[place]))
+            firsts, ends = shape.rows_by_source(first_row).tolist(), shape.rows_by_source(end_row).tolist()
+            of_source = zip(shape.sources, orders[number], firsts, ends, strict=True)
+            for source_number, (source, order, first, end) in enumerate(of_source):
+                found = order.ranges(first, end)
                 ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
-                num_rows = int(ends[place] - firsts[place])
-                permutation[positions[source_of_row == place]] = num_read + random.permutation(num_rows)
-                num_read += num_rows
+                permutation[positions[source_of_row == source_number]] = num_read + random.permutation(end - first)
+                num_read += end - first
         return ranges, permutation
 
     def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
         """Rows of a row group, with the caption that the epoch samples for it."""
-        place = f"{rows.file_name}/{rows.row_group}"
-        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, place))
+        name = f"{rows.file_name}/{rows.row_group}"
+        return rows._replace(caption=draw_caption(self.caption_shares, self.seed, epoch, name))
 
 
 def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> int:
@@ -457,24 +463,6 @@ def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> i
 @functools.lru_cache(maxsize=2)
 def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
     return plan.epoch_orders(epoch)
-
-
-@functools.lru_cache(maxsize=64)
-def mixing_schedule(proportions: tuple[float, ...]) -> np.ndarray:
-    """(MIXING_PERIOD,) the source of each row: the one that is furthest behind its share."""
-    if len(proportions) == 1:
-        return np.zeros(MIXING_PERIOD, dtype=np.int64)
-    left = np.round(np.array(proportions) / sum(proportions) * MIXING_PERIOD).astype(np.int64)
-    left[np.argmax(left)] += MIXING_PERIOD - left.sum()
-    shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
-    schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
-    for position in range(MIXING_PERIOD):
-        behind = [late + share for late, share in zip(behind, shares, strict=True)]
-        chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
-        schedule[position] = chosen
-        behind[chosen] -= 1
-        left[chosen] -= 1
-    return schedule
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
@@ -502,7 +490,7 @@ class PlanSettings(Protocol):
 
     Args:
         resolution_shares: {resolution: its share of the steps}; they add up to 1.
-        unit_rows, units_per_step, seed, worker_counts, leave_out: as in `Plan`.
+        unit_rows, units_per_step, seed, worker_counts: as in `Plan`.
         caption_shares: as in `Plan`; None: all captions equally often.
     """
 
@@ -512,7 +500,6 @@ class PlanSettings(Protocol):
     seed: int
     worker_counts: range
     caption_shares: Sequence[float] | None
-    leave_out: str
 
 
 def load_plan(data: DataSets, settings: PlanSettings) -> Plan:
@@ -536,7 +523,7 @@ def plan_run(data: DataSets, settings: PlanSettings, files: dict[str, Files] | N
     chunk_units, block_steps = chunk_and_block_sizes(data.first, settings, num_rows)
     workers, captions = settings.worker_counts, settings.caption_shares or (1.0,) * data.first.num_captions
     sizes = settings.unit_rows, settings.units_per_step, chunk_units
-    plan = Plan(shapes, *sizes, settings.seed, block_steps, workers, captions, settings.leave_out)
+    plan = Plan(shapes, *sizes, settings.seed, block_steps, workers, captions)
     missing = set(shares) - {shape.latents.resolution for shape in shapes}
     if missing or plan.steps_per_epoch < 1:
         rows = {"x".join(map(str, shape.latents.size)): shape.num_rows for shape in shapes}
@@ -576,7 +563,7 @@ def sources_by_shape(
     """
     buckets = {name: rows for name, rows in sorted(manifest.buckets.items()) if not name.startswith(schema.HELD_OUT)}
     groups = {bucket: files.groups_of(bucket) if files else NO_GROUPS for bucket in buckets}
-    keys = {bucket: (number, 1 + place) for place, bucket in enumerate(buckets)}
+    keys = {bucket: (number, position) for position, bucket in enumerate(buckets, start=1)}
     columns = {spec.name: spec for size in sorted(shares) for spec in manifest.latents_at(size)}
     sources, resolution_rows = [], collections.Counter()
     for name, row_spans in allocate_rows(buckets, columns.values(), shares).items():

@@ -30,8 +30,8 @@ from ray.actor import ActorHandle
 
 from .. import storage
 from ..runtime import throttle
-from . import digests, schema, withdrawn
-from .manifest import Files, RowRange, read_files
+from . import digests, schema
+from .manifest import Files, RowRange, read_files, read_manifest
 from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source
 
@@ -50,20 +50,21 @@ READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; the e
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
 
 ReadRows = Callable[[list[RowRange], Source], pa.Table]
+IsListed = Callable[[pa.ChunkedArray], np.ndarray]  # ids -> (B,) bool: the rows to mask; see `withdrawn`
 
 
 # ---- the dataset
 
 
-def latents_dataset(plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
+def latents_dataset(plan: Plan, first_step: int, end_step: int, is_listed: IsListed | None = None) -> ray.data.Dataset:
     """A Ray dataset of the stored latents for steps `first_step` to `end_step` (exclusive).
 
     Its blocks are the plan's, in the plan's order.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False for rows that
-    `plan.leave_out` lists) and `unit` (the unit's number in the run).
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False for rows of
+    `is_listed`) and `unit` (the unit's number in the run).
     """
-    return build_dataset(plan, first_step, end_step, latents_reader(plan))
+    return build_dataset(plan, first_step, end_step, latents_reader(plan, is_listed))
 
 
 def build_dataset(
@@ -285,15 +286,17 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
                 raise future.exception()
 
 
-def latents_reader(plan: Plan) -> ReadRows:
+def latents_reader(plan: Plan, is_listed: IsListed | None = None) -> ReadRows:
     """`read_latents` for a plan: latents of several shapes travel in one column, padded to the widest."""
     widest = max(shape.latents.row_bytes for shape in plan.shapes)
     padded_to = widest if len(plan.shapes) > 1 else 0
-    return functools.partial(read_latents, padded_to=padded_to, leave_out=plan.leave_out)
+    return functools.partial(read_latents, padded_to=padded_to, is_listed=is_listed)
 
 
-def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0, leave_out: str = "") -> pa.Table:
-    """Rows of a latents folder at the source's shape. `keep` is False for rows that the list `leave_out` holds.
+def read_latents(
+    row_ranges: list[RowRange], source: Source, padded_to: int = 0, is_listed: IsListed | None = None
+) -> pa.Table:
+    """Rows of a latents folder at the source's shape. `keep` is False for rows of `is_listed`.
 
     Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """
@@ -301,14 +304,15 @@ def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0,
     rows = read_row_ranges(row_ranges, columns, source.files)
     if padded_to:
         rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[source.latents.name], padded_to))
-    return rows.append_column(KEEP, pa.array(~withdrawn.is_listed(leave_out, rows[schema.ID])))
+    keep_B = ~is_listed(rows[schema.ID]) if is_listed else np.ones(len(rows), bool)
+    return rows.append_column(KEEP, pa.array(keep_B))
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files) -> pa.Table:
     """Columns of row ranges of latents files, concatenated.
 
     Consecutive ranges of the same file open it once. Each range gives the number of the caption whose text and
-    embedding are read. Raises ValueError that names the file if it holds other columns or values than were encoded.
+    embedding are read. Raises ValueError that names the file if it holds other values than were encoded.
     """
     tables = []
     for (file_name, digest), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.digest)):
@@ -317,7 +321,6 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
             sums = digests.read_sums(file.metadata, digest, file.uri)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
-                file.check_layout(files.layout, stored)
                 group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
                 if sums:
                     digests.check_rows(group, sums[rows.row_group], file.uri)
@@ -328,10 +331,11 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job: what the trainer reads."""
-    files = read_files(latents_uri)
+    manifest, files = read_manifest(latents_uri), read_files(latents_uri)
+    columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names
     num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
     ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
-    return read_row_ranges(ranges, files.layout.names, files)[:num_rows]
+    return read_row_ranges(ranges, columns, files)[:num_rows]
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:

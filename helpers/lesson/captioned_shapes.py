@@ -19,20 +19,18 @@ import io
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from .. import storage
+from ..latents.parquet import open_parquet, write_table
 
 # Colours that can be told apart after blur and JPEG: the nearest two, blue and purple, are 115 of 255 apart.
 COLORS = {
@@ -435,22 +433,16 @@ def _template(shape: str, radius: float, x: float, y: float) -> np.ndarray:
 
 
 def _working_copy(picture: Image.Image | np.ndarray) -> np.ndarray:
-    """The centre square as float32 (64, 64, 3): averaged if it is larger by a whole factor, else bilinear."""
+    """The centre square as float32 (64, 64, 3)."""
     pixels_HWC = np.asarray(picture.convert("RGB") if isinstance(picture, Image.Image) else picture)
     if pixels_HWC.ndim != 3 or pixels_HWC.shape[2] != 3 or pixels_HWC.dtype != np.uint8:
         raise ValueError(f"pixels are {pixels_HWC.dtype} of shape {pixels_HWC.shape}; detect takes uint8 (H, W, 3)")
     height, width, _ = pixels_HWC.shape
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    square = pixels_HWC[top : top + side, left : left + side].astype(np.float32)
-    factor, rest = divmod(side, WORKING_SIZE)
-    if factor and not rest:
-        return square.reshape(WORKING_SIZE, factor, WORKING_SIZE, factor, 3).mean((1, 3))
-    position = np.clip((np.arange(WORKING_SIZE) + 0.5) * side / WORKING_SIZE - 0.5, 0, side - 1)
-    low = np.minimum(position.astype(int), side - 1)
-    high, share = np.minimum(low + 1, side - 1), (position - low).astype(np.float32)
-    rows = square[low] + share[:, None, None] * (square[high] - square[low])
-    return rows[:, low] + share[None, :, None] * (rows[:, high] - rows[:, low])
+    square = Image.fromarray(pixels_HWC[top : top + side, left : left + side])
+    method = Image.Resampling.BOX if side > WORKING_SIZE else Image.Resampling.BILINEAR
+    return np.asarray(square.resize((WORKING_SIZE, WORKING_SIZE), method), np.float32)
 
 
 def wrong_attributes(picture: Image.Image | np.ndarray, prompt: str) -> dict[str, tuple[str | int | None, str | int]]:
@@ -492,50 +484,27 @@ def write_data_set(
     """
     if num_rows < 1 or rows_per_file < 1:
         raise ValueError(f"num_rows={num_rows} and rows_per_file={rows_per_file} must both be at least 1")
-    if "://" in str(folder):
-        return _write_remote(folder, num_rows, seed, rows_per_file, spoilt_share)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     call = {"version": 4, "num_rows": num_rows, "seed": seed, "rows_per_file": rows_per_file}
     # The two constants were arguments of earlier releases, whose files are kept.
     call |= {"two_object_share": 0.0, "size": 64, "spoilt_share": spoilt_share}
     marker = json.dumps(call).encode()
     starts = {f"shapes-{i:05d}.parquet": i * rows_per_file for i in range(-(-num_rows // rows_per_file))}
 
-    for path in sorted(folder.glob("*.parquet")):
-        found = (pq.read_schema(path).metadata or {}).get(_MARKER)
+    for uri in storage.list_files(folder, ".parquet"):
+        with open_parquet(uri) as file:
+            found = (file.schema_arrow.metadata or {}).get(_MARKER)
         if found is None:
-            raise ValueError(f"{path} was not written by write_data_set; choose a folder without other Parquet files")
-        if found == marker and path.name in starts:
-            del starts[path.name]
+            raise ValueError(f"{uri} was not written by write_data_set; choose a folder without other Parquet files")
+        if found == marker and storage.name(uri) in starts:
+            del starts[storage.name(uri)]
         else:
-            path.unlink()  # before anything new is written: a reader never sees files of two calls
+            storage.delete(uri)  # before anything new is written: a reader never sees files of two calls
 
     for name, start in starts.items():
-        indices = range(start, min(start + rows_per_file, num_rows))
-        table = _table(indices, seed, spoilt_share)
-        temporary = folder / f".{name}.tmp"
-        try:
-            pq.write_table(table.replace_schema_metadata({_MARKER: marker}), temporary, row_group_size=500)
-            os.replace(temporary, folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        table = _table(range(start, min(start + rows_per_file, num_rows)), seed, spoilt_share)
+        table = table.replace_schema_metadata({_MARKER: marker})
+        write_table(storage.join(folder, name), table, row_group_size=500)
     return str(folder)
-
-
-def _write_remote(uri: str, *arguments) -> str:
-    """`write_data_set` to an object store: in a local copy, whose changes are copied back."""
-    with tempfile.TemporaryDirectory() as local:
-        if storage.exists(uri):
-            storage.copy_folder(uri, local)
-        before = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
-        write_data_set(local, *arguments)
-        after = {path.name: path.stat().st_mtime_ns for path in Path(local).iterdir()}
-        for name in before.keys() - after.keys():
-            storage.delete(storage.join(uri, name))
-        if after != before:
-            storage.copy_folder(local, uri)
-    return str(uri)
 
 
 def corrupt(data: bytes, caption: str, number: int) -> tuple[bytes | None, str | None]:

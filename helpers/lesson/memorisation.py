@@ -26,7 +26,7 @@ import ray.data
 
 from ..config.training import TrainingConfig
 from ..latents import schema
-from ..latents.held_out import first
+from ..latents.held_out import first, groups_with
 from ..latents.manifest import DataSets, Files, Manifest, read_files
 from ..latents.read import read_row_ranges
 
@@ -116,9 +116,7 @@ def find_column(manifest: Manifest, config: TrainingConfig, latents_NCHW: np.nda
 def training_groups(uri: str, spec: schema.ColumnSpec) -> DataSet:
     """The row groups of a data set whose rows are trained on and have latents in a column."""
     files = read_files(uri)
-    trained = [bucket for bucket in files.bucket_names if not bucket.startswith(schema.HELD_OUT)]
-    groups = [files.groups_of(bucket) for bucket in trained if spec.name in schema.bucket_columns(bucket)]
-    return DataSet(files, np.sort(np.concatenate(groups)) if groups else np.zeros(0, np.int32))
+    return DataSet(files, groups_with(files, {spec.name}, held_out=False))
 
 
 def read_means(rows: pa.Table, spec: schema.ColumnSpec) -> np.ndarray:

@@ -6,10 +6,8 @@ import glob
 import itertools
 import os
 import pathlib
-import shutil
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Iterable
 
@@ -30,7 +28,6 @@ ROUNDS = 5  # repetitions of a measurement, after one that does not count
 # Folders of AWS's installers for NCCL's plugin, and the system's; LD_LIBRARY_PATH is searched first.
 LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
 LIBRARIES += ("/usr/lib/*-linux-gnu", "/usr/lib*", "/usr/local/lib*")
-ALLOWED = {"FI_PROVIDER": ("efa",), "NCCL_NET": ("aws libfabric", "ofi")}  # other values of these variables forbid EFA
 # Stable Diffusion 2: size of the U-Net, and an A100's seconds of compute for 128 images at 256 pixels (published).
 PARAMETERS, STEP_SECONDS = 865_910_724, 0.69
 
@@ -109,9 +106,8 @@ def measure_per_worker(run_uri: str) -> None:
 def describe_node() -> dict:
     """The EFA setup of this process's node, as JSON.
 
-    `devices`: number of EFA interfaces with the kernel's driver. `provider`: whether libfabric offers "efa"
-    (`fi_info`); None without that program. `plugins`: files of NCCL's network plugin. `loaded`: files of the plugin and
-    libfabric that this process has loaded. `variables`: those of `ALLOWED` that are set.
+    `devices`: number of EFA interfaces with the kernel's driver. `plugins`: files of NCCL's network plugin. `loaded`:
+    files of the plugin and libfabric that this process has loaded.
     """
     drivers = glob.glob("/sys/class/infiniband/*/device/driver")
     maps = pathlib.Path("/proc/self/maps")
@@ -120,24 +116,13 @@ def describe_node() -> dict:
     return {
         "node": socket.gethostname(),
         "devices": sum(os.path.basename(os.path.realpath(path)) == "efa" for path in drivers),
-        "provider": offers_efa(),
         "plugins": sorted({path for folder in folders for path in glob.glob(f"{folder}/libnccl-net*.so*")}),
         "loaded": sorted(path for path in mapped if os.path.basename(path).startswith(("libnccl-net", "libfabric"))),
-        "variables": {name: os.environ[name] for name in ALLOWED if name in os.environ},
     }
 
 
-def offers_efa() -> bool | None:
-    """Whether libfabric on this node has the provider "efa"; None if its program `fi_info` is not installed."""
-    program = shutil.which("fi_info") or shutil.which("fi_info", path="/opt/amazon/efa/bin")
-    if program is None:
-        return None
-    done = subprocess.run([program, "-p", "efa"], capture_output=True, text=True)
-    return done.returncode == 0 and "provider: efa" in done.stdout
-
-
 def explain(node: dict, device: str = "cuda") -> str:
-    """One sentence: whether NCCL on a node (`describe_node`) uses EFA, why, and what to change if it does not."""
+    """Whether NCCL on a node (`describe_node`) has what EFA needs, and what to change if it has not."""
     name, interfaces = node["node"], f"{node['devices']} EFA interface(s)"
     if device != "cuda":
         return f"{name}: workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs."
@@ -147,32 +132,22 @@ def explain(node: dict, device: str = "cuda") -> str:
             "that has some (p4d, p4de, p5), with EFA network interfaces and a security group that lets all traffic to "
             "and from itself through."
         )
-    if obstacle := find_obstacle(node):
-        return f"{name}: EFA is off although there are {interfaces}: {obstacle}"
+    if not node["plugins"] and not node["loaded"]:
+        return (
+            f"{name}: EFA is off although there are {interfaces}: NCCL's plugin aws-ofi-nccl is not found. Install it, "
+            "and put its folder on LD_LIBRARY_PATH where `ray start` runs."
+        )
     files = [os.path.basename(path) for path in node["loaded"]]
     if all(any(file.startswith(library) for file in files) for library in ("libnccl-net", "libfabric")):
-        return f"{name}: EFA is on: {interfaces}, and this worker has loaded {' and '.join(files)}."
+        return (
+            f"{name}: NCCL has what EFA needs: {interfaces}, and this worker has loaded {' and '.join(files)}. It uses "
+            "EFA unless FI_PROVIDER or NCCL_NET names another network."
+        )
     return (
         f"{name}: EFA could be on, with {interfaces} and {os.path.basename((node['plugins'] or files)[0])}, but this "
         "worker has not loaded libfabric: one node alone needs no network, else set NCCL_DEBUG=INFO and look for "
         "NET/OFI."
     )
-
-
-def find_obstacle(node: dict) -> str | None:
-    """A reason why NCCL does not use a node's EFA interfaces, and what to change; None if none is known."""
-    for variable, allowed in ALLOWED.items():
-        value = node["variables"].get(variable, allowed[0])
-        if value.lower() not in allowed:
-            return f"{variable}={value} forbids it. Unset it."
-    if node["provider"] is False:
-        return "`fi_info -p efa` finds no libfabric provider. Install AWS's EFA installer in the image."
-    if not node["plugins"] and not node["loaded"]:
-        return (
-            "NCCL's plugin aws-ofi-nccl is not found. Install it, and put its folder on LD_LIBRARY_PATH where "
-            "`ray start` runs."
-        )
-    return None
 
 
 def expected_bandwidth() -> dict[str, float]:

@@ -10,6 +10,7 @@ With `timestep_sampling="uniform"` they share timesteps too; with importance sam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch
 
 from ..config.training import TrainingConfig
 from ..evaluation.validation_loss import losses_by_noise
-from ..latents import held_out
+from ..latents import held_out, withdrawn
 from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import load_plan
 from ..latents.read import latents_reader, read_chunks, worker_units
@@ -80,7 +81,8 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     data, steps = DataSets.open(config.proportions), range(config.max_steps)
     plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
-    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": latents_reader(plan)}
+    read = latents_reader(plan, functools.partial(withdrawn.is_listed, config.leave_out))
+    options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": read}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):
         latents = plan.latents_at(step)

@@ -138,26 +138,17 @@ def shard_size(device: torch.device | str) -> int:
     If the divisor is 1, all ranks share one copy, as under "fsdp": a rank's memory may be too small for whole weights.
     Rank 0 prints the choice.
     """
-    nodes = node_sizes(device)
-    size = math.gcd(*nodes)
-    if len(set(nodes)) > 1:
-        size = size if size > 1 else world_size()
-        if rank() == 0:
-            print(f"strategy='hsdp' shards over groups of {size} ranks, as the nodes have {nodes}: give each as many.")
+    here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), device=device)
+    sizes = [torch.zeros_like(here) for _ in range(world_size())]
+    dist.all_gather(sizes, here)
+    sizes = sorted({int(size) for size in sizes})
+    if len(sizes) == 1:
+        return sizes[0]
+    size = math.gcd(*sizes)
+    size = size if size > 1 else world_size()
+    if rank() == 0:
+        print(f"strategy='hsdp' shards over groups of {size} ranks, as nodes have {sizes} of them: give each as many.")
     return size
-
-
-def node_sizes(device: torch.device | str) -> list[int]:
-    """Number of ranks of each node, in the order of their ranks; the ranks of a node are consecutive."""
-    world = world_size()
-    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world)), device=device)
-    ranks_by_rank = [torch.zeros_like(ranks_here) for _ in range(world)]
-    dist.all_gather(ranks_by_rank, ranks_here)
-    nodes = []
-    while sum(nodes) < world:
-        first_rank = sum(nodes)
-        nodes.append(int(ranks_by_rank[first_rank]))
-    return nodes
 
 
 def cast_inputs(denoiser: diffusers.ModelMixin, arguments: tuple, named: dict) -> tuple[tuple, dict]:

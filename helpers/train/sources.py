@@ -13,7 +13,7 @@ import ray.train
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from ..latents import schema
+from ..latents import schema, withdrawn
 from ..latents.manifest import DataSets
 from ..latents.parquet import write_table
 from ..latents.plan import plan_run
@@ -30,15 +30,18 @@ class StepSource:
 
     Args:
         config: of the run.
-        stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset.
+        stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset; None:
+            `latents_dataset`.
         first_step, end_step: the range of the run's steps that this source yields; `end_step` None means to the last
             step. Step 0 of the plan is step `first_step` of the run.
     """
 
     def __init__(
-        self, config: TrainingConfig, stream: Stream = latents_dataset, first_step: int = 0, end_step: int | None = None
+        self, config: TrainingConfig, stream: Stream | None = None, first_step: int = 0, end_step: int | None = None
     ):
-        self.config, self.stream, self.first_step = config, stream, first_step
+        is_listed = functools.partial(withdrawn.is_listed, config.leave_out)
+        self.stream = stream or functools.partial(latents_dataset, is_listed=is_listed)
+        self.config, self.first_step = config, first_step
         self.end_step = config.max_steps if end_step is None else end_step
         self.rejected: list[pa.Table] = []
 

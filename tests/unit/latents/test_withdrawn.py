@@ -1,6 +1,7 @@
 """`leave_out`: what a list holds, and where its rows are missed: encoding, online, training, validation. No Ray."""
 
 import dataclasses
+import functools
 import hashlib
 import io
 import re
@@ -183,7 +184,8 @@ def with_list(config, make_list, ids, name="list"):
 def received(config, first_step=0, num_workers=1):
     """The units of two epochs' steps from `first_step` on, in order."""
     plan = plan_for(config)
-    steps = receive_steps(plan, latents_reader(plan), first_step, 2 * plan.steps_per_epoch, num_workers)
+    read = latents_reader(plan, functools.partial(withdrawn.is_listed, config.leave_out))
+    steps = receive_steps(plan, read, first_step, 2 * plan.steps_per_epoch, num_workers)
     return [rows for units in steps for rows in units.values()]
 
 

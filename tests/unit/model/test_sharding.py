@@ -110,9 +110,7 @@ def test_hsdp_shards_on_nodes_of_any_sizes_and_says_what_it_shards_over(monkeypa
     assert shard_size("cpu") == size
     starts = [sum(nodes[:number]) for number in range(len(nodes))]
     assert size == len(here) or all(start % size == 0 for start in starts)  # so no shard reaches over two nodes
-    sentence = (
-        f"strategy='hsdp' shards over groups of {size} ranks, as the nodes have {list(nodes)}: give each as many."
-    )
+    sentence = f"strategy='hsdp' shards over groups of {size} ranks, as nodes have {sorted(set(nodes))} of them: give "
     assert capsys.readouterr().out.startswith(sentence) == told
 
 

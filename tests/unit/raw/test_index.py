@@ -106,7 +106,7 @@ def test_pictures_are_decoded_only_to_be_trained_on(tmp_path, decoded):
     held_out = [ids[data] for data in decoded]  # prepared, each once
     assert manifest.filtered == 100 and manifest.rejected == {"smaller than 32 pixels": 20}
     assert len(held_out) == manifest.buckets["held out 32"] == len(set(held_out))
-    assert manifest.buckets["32"] == plan.num_rows == 80 - len(held_out)
+    assert manifest.buckets["32"] == sum(shape.num_rows for shape in plan.shapes) == 80 - len(held_out)
     decoded.clear()
     steps, trained_on = plan.steps_per_epoch - 1, []
     for rows in transformed(plan, raw, 0, steps):
@@ -186,7 +186,9 @@ def test_columns_that_lie_are_found_at_decoding(tmp_path):
         storage.delete(path)
     pq.write_table(lying, tmp_path / "raw" / "0.parquet")
     _, plan = planned(raw, training)
-    assert plan.num_rows == sum(not schema.held_out_mask([row_id], 0.1)[0] for row_id in table["hash"].to_pylist())
+    assert sum(shape.num_rows for shape in plan.shapes) == sum(
+        not schema.held_out_mask([row_id], 0.1)[0] for row_id in table["hash"].to_pylist()
+    )
     reasons = collections.Counter()
     for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
         rows = rows.filter(rows["keep"])

@@ -51,7 +51,7 @@ def rows_in(source):
     """The rows that a source gives in an epoch."""
     plan = Plan([Shape([source])], 1, 1, 1, 0)
     ((order,),) = plan.epoch_orders(0)
-    ranges = [source.files.row_range(*one) for one in order.ranges(0, plan.num_rows)]
+    ranges = [source.files.row_range(*one) for one in order.ranges(0, sum(shape.num_rows for shape in plan.shapes))]
     return {(source.files.uri, *one[:2], row) for one in ranges for row in range(one[2], one[2] + one[3])}
 
 
@@ -108,7 +108,7 @@ class Run:
 
     def fit(self, source, die_at=None):
         begin, plan = source.first_step, plan_for(source.config)
-        if source.stream is read.latents_dataset:
+        if getattr(source.stream, "func", None) is read.latents_dataset:
             source.stream = self.stored
         steps = range(self.saved - begin, source.end_step - begin)
         blocks = source.datasets["train"]().iter_batches()
@@ -234,7 +234,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(start, monkeypatch, kill):
     with monkeypatch.context() as patch:
         patch.setattr(resume, "last_step", lambda config: straight.saved)
         patch.setattr(dataset, "choose_resume_point", lambda config: {"step": straight.saved})
-        patch.setattr(sources, "latents_dataset", straight.stored)
         straight.go()
     with monkeypatch.context() as patch:
         assert disturbed.go_on_until_done(kill(patch)) == 1
