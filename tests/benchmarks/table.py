@@ -6,7 +6,7 @@ python -m tests.benchmarks.table
 import json
 import pathlib
 
-from tests.benchmarks import record, resume_exactness
+from tests.benchmarks import record, resume_exactness, time_to_quality
 
 README = pathlib.Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
@@ -18,7 +18,7 @@ def machine(hardware):
 
 
 def lines():
-    """The table, a line for each thing that was measured; below it a line for each machine, and exact resume."""
+    """The table, a line for each thing that was measured; below it the machines, exact resume, and records."""
     found = [json.loads(path.read_text()) for path in sorted(record.folder().rglob("*.json"))]
     machines = list(dict.fromkeys(machine(result["hardware"]) for result in found))
     table = ["| what | measured | command | on, at revision |", "|---|---|---|---|"]
@@ -30,6 +30,8 @@ def lines():
     for result in found:
         if ".resume_exactness" in result["command"] and result["details"]["rows"]:
             table += resume_exactness.table(result["details"]["rows"])
+        if ".time_to_quality" in result["command"] and result["details"]["records"]:
+            table += time_to_quality.table(result["details"]["records"])
     return table
 
 

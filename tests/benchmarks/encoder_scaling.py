@@ -1,0 +1,76 @@
+"""Rate of the preprocessing job over its number of encoders, each of which takes a fixed time for an image.
+
+    python -m tests.benchmarks.encoder_scaling [--encoders 1 2 4 8 16] [--seconds 25]
+
+Encoders are simulated: each waits until its time for a batch is over, so that two cores can be sixteen encoders. All
+else is the pipeline of Preprocessing.ipynb: files are read, images are decoded and resized, latents are written and
+committed. The last job has one encoder that does not wait: its rate is what the rest of the pipeline can do on these
+cores. Rates run from the end of the first batch that is encoded to the end of the last.
+"""
+
+import sys
+import tempfile
+import time
+
+from ray import cloudpickle
+
+from helpers.config.notebook import PreprocessingConfig
+from helpers.lesson import captioned_shapes
+from helpers.runtime import session
+from tests.benchmarks import million_rows, record
+from tests.pipelines import encode
+
+ENCODER_RATE, BATCH = 40, 64  # images/s of an encoder; images of a call
+# Workers cannot import these modules: what they need of them travels with the encoder.
+for module in (sys.modules[__name__], million_rows):
+    cloudpickle.register_pickle_by_value(module)
+
+
+class SimulatedEncoder(million_rows.StandInLatentEncoder):
+    """A call with n images takes n / ENCODER_RATE seconds."""
+
+    def __call__(self, table):
+        until = time.monotonic() + len(table) / ENCODER_RATE
+        found = super().__call__(table)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return found
+
+
+def rate(uri, name, count, rows, kind):
+    """Images/s of a job with `count` encoders of a kind."""
+    config = PreprocessingConfig(
+        storage=uri,
+        latents_uri=f"{uri}/{name}",
+        resolutions=[64],
+        limit=rows,
+        num_encoders=count,
+        encoder_batch_size=BATCH // 8,
+    )
+    manifest = encode(config, latent_encoder=kind)
+    found = (manifest.read - count * BATCH) / manifest.work["encoding_seconds"]
+    print(f"{name}: {found:.0f} images/s", flush=True)
+    return found
+
+
+def main():
+    given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], seconds=25.0)
+    session.connect(num_cpus=max(given.encoders) + 4)
+    most = int(max(given.encoders) * ENCODER_RATE * given.seconds)
+    with tempfile.TemporaryDirectory() as uri:
+        captioned_shapes.write_data_set(PreprocessingConfig(storage=uri).raw_uri, most)
+        rates = {}
+        for count in given.encoders:
+            rows = int(count * ENCODER_RATE * given.seconds)
+            rates[count] = rate(uri, f"encoders-{count}", count, rows, SimulatedEncoder)
+        ceiling = rate(uri, "without-waiting", 1, most, million_rows.StandInLatentEncoder)
+    counts = ", ".join(map(str, rates))
+    shares = ", ".join(f"{found / (count * ENCODER_RATE):.2f}" for count, found in rates.items())
+    summary = {
+        f"preprocessing with {counts} simulated encoders of {ENCODER_RATE} images/s, over their sum": shares,
+        "the same with one encoder that does not wait": f"{ceiling:.0f} images/s",
+    }
+    record.write("encoder_scaling", summary, images_per_second=rates, ceiling=ceiling)
+
+
+if __name__ == "__main__":
+    main()
