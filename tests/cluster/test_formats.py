@@ -23,7 +23,7 @@ from helpers.lesson import captioned_shapes
 from helpers.raw import filters, images, inputs, readers
 from tests import own_data
 from tests.latents import plan_for
-from tests.pipelines import encode
+from tests.unit.raw import test_layouts
 
 ROWS = 150
 LISTED = {"id_column": "key", "caption_column": "text", "image_column": "file_name"}
@@ -463,21 +463,21 @@ def test_filters_know_whether_a_column_holds_numbers_or_text():
     assert filters.filter_types("") == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "rejected"),
     [
-        pytest.param(own_data.write_to_disk, {}, id="save_to_disk"),
-        pytest.param(functools.partial(own_data.write_img2dataset, output_format="webdataset"), {}, id="tars"),
+        pytest.param(own_data.write_to_disk, [], id="save_to_disk"),
+        pytest.param(functools.partial(own_data.write_img2dataset, output_format="webdataset"), [], id="tars"),
         pytest.param(
-            functools.partial(own_data.write_img2dataset, output_format="parquet"), {"no image bytes": 1}, id="Parquet"
+            functools.partial(own_data.write_img2dataset, output_format="parquet"), ["no image bytes"], id="Parquet"
         ),
     ],
 )
-def test_what_other_tools_write_is_encoded_by_the_name_of_its_folder(write, rejected, cluster, tmp_path):
+def test_what_other_tools_write_is_read_by_the_name_of_its_folder(write, rejected, tmp_path):
+    """As a job and as an online run read it; `tests/notebooks` encodes such a folder by README's commands."""
     write(tmp_path / "pictures")
-    given = {"storage": str(tmp_path / "storage"), "input_uri": str(tmp_path / "pictures"), "resolutions": [32]}
-    manifest = encode(PreprocessingConfig(**given))
-    assert manifest.written == 120 and manifest.rejected == rejected
-    counts = manifest.job["input_files"]
+    rows = test_layouts.both(tmp_path / "pictures").values()
+    assert [reason for _, reason in rows if reason] == rejected
+    assert [text[:8] for text, reason in rows if not reason] == ["a cut of"] * 120
+    counts = test_layouts.found(tmp_path / "pictures").counts
     assert counts["found"] == counts["read"] + sum(counts["left_out"].values())
