@@ -20,7 +20,7 @@ from helpers.latents import schema
 from helpers.latents.held_out import FOLDER
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
-from helpers.raw import filters, images, inputs, readers
+from helpers.raw import images, inputs, readers
 from tests import own_data
 from tests.latents import plan_for
 from tests.unit.raw import test_layouts
@@ -156,16 +156,6 @@ def test_files_of_different_types_are_read_as_one_data_set(cluster, tmp_path):
     assert found == {"1": "a", "2": "b", "3": "c", "x": "d", "y": "e", "z": "no caption"}
 
 
-def test_a_tar_that_is_not_sorted_is_named_without_a_tasks_traceback(cluster, tmp_path):
-    picture = drawn_rows()[1][1]
-    names = ["0.jpg", "1.jpg", "0.txt", "1.txt"]
-    write_tar(tmp_path / "raw" / "a.tar", [{name: picture if name.endswith("jpg") else b"a"} for name in names])
-    values = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__"}
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32], **values)
-    with pytest.raises(ValueError, match="^.*a.tar: the members of the sample '0' do not stand together: sort the tar"):
-        prepare.prepare_job(config)
-
-
 def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path):
     keys = [key for key, *_ in drawn_rows()]
     # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
@@ -285,15 +275,6 @@ def test_a_sample_is_read_by_its_offset_alone(tmp_path):
     assert [table["__key__"].to_pylist() for table in found] == [[keys[row] for row in rows] for rows in chosen]
     streamed = pa.concat_tables(webdataset().stream(path, ["__key__"]))
     assert streamed["__key__"].to_pylist() == keys
-
-
-def test_a_tar_that_cannot_be_read_to_its_end_is_named(tmp_path):
-    path = write_tar(tmp_path / "a.tar", [{f"{number}.jpg": b"x" * 5000} for number in range(9)])
-    whole = path.read_bytes()
-    for data in (whole[:20_000], b"<html>" * 500, b""):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=f"^{path} is not a readable WebDataset tar: remove or replace it"):
-            webdataset().row_groups(str(path))
 
 
 def sparse_member(name, data, size):
@@ -430,14 +411,6 @@ def test_only_regular_files_are_opened_and_links_to_them(tmp_path):
     assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
 
 
-def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
-    table = pa.table({"hash": [1, 2], "caption": ["a", "b"], "url": [None, "https://example.org/a.jpg"]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="url")
-    with pytest.raises(ValueError, match=r"^image_column='url' holds URLs \(https://.*\): download the pictures first"):
-        prepare.prepare_job(config)
-
-
 def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
@@ -455,12 +428,6 @@ def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
         with pytest.raises(ValueError, match=sentence):
             prepare.prepare_job(config_of(input_folders, name, tmp_path, **{parameter: value}))
     assert not pathlib.Path(tmp_path, "latents").exists()
-
-
-def test_filters_know_whether_a_column_holds_numbers_or_text():
-    types = filters.filter_types("width >= 256 and (license == 'CC0' or 'a' < name) and width > height")
-    assert types == {"width": pa.float64(), "license": pa.string(), "name": pa.string(), "height": pa.float64()}
-    assert filters.filter_types("") == {}
 
 
 @pytest.mark.parametrize(

