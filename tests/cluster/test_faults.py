@@ -144,9 +144,9 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
 
 
 @slow
-def test_a_nan_ends_a_run_at_once(run):
+def test_a_nan_ends_a_run_at_once(encoded):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
-    config = run_of(run, "not-finite", **ONE_WORKER, max_failures=3)
+    config = run_of(encoded, "not-finite", **ONE_WORKER, max_failures=3)
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
     with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_nan(13, rank=0))

@@ -17,11 +17,9 @@ import nbformat
 import papermill
 import pytest
 import yaml
-from IPython.core.interactiveshell import InteractiveShell
 from nbconvert import HTMLExporter
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.lesson import looks
 from helpers.model import denoisers
 from tests import execute_notebooks, own_data
 from tests.faults import slow
@@ -253,17 +251,6 @@ def test_a_batch_run_without_latents_names_the_command(workspace, tmp_path):
     assert "papermill Preprocessing.ipynb" in errors[0]["evalue"]
     assert errors[0]["evalue"] in str(raised.value) and len(str(raised.value).strip().splitlines()) < 8
     assert "<details><summary>Traceback</summary>" in json.dumps(saved)
-
-
-def test_a_cell_that_is_run_too_early_says_what_to_run_first(monkeypatch, capsys):
-    """One from the middle, in a shell as a kernel has it."""
-    shell = InteractiveShell()
-    monkeypatch.setattr(looks, "get_ipython", lambda: shell)
-    looks.fold_tracebacks()
-    assert all("looks.fold_tracebacks()" in "".join(cell.source for cell in code_cells(name)[:5]) for name in NOTEBOOKS)
-    shell.run_cell(next(cell.source for cell in code_cells("Preprocessing.ipynb") if "def pipeline(" in cell.source))
-    said = capsys.readouterr().out
-    assert "name 'job' is not defined" in said and "Run the cells above this one first" in said
 
 
 # ---- the README and the pages that it leads to
