@@ -10,9 +10,7 @@ from helpers.latents.manifest import (
     FILES,
     MANIFEST,
     Manifest,
-    read_files,
     read_manifest,
-    read_segments,
     write_manifest,
 )
 
@@ -52,11 +50,6 @@ def folder(tmp_path, build_manifest):
     return str(tmp_path)
 
 
-def test_a_manifest_survives_json(folder, build_manifest):
-    assert read_manifest(folder) == build_manifest(segments=segments())
-    assert read_segments(folder) == segments()
-
-
 def test_a_manifest_counts_every_row_once(folder):
     manifest = read_manifest(folder)
     assert (manifest.read, manifest.written, manifest.filtered) == (150, 136, 7)
@@ -67,14 +60,6 @@ def test_a_manifest_counts_every_row_once(folder):
         and manifest.rows_at(32) == 136
         and manifest.work["seconds"] == 1.5
     )
-
-
-def test_row_groups_are_numbered_through_all_files(folder):
-    files = read_files(folder)
-    assert files.names.to_pylist() == ["a", "b", "c"] and files.group_rows.tolist() == [64, 3, 5, 60, 4]
-    assert files.groups_of("32").tolist() == [0, 1, 3] and files.groups_of("held out 32").tolist() == [2, 4]
-    assert files.groups_of("64").tolist() == []
-    assert files.row_range(1, 2, 1) == ("a", 1, 2, 1, 1, -1) and files.row_range(4, 0, 4) == ("c", 1, 0, 4, 1, -1)
 
 
 def test_planning_on_a_worker_reads_a_few_kilobytes(folder):
