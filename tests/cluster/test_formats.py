@@ -14,15 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import online, prepare, prepare_online, stages
-from helpers.latents import schema
-from helpers.latents.held_out import FOLDER
-from helpers.latents.manifest import read_manifest
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig
+from helpers.encode import prepare, stages
 from helpers.lesson import captioned_shapes
 from helpers.raw import images, inputs, readers
 from tests import own_data
-from tests.latents import plan_for
 from tests.unit.raw import test_layouts
 
 ROWS = 150
@@ -133,29 +129,6 @@ def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_
     assert reasons == {"not an image": 3, "empty caption": 2}
 
 
-def test_files_of_different_types_are_read_as_one_data_set(cluster, tmp_path):
-    """Ids as numbers and as text, pictures in structs and as bytes, captions in lists, dictionaries and views."""
-    picture = drawn_rows()[1][1]
-    columns = [
-        (pa.array([1, 2]), pa.array([{"bytes": picture, "path": None}] * 2), pa.array([["a"], ["b", "c"]])),
-        (pa.array(["3", "x"]), pa.array([picture] * 2), pa.array(["c", "d"]).dictionary_encode()),
-        (pa.array(["y", "z"]), pa.array([picture] * 2), pa.array(["e", None], pa.string_view())),
-    ]
-    (tmp_path / "raw").mkdir()
-    for number, (ids, pictures, captions) in enumerate(columns):
-        pq.write_table(
-            pa.table({"hash": ids, "jpg": pictures, "caption": captions}), tmp_path / f"raw/{number}.parquet"
-        )
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
-    job = prepare.prepare_job(config)
-    (segment,) = job.segments
-    rows = inputs.read_rows(segment, job.config)
-    rows = rows.map_batches(functools.partial(stages.transform, config=config), batch_format="pyarrow").take_all()
-    found = {row["id"]: row["reason"] or row["caption"] for row in rows}
-    assert job.id_type == pa.string()
-    assert found == {"1": "a", "2": "b", "3": "c", "x": "d", "y": "e", "z": "no caption"}
-
-
 def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path):
     keys = [key for key, *_ in drawn_rows()]
     # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
@@ -169,35 +142,6 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
 
 
 # ---- on the way to the trainers
-
-
-@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, tmp_path, name):
-    config = filtered(input_folders, name, tmp_path, limit=130)
-    values = {"storage": str(tmp_path), "latents_uri": str(tmp_path / "online"), "resolution": 32}
-    training = TrainingConfig(**values, global_batch_size=10, validation_share=0.1)
-    manifest, _ = prepare_online.prepare_run(config, training)
-    assert manifest.read == 130
-    plan = plan_for(training)
-    found = {}
-    for index in range(plan.chunks_per_epoch):
-        ((source, ranges),) = plan.chunk_rows(index)[0]
-        done = stages.transform(online.read_raw(ranges, source, config=config), config=config)
-        columns = (done[column].to_pylist() for column in ("id", "caption", "reason"))
-        found |= {row_id: (text, reason) for row_id, text, reason in zip(*columns, strict=True)}
-    drawn = drawn_rows()[:130]
-    if name == "imagefolder":  # more/deep stands before train
-        drawn = drawn_rows()[100:] + drawn_rows()[:80]
-    expected = {key: caption for key, _, caption, width in drawn if width >= 48 and caption.strip()}
-    held_out = {key for key in expected if schema.held_out_mask([key], 0.1)[0]}
-    missing = expected.keys() - held_out - found.keys()  # rows at the end of an epoch that do not fill a batch
-    assert len(missing) < 10 and plan.num_rows == len(expected) - len(held_out)
-    assert found.keys() == expected.keys() - held_out - missing
-    assert all(text == expected[key] for key, (text, reason) in found.items() if not reason)
-    assert {reason for _, reason in found.values() if reason} == {"not an image"}
-    assert set(manifest.rejected) == {"empty caption"} and manifest.filtered > 0
-    stored = read_manifest(storage.join(training.latents_uri, FOLDER))
-    assert 0 < stored.written <= stored.read
 
 
 # ---- finding files
@@ -261,20 +205,6 @@ def test_samples_are_runs_of_members_with_one_name(tmp_path):
         ("4", b"another four", None),
     ]
     assert webdataset().row_groups(str(path)) == [6]
-
-
-def test_a_sample_is_read_by_its_offset_alone(tmp_path):
-    keys = [f"{number:04d}" + "long" * 40 * (number % 2) for number in range(150)]  # a long name has its own header
-    samples = [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys]
-    path = str(write_tar(tmp_path / "a.tar", samples))
-    assert webdataset().row_groups(path) == [64, 64, 22]
-    (places,) = webdataset().locate(path, ["txt"])
-    assert [text[:4] for text in places["txt"].to_pylist()] == [key[:4] for key in keys]
-    chosen = [[149], [3, 4, 5, 9], [0, 148]]
-    found = webdataset().read_located(path, [places.take(rows) for rows in chosen], ["__key__", "jpg"])
-    assert [table["__key__"].to_pylist() for table in found] == [[keys[row] for row in rows] for rows in chosen]
-    streamed = pa.concat_tables(webdataset().stream(path, ["__key__"]))
-    assert streamed["__key__"].to_pylist() == keys
 
 
 def sparse_member(name, data, size):

@@ -24,34 +24,9 @@ def write(path, **columns):
 # ---- finding files
 
 
-def test_a_file_is_found_by_itself_whatever_its_name(tmp_path, monkeypatch):
-    path = write(tmp_path / "part-0000", x=[1])
-    monkeypatch.chdir(tmp_path)
-    assert inputs.list_inputs(path) == inputs.list_inputs("part-0000") == [path]
-
-
-def test_a_folder_gives_its_parquet_files_sorted_nested_ones_too(tmp_path):
-    folder = tmp_path / "data.parquet"  # it may be called like a file
-    paths = [write(folder / name, x=[1]) for name in ("b.parquet", "a.parquet", "deep/er/c.parquet")]
-    (folder / "notes.txt").write_text("not data")
-    assert inputs.list_inputs(str(folder)) == sorted(paths) == inputs.list_inputs(f"{folder}/")
-
-
 def test_a_file_that_went_away_is_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
         readers.Parquet().row_groups(str(tmp_path / "a.parquet"))
-
-
-def test_rows_are_counted_and_looked_at_without_ray(tmp_path):
-    first = write(tmp_path / "a.parquet", x=[1, 2], y=["a", "b"])
-    second = write(tmp_path / "b.parquet", x=[3], y=[None])
-    columns = {"id_column": "x", "caption_column": "y", "image_column": "y"}
-    config = PreprocessingConfig(input_uri=str(tmp_path), **columns)
-    assert inputs.count_rows([first, second, first], config) == [2, 1, 2]
-    found = [{"x": 1, "y": "a", "path": first, "__place__": 0}, {"x": 2, "y": "b", "path": first, "__place__": 1}]
-    assert inputs.first_rows(config, 2).to_pylist() == found
-    assert inputs.first_rows(config, 9).to_pylist()[-1] == {"x": 3, "y": None, "path": second, "__place__": 0}
-    assert len(inputs.first_rows(config, 9)) == 3
 
 
 # ---- the row filter, against an evaluation of our own, with three truth values as in SQL

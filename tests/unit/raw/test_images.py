@@ -429,7 +429,7 @@ import numpy as np
 from PIL import Image, ImageCms
 from helpers.raw import images
 from tests.copy_table import ROOT
-from tests.processes import peak_kib
+from tests.peak import peak_kib
 
 picture = {kind}
 before = peak_kib()
