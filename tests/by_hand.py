@@ -47,24 +47,25 @@ def run_until(notebook, wanted, **values):
     raise NameError(f"No tagged cell of {notebook} defines {wanted}.")
 
 
-def assemble(folder, leave_out=None, **settings):
+def assemble(folder, changes=None, **settings):
     """The script: it encodes `folder`/raw, trains, resumes, draws, and writes a pipeline to `folder`/pipeline.
 
     Args:
-        leave_out: a cell's whole source, which the script does not have.
+        changes: {a part of the cells, which is there once: what stands there in the script}
         settings: replace those of the cell that defines them.
     """
     folder = pathlib.Path(folder).resolve()
     begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=MODELS)
     parts = [begin]
-    wanted = cells()
-    if leave_out:
-        wanted.remove(leave_out)
-    for cell in wanted:
+    for cell in cells():
         parts.append(cell + "\n")
         if "def fit_by_hand" in cell:
             parts.append(f"settings |= {settings!r}\n")
-    return "\n\n".join([*parts, END.format(folder=f"{folder}/pipeline")])
+    script = "\n\n".join([*parts, END.format(folder=f"{folder}/pipeline")])
+    for part, other in (changes or {}).items():
+        assert script.count(part) == 1, part
+        script = script.replace(part, other)
+    return script
 
 
 def run(folder, **options):

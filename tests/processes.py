@@ -2,18 +2,12 @@
 
 import multiprocessing
 import os
-import pathlib
 import tempfile
 
 import torch
 
 FORKSERVER = "forkserver"
 multiprocessing.get_context(FORKSERVER).set_forkserver_preload(["pytest", "helpers.train.loop"])
-
-
-def peak_kib():
-    """KiB of this process's memory at its peak so far. `ru_maxrss` would count what its parent had when it began."""
-    return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def start_ranks(function, arguments, nprocs):

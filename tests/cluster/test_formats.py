@@ -14,16 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import online, prepare, prepare_online, stages
-from helpers.latents import schema
-from helpers.latents.held_out import FOLDER
-from helpers.latents.manifest import read_manifest
+from helpers.config.notebook import OnlineConfig, PreprocessingConfig
+from helpers.encode import prepare, stages
 from helpers.lesson import captioned_shapes
-from helpers.raw import filters, images, inputs, readers
+from helpers.raw import images, inputs, readers
 from tests import own_data
-from tests.latents import plan_for
-from tests.pipelines import encode
+from tests.unit.raw import test_layouts
 
 ROWS = 150
 LISTED = {"id_column": "key", "caption_column": "text", "image_column": "file_name"}
@@ -133,39 +129,6 @@ def test_every_format_is_read_and_transformed_alike(input_folders, cluster, tmp_
     assert reasons == {"not an image": 3, "empty caption": 2}
 
 
-def test_files_of_different_types_are_read_as_one_data_set(cluster, tmp_path):
-    """Ids as numbers and as text, pictures in structs and as bytes, captions in lists, dictionaries and views."""
-    picture = drawn_rows()[1][1]
-    columns = [
-        (pa.array([1, 2]), pa.array([{"bytes": picture, "path": None}] * 2), pa.array([["a"], ["b", "c"]])),
-        (pa.array(["3", "x"]), pa.array([picture] * 2), pa.array(["c", "d"]).dictionary_encode()),
-        (pa.array(["y", "z"]), pa.array([picture] * 2), pa.array(["e", None], pa.string_view())),
-    ]
-    (tmp_path / "raw").mkdir()
-    for number, (ids, pictures, captions) in enumerate(columns):
-        pq.write_table(
-            pa.table({"hash": ids, "jpg": pictures, "caption": captions}), tmp_path / f"raw/{number}.parquet"
-        )
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32])
-    job = prepare.prepare_job(config)
-    (segment,) = job.segments
-    rows = inputs.read_rows(segment, job.config)
-    rows = rows.map_batches(functools.partial(stages.transform, config=config), batch_format="pyarrow").take_all()
-    found = {row["id"]: row["reason"] or row["caption"] for row in rows}
-    assert job.id_type == pa.string()
-    assert found == {"1": "a", "2": "b", "3": "c", "x": "d", "y": "e", "z": "no caption"}
-
-
-def test_a_tar_that_is_not_sorted_is_named_without_a_tasks_traceback(cluster, tmp_path):
-    picture = drawn_rows()[1][1]
-    names = ["0.jpg", "1.jpg", "0.txt", "1.txt"]
-    write_tar(tmp_path / "raw" / "a.tar", [{name: picture if name.endswith("jpg") else b"a"} for name in names])
-    values = {"input_format": "webdataset", "caption_column": "txt", "id_column": "__key__"}
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw"), resolutions=[32], **values)
-    with pytest.raises(ValueError, match="^.*a.tar: the members of the sample '0' do not stand together: sort the tar"):
-        prepare.prepare_job(config)
-
-
 def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_path):
     keys = [key for key, *_ in drawn_rows()]
     # Of image folders, more/deep/metadata.jsonl comes before train/metadata.csv.
@@ -179,35 +142,6 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
 
 
 # ---- on the way to the trainers
-
-
-@pytest.mark.parametrize("name", ["webdataset", "imagefolder", "paths"])
-def test_every_format_can_be_planned_and_read_in_the_plans_order(input_folders, tmp_path, name):
-    config = filtered(input_folders, name, tmp_path, limit=130)
-    values = {"storage": str(tmp_path), "latents_uri": str(tmp_path / "online"), "resolution": 32}
-    training = TrainingConfig(**values, global_batch_size=10, validation_share=0.1)
-    manifest, _ = prepare_online.prepare_run(config, training)
-    assert manifest.read == 130
-    plan = plan_for(training)
-    found = {}
-    for index in range(plan.chunks_per_epoch):
-        ((source, ranges),) = plan.chunk_rows(index)[0]
-        done = stages.transform(online.read_raw(ranges, source, config=config), config=config)
-        columns = (done[column].to_pylist() for column in ("id", "caption", "reason"))
-        found |= {row_id: (text, reason) for row_id, text, reason in zip(*columns, strict=True)}
-    drawn = drawn_rows()[:130]
-    if name == "imagefolder":  # more/deep stands before train
-        drawn = drawn_rows()[100:] + drawn_rows()[:80]
-    expected = {key: caption for key, _, caption, width in drawn if width >= 48 and caption.strip()}
-    held_out = {key for key in expected if schema.held_out_mask([key], 0.1)[0]}
-    missing = expected.keys() - held_out - found.keys()  # rows at the end of an epoch that do not fill a batch
-    assert len(missing) < 10 and sum(shape.num_rows for shape in plan.shapes) == len(expected) - len(held_out)
-    assert found.keys() == expected.keys() - held_out - missing
-    assert all(text == expected[key] for key, (text, reason) in found.items() if not reason)
-    assert {reason for _, reason in found.values() if reason} == {"not an image"}
-    assert set(manifest.rejected) == {"empty caption"} and manifest.filtered > 0
-    stored = read_manifest(storage.join(training.latents_uri, FOLDER))
-    assert 0 < stored.written <= stored.read
 
 
 # ---- finding files
@@ -271,29 +205,6 @@ def test_samples_are_runs_of_members_with_one_name(tmp_path):
         ("4", b"another four", None),
     ]
     assert webdataset().row_groups(str(path)) == [6]
-
-
-def test_a_sample_is_read_by_its_offset_alone(tmp_path):
-    keys = [f"{number:04d}" + "long" * 40 * (number % 2) for number in range(150)]  # a long name has its own header
-    samples = [{f"{key}.txt": key.encode() * 20, f"{key}.jpg": b"x" * 700} for key in keys]
-    path = str(write_tar(tmp_path / "a.tar", samples))
-    assert webdataset().row_groups(path) == [64, 64, 22]
-    (places,) = webdataset().locate(path, ["txt"])
-    assert [text[:4] for text in places["txt"].to_pylist()] == [key[:4] for key in keys]
-    chosen = [[149], [3, 4, 5, 9], [0, 148]]
-    found = webdataset().read_located(path, [places.take(rows) for rows in chosen], ["__key__", "jpg"])
-    assert [table["__key__"].to_pylist() for table in found] == [[keys[row] for row in rows] for rows in chosen]
-    streamed = pa.concat_tables(webdataset().stream(path, ["__key__"]))
-    assert streamed["__key__"].to_pylist() == keys
-
-
-def test_a_tar_that_cannot_be_read_to_its_end_is_named(tmp_path):
-    path = write_tar(tmp_path / "a.tar", [{f"{number}.jpg": b"x" * 5000} for number in range(9)])
-    whole = path.read_bytes()
-    for data in (whole[:20_000], b"<html>" * 500, b""):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=f"^{path} is not a readable WebDataset tar: remove or replace it"):
-            webdataset().row_groups(str(path))
 
 
 def sparse_member(name, data, size):
@@ -430,14 +341,6 @@ def test_only_regular_files_are_opened_and_links_to_them(tmp_path):
     assert [str(data) if isinstance(data, Exception) else data for data in found] == list(expected.values())
 
 
-def test_pictures_behind_urls_are_refused_with_what_to_do(tmp_path):
-    table = pa.table({"hash": [1, 2], "caption": ["a", "b"], "url": [None, "https://example.org/a.jpg"]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="url")
-    with pytest.raises(ValueError, match=r"^image_column='url' holds URLs \(https://.*\): download the pictures first"):
-        prepare.prepare_job(config)
-
-
 def test_a_column_called_path_is_refused(tmp_path):
     pq.write_table(pa.table({"hash": [1], "caption": ["a"], "path": ["a.jpg"]}), tmp_path / "a.parquet")
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet"), image_column="path")
@@ -457,27 +360,21 @@ def test_columns_that_samples_do_not_have_are_named(input_folders, tmp_path):
     assert not pathlib.Path(tmp_path, "latents").exists()
 
 
-def test_filters_know_whether_a_column_holds_numbers_or_text():
-    types = filters.filter_types("width >= 256 and (license == 'CC0' or 'a' < name) and width > height")
-    assert types == {"width": pa.float64(), "license": pa.string(), "name": pa.string(), "height": pa.float64()}
-    assert filters.filter_types("") == {}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "rejected"),
     [
-        pytest.param(own_data.write_to_disk, {}, id="save_to_disk"),
-        pytest.param(functools.partial(own_data.write_img2dataset, output_format="webdataset"), {}, id="tars"),
+        pytest.param(own_data.write_to_disk, [], id="save_to_disk"),
+        pytest.param(functools.partial(own_data.write_img2dataset, output_format="webdataset"), [], id="tars"),
         pytest.param(
-            functools.partial(own_data.write_img2dataset, output_format="parquet"), {"no image bytes": 1}, id="Parquet"
+            functools.partial(own_data.write_img2dataset, output_format="parquet"), ["no image bytes"], id="Parquet"
         ),
     ],
 )
-def test_what_other_tools_write_is_encoded_by_the_name_of_its_folder(write, rejected, cluster, tmp_path):
+def test_what_other_tools_write_is_read_by_the_name_of_its_folder(write, rejected, tmp_path):
+    """As a job and as an online run read it; `tests/notebooks` encodes such a folder by README's commands."""
     write(tmp_path / "pictures")
-    given = {"storage": str(tmp_path / "storage"), "input_uri": str(tmp_path / "pictures"), "resolutions": [32]}
-    manifest = encode(PreprocessingConfig(**given))
-    assert manifest.written == 120 and manifest.rejected == rejected
-    counts = manifest.job["input_files"]
+    rows = test_layouts.both(tmp_path / "pictures").values()
+    assert [reason for _, reason in rows if reason] == rejected
+    assert [text[:8] for text, reason in rows if not reason] == ["a cut of"] * 120
+    counts = test_layouts.found(tmp_path / "pictures").counts
     assert counts["found"] == counts["read"] + sum(counts["left_out"].values())

@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import math
-import pathlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,55 +24,9 @@ def write(path, **columns):
 # ---- finding files
 
 
-def test_a_file_is_found_by_itself_whatever_its_name(tmp_path, monkeypatch):
-    path = write(tmp_path / "part-0000", x=[1])
-    monkeypatch.chdir(tmp_path)
-    assert inputs.list_inputs(path) == inputs.list_inputs("part-0000") == [path]
-
-
-def test_a_folder_gives_its_parquet_files_sorted_nested_ones_too(tmp_path):
-    folder = tmp_path / "data.parquet"  # it may be called like a file
-    paths = [write(folder / name, x=[1]) for name in ("b.parquet", "a.parquet", "deep/er/c.parquet")]
-    (folder / "notes.txt").write_text("not data")
-    assert inputs.list_inputs(str(folder)) == sorted(paths) == inputs.list_inputs(f"{folder}/")
-
-
-def test_missing_and_empty_places_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="^input_uri='.*nowhere' does not exist: give a Parquet file, a folder"):
-        inputs.list_inputs(str(tmp_path / "nowhere"), "parquet")
-    (tmp_path / "a.jpg").write_text("")
-    with pytest.raises(FileNotFoundError, match=f"^input_uri='{tmp_path}' holds no Parquet file"):
-        inputs.list_inputs(str(tmp_path), "parquet")
-
-
-def test_a_file_that_is_not_parquet_is_named(tmp_path):
-    """Cut short, a footer that makes no sense, empty, and something else altogether."""
-    path = write(tmp_path / "a.parquet", x=[1])
-    data = pathlib.Path(path).read_bytes()
-    footer = int.from_bytes(data[-8:-4], "little")
-    broken = data[: -8 - footer] + b"\xff" * footer + data[-8:]
-    for damaged in (data[:-20], broken, b"", b"hash,caption\n1,a cat\n" * 10, b"PAR1"):
-        pathlib.Path(path).write_bytes(damaged)
-        for read in (readers.Parquet().schema, readers.Parquet().row_groups):
-            with pytest.raises(ValueError, match=f"^{path} is not a readable Parquet file: remove or replace it"):
-                read(path)
-
-
 def test_a_file_that_went_away_is_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
         readers.Parquet().row_groups(str(tmp_path / "a.parquet"))
-
-
-def test_rows_are_counted_and_looked_at_without_ray(tmp_path):
-    first = write(tmp_path / "a.parquet", x=[1, 2], y=["a", "b"])
-    second = write(tmp_path / "b.parquet", x=[3], y=[None])
-    columns = {"id_column": "x", "caption_column": "y", "image_column": "y"}
-    config = PreprocessingConfig(input_uri=str(tmp_path), **columns)
-    assert inputs.count_rows([first, second, first], config) == [2, 1, 2]
-    found = [{"x": 1, "y": "a", "path": first, "__place__": 0}, {"x": 2, "y": "b", "path": first, "__place__": 1}]
-    assert inputs.first_rows(config, 2).to_pylist() == found
-    assert inputs.first_rows(config, 9).to_pylist()[-1] == {"x": 3, "y": None, "path": second, "__place__": 0}
-    assert len(inputs.first_rows(config, 9)) == 3
 
 
 # ---- the row filter, against an evaluation of our own, with three truth values as in SQL
@@ -187,16 +140,6 @@ def test_truth_values_can_be_compared():
     for text, kept in (("nsfw == True", 1), ("nsfw != True", 1), ("not nsfw == False", 1), ("not nsfw != False", 1)):
         assert table.filter(filters.parse_filter(text).to_pyarrow()).num_rows == kept
         filters.check_filter(text, table.schema)
-
-
-@pytest.mark.parametrize("text", ["", "  ", "\n"])
-def test_no_filter_is_none(text):
-    assert filters.parse_filter(text) is None and filters.filter_columns(text) == []
-    filters.check_filter(text, TYPES)
-
-
-def test_the_columns_of_a_filter_are_known():
-    assert filters.filter_columns(" width > 3 and (caption == 'score' or not width < x) ") == ["width", "caption", "x"]
 
 
 REFUSED = [

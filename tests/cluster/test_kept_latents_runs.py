@@ -18,7 +18,7 @@ from tests.faults import attempts_of, die, loop_with, slow
 from tests.latents import plan_for
 from tests.pipelines import assert_bare, fit_parts, read_alone, short_run, train_alone
 
-STEPS = 12  # two epochs and some
+STEPS = 9  # two epochs and some
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -55,9 +55,9 @@ def bare(raw, config):
 
 @slow
 def test_a_run_that_keeps_latents_is_a_bare_loop_also_if_a_worker_is_killed_in_the_first_epoch(raw, tmp_path):
-    """Two workers. That each row is encoded once where nothing happens: `tests/unit/train/test_kept.py`."""
-    config, flag = run_of(raw, "two", num_training_workers=2), tmp_path / "killed"
-    fit_parts(raw, config, loop_with((die, 3, 1, flag)))
+    """That each row is encoded once where nothing happens: `tests/unit/train/test_kept.py`."""
+    config, flag = run_of(raw, "killed"), tmp_path / "killed"
+    fit_parts(raw, config, loop_with((die, 3, 0, flag)))
     assert flag.exists()
     found, (_, manifest), plan = metrics.read_metrics(config.run_uri), kept(config), plan_for(config)
     assert plan.steps_per_epoch + 1 in attempts_of(config)

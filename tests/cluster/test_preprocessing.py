@@ -9,7 +9,6 @@ import signal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -22,11 +21,8 @@ from helpers.encode import encoder, prepare
 from helpers.encode.captions import caption_ids, count_tokens, load_tokenizer, tokenize
 from helpers.latents.manifest import read_files, read_manifest, read_segments
 from helpers.lesson import captioned_shapes, looks
-from helpers.model import diffusion
 from helpers.raw import images
-from helpers.train.step import Unit
 from tests import by_hand, pipelines
-from tests.faults import slow
 from tests.models import CHANNELS, WIDTH, tiny_model
 from tests.pipelines import build_pipeline, encode
 
@@ -237,28 +233,6 @@ def test_an_input_without_rows_is_refused(tmp_path):
     pq.write_table(columns.empty_table(), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="The input holds no rows"):
         prepare.prepare_job(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
-
-
-@slow
-def test_means_take_half_the_space_of_moments(finished, tmp_path):
-    config, manifest = finished
-    small = PreprocessingConfig(storage=config.storage, latents_uri=str(tmp_path), latents="mean", limit=200)
-    found = encode(small)
-    assert found.latents(64).shape[0] == 1 and 2 * found.latents(64).row_bytes == manifest.latents(64).row_bytes
-    few, full = (pq.read_table(f"{one.latents_uri}/data").sort_by("id") for one in (small, config))
-    few = few.filter(few["image_latents_64"].is_valid())
-    full = full.filter(pc.is_in(full["id"], few["id"].combine_chunks()))
-    assert few["id"].equals(full["id"])
-    mine, theirs = (Unit.from_arrow(rows, m, m.latents(64), 0) for rows, m in ((few, found), (full, manifest)))
-    torch.testing.assert_close(mine.moments[:, 0], theirs.moments[:, 0], rtol=2e-3, atol=2e-3)  # other batches
-    torch.testing.assert_close(mine.text, theirs.text, rtol=2e-3, atol=2e-3)
-    noise = torch.zeros(len(few), *mine.moments.shape[2:])
-    torch.testing.assert_close(
-        diffusion.sample_latents(mine.moments, noise, 1.0),
-        diffusion.sample_latents(theirs.moments, noise, 1.0),
-        rtol=2e-3,
-        atol=2e-3,
-    )
 
 
 def test_another_autoencoder_and_text_encoder_store_captions_without_padding(cluster, tmp_path):

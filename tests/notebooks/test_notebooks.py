@@ -17,8 +17,6 @@ import nbformat
 import papermill
 import pytest
 import yaml
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
 
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
@@ -31,11 +29,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = execute_notebooks.NOTEBOOKS[:3]  # the others read what these left
 MOST_CELLS = dict(zip(execute_notebooks.NOTEBOOKS, [50, 80, 42, 55, 55], strict=True))
 ROWS = {"limit": 320, "validation_share": 0.05}
-STEPS = {"resolution": 32, "max_steps": 12, "global_batch_size": 16, "warmup_steps": 2, "validation_share": 0.05}
+STEPS = {"resolution": 32, "max_steps": 6, "global_batch_size": 16, "warmup_steps": 2, "validation_share": 0.05}
+STEPS |= {"checkpoint_every": 6, "validate_every": 6, "sampling_steps": 2}
 SHRUNK = {
     NOTEBOOKS[0]: {**ROWS, "resolutions": [32]},
-    NOTEBOOKS[1]: {**STEPS, "checkpoint_every": 12, "validate_every": 12},
-    NOTEBOOKS[2]: {**ROWS, **STEPS, "checkpoint_every": 6, "validate_every": 6},
+    NOTEBOOKS[1]: STEPS,
+    NOTEBOOKS[2]: {**ROWS, **STEPS, "limit": 160},
 }
 
 
@@ -103,15 +102,6 @@ def test_parameters_are_not_assigned_again_below_their_cells(name):
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
-def test_what_a_notebook_imports_keeps_its_meaning(name):
-    """A name that is assigned again would mean something else when its cell runs twice."""
-    nodes = [node for cell in code_cells(name) for node in ast.walk(ast.parse(cell.source))]
-    imported = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    assert not imported & assigned
-
-
-@pytest.mark.parametrize("name", MOST_CELLS)
 def test_what_a_notebook_calls_of_helpers_is_there_and_takes_these_arguments(name):
     """By name: functions of the modules that it imports, and their keywords."""
     nodes = [node for cell in code_cells(name) for node in ast.walk(ast.parse(cell.source))]
@@ -167,44 +157,12 @@ def test_notebooks_are_committed_executed_without_errors(name):
             assert not re.search(r"/(home|root|work|tmp|Users)/", text), text[:300]
 
 
-@pytest.mark.parametrize(("load", "changes"), [(1.5, ""), (0.1, " M Training.ipynb")])
-def test_notebooks_are_not_executed_on_a_busy_machine_or_over_changes(load, changes):
-    with pytest.raises(SystemExit, match="does something else|has changes"):
-        execute_notebooks.check(load, changes)
-
-
 @pytest.mark.parametrize("name", MOST_CELLS)
 def test_three_links_or_more_lead_out_of_a_notebook_and_its_links_to_files_exist(name):
     text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     assert len(set(re.findall(r"\]\((https?://[^)\s]+)\)", text))) >= 3
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
         assert ((ROOT / name).parent / target).exists(), target
-
-
-@pytest.mark.parametrize("name", MOST_CELLS)
-def test_every_picture_has_alternative_text(name):
-    """An output's `alt` stands in its metadata, or in its HTML; in Markdown between the brackets."""
-    for cell in read(name).cells:
-        for html in re.findall(r"<img\b[^>]*>", cell.source):
-            assert re.search(r"alt=[\"'][^\"']{5,}", html), html[:200]
-        assert not re.search(r"!\[\s*\]\(", cell.source), cell.source[:80]
-        for output in cell.get("outputs", []):
-            data, metadata = output.get("data", {}), output.get("metadata", {})
-            html = "".join(data.get("text/html", ""))
-            for tag in re.findall(r"<img\b[^>]*>", html):
-                assert re.search(r"alt=[\"'][^\"']{5,}", tag), f"{name}: {cell.source[:80]}"
-            for kind in (kind for kind in data if kind.startswith("image/")):
-                found = metadata.get(kind, {}).get("alt") or metadata.get("alt") or ("alt=" in html and html)
-                assert found and len(found) > 5, f"{name}: no alternative text below {cell.source[:80]}"
-
-
-@pytest.mark.parametrize("name", MOST_CELLS)
-def test_most_code_cells_show_something(name):
-    """Of the main lesson; sections may be left out, and hand-written functions are shown where they are called."""
-    cells = [cell for cell in code_cells(name)[len(parameter_cells(name)) :] if section_of(cell) in (None, "by-hand")]
-    cells = [cell for cell in cells if "by-hand" not in cell.metadata.get("tags", [])]
-    shown = [cell for cell in cells if cell.outputs]
-    assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
 
 
 @pytest.fixture(scope="module")
@@ -293,15 +251,6 @@ def test_a_batch_run_without_latents_names_the_command(workspace, tmp_path):
     assert "papermill Preprocessing.ipynb" in errors[0]["evalue"]
     assert errors[0]["evalue"] in str(raised.value) and len(str(raised.value).strip().splitlines()) < 8
     assert "<details><summary>Traceback</summary>" in json.dumps(saved)
-
-
-def test_a_cell_that_is_run_too_early_says_what_to_run_first():
-    """After the cells that import and check parameters, one from the middle."""
-    notebook = read("Preprocessing.ipynb")
-    cells = code_cells("Preprocessing.ipynb")
-    notebook.cells = [*cells[:5], next(cell for cell in cells if "def pipeline(" in cell.source)]
-    with pytest.raises(CellExecutionError, match="(?s)'job' is not defined.*Run the cells above this one first"):
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
 
 
 # ---- the README and the pages that it leads to

@@ -10,17 +10,15 @@ import time
 import types
 
 import pytest
-from ray.exceptions import RayTaskError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
-from helpers.encode.prepare_online import read_if_there
 from helpers.evaluation import generation
 from helpers.evaluation.run_figure import read_evaluated_images
 from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson import looks
-from helpers.runtime import lease, retries
+from helpers.runtime import lease
 from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
 from tests.unit.encode.test_job import ROWS, failing, job_of
@@ -137,15 +135,6 @@ def test_a_damaged_file_is_one_sentence_with_its_path_and_what_to_do(tmp_path, n
     assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
 
 
-def test_a_damaged_config_is_written_again_by_the_command_that_its_error_names(tmp_path):
-    config = config_of(tmp_path)
-    uri = half(storage.join(config.run_uri, "config.json"))
-    with pytest.raises(storage.DamagedFile, match="delete it"):
-        setup.read_earlier(config)
-    storage.delete(uri)
-    assert setup.read_earlier(config) is None  # so `open_run` writes it, and the checkpoints stay
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "files.json"])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_damaged_manifest_is_made_again_by_the_job_without_encoding(tmp_path, name, gone):
@@ -158,14 +147,6 @@ def test_a_damaged_manifest_is_made_again_by_the_job_without_encoding(tmp_path, 
     assert begun == [0, 1] and len(read_segments(str(tmp_path))) == 2 and len(again.written_files()) == 2
 
 
-def test_a_damaged_manifest_is_not_made_again_with_other_parameters(tmp_path):
-    pipeline, _ = failing(job := job_of(tmp_path), [])
-    job.run(pipeline)
-    halve(tmp_path / "manifest.json")
-    with pytest.raises(ValueError, match="holds data that was made with other parameters"):
-        job_of(tmp_path, {"resolutions": [64]})
-
-
 def test_a_damaged_manifest_without_the_segments_entries_is_said(tmp_path):
     """As earlier versions left a finished job."""
     pipeline, _ = failing(job := job_of(tmp_path), [])
@@ -175,13 +156,6 @@ def test_a_damaged_manifest_without_the_segments_entries_is_said(tmp_path):
     halve(tmp_path / "manifest.json")
     with pytest.raises(ValueError, match="do not belong to an unfinished job .*: give another latents"):
         job_of(tmp_path)
-
-
-def test_a_damaged_manifest_of_an_online_run_is_written_again(tmp_path):
-    half(tmp_path / "manifest.json")
-    assert read_if_there(str(tmp_path)) is None
-    half(tmp_path / "files.json")
-    assert read_if_there(str(tmp_path)) is None
 
 
 def test_a_segment_whose_entry_is_damaged_is_encoded_again(tmp_path, capsys):
@@ -386,28 +360,3 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_next_one_does(tmp
 
 
 # ---- one sentence for errors of Ray
-
-
-def test_an_error_of_a_task_is_one_sentence():
-    path = "/latents/data/000000-0123456789ab.parquet"
-    traceback = (
-        "\x1b[36mray::Map(write)()\x1b[39m (pid=1, ip=127.0.0.1)\n"
-        f'  File "stages.py", line 7, in write\n    raise OSError(28)\nOSError: [Errno 28] {path} {FULL}\n\n'
-        "The above exception was the direct cause of the following exception:\n\n"
-        "\x1b[36mray::Map(write)()\x1b[39m (pid=1, ip=127.0.0.1)\n"
-        "ray.exceptions.UserCodeException: UDF failed to process a data block.\nTo change retry attempts, configure it."
-    )
-    error = RayTaskError("write", traceback, OSError()).as_instanceof_cause()
-    with pytest.raises(RuntimeError, match=f"^It failed: OSError: .Errno 28. {path} {FULL}$") as raised:
-        with retries.in_a_sentence("It failed"):
-            raise error
-    assert raised.value.__suppress_context__
-
-
-def test_what_ends_training_is_one_sentence(tmp_path):
-    import ray.train
-
-    ended = ray.train.WorkerGroupError("Training failed\nTraceback", {1: OSError(28, f"/runs/a {FULL}")})
-    said = f"^The same command resumes the run, which failed: .Errno 28. /runs/a {FULL}$"
-    with pytest.raises(RuntimeError, match=said), monitor.raise_end(str(tmp_path)):
-        raise ended

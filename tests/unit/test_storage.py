@@ -38,12 +38,6 @@ def test_any_folder_name_can_be_used(tmp_path, folder):
     assert not storage.exists(tmp_path / folder)
 
 
-def test_file_uris_work_as_paths_do(tmp_path):
-    uri = f"file://{tmp_path}/data"
-    storage.write_text(uri + "/a.txt", "hello")
-    assert storage.list_files(uri) == [uri + "/a.txt"] and storage.read_text(tmp_path / "data" / "a.txt") == "hello"
-
-
 class Interrupted(BaseException):
     """As KeyboardInterrupt is, no Exception."""
 

@@ -3,7 +3,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import storage
@@ -195,6 +195,7 @@ def test_latents_may_lie_elsewhere_than_the_rest():
     assert TrainingConfig(storage="s3://b/x").latents_uri == "s3://b/x/latents"
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 512), st.floats(0.01, 100), min_size=1))
 def test_resolutions_and_their_shares(shares):
     config = TrainingConfig(resolution=shares)

@@ -161,19 +161,6 @@ def test_rows_of_any_length_come_back_bit_by_bit(made, data):
         assert np.array_equal(spec.num_tokens(found), (num_tokens * valid)[places])
 
 
-def test_20_of_77_tokens_take_about_a_quarter_of_the_space():
-    sizes, values = [], np.random.default_rng(0).normal(size=(64, 77, 128)).astype(np.float16)
-    values[:, 20:] = 0
-    for spec in (schema.ColumnSpec("x", (77, 128)), schema.ColumnSpec("x", (77, 128), ragged=True)):
-        stream = io.BytesIO()
-        column = spec.encode(values, None, np.full(64, 20))
-        pq.write_table(
-            pa.table({"x": column}), stream, use_dictionary=False, compression="none", write_statistics=False
-        )
-        sizes.append(stream.tell())
-    assert sizes[1] < 0.27 * sizes[0] and spec.row_bytes == 77 * 128 * 2
-
-
 # ---- whole jobs
 
 

@@ -19,7 +19,6 @@ from helpers.evaluation import scores
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
-from helpers.runtime import session
 from helpers.train import resume, setup, start
 from tests.faults import ROOT
 from tests.hub_server import MODEL, HubServer
@@ -116,21 +115,6 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
     assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
 
 
-def test_a_text_encoder_of_another_model_keeps_its_commit_too(hub, newer, tmp_path):
-    """Of a model whose parts are not used nothing is asked."""
-    two = {"text_encoder_model": MODEL, "vae_model": "tiny-sd"}
-    config = config_of(tmp_path, **two)
-    job, first = prepare.prepare_job(config), hub.refs["main"]
-    job.save()
-    assert job.config.text_encoder_model == job.description["encoder"]["text_encoder_model"] == f"{MODEL}@{first}"
-    assert job.description["encoder"]["text_encoder_revision"] == first and job.config.encoder_model == MODEL
-    assert not [path for _, path in hub.requests if "/vae/" in path]
-    second = hub.move("main", newer)
-    assert prepare.prepare_job(config_of(tmp_path, **two)).description == job.description
-    with pytest.raises(ValueError, match=rf"made with other parameters \(encoder=.*{first}.* not .*{second}"):
-        prepare.prepare_job(config_of(tmp_path, **two, text_encoder_revision="main"))
-
-
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
     (manifest, _), first = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
@@ -220,9 +204,3 @@ def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, mo
     assert job.description["encoder"]["revision"] == first
     encoder.Encoder(job.config.encoder_model)
     assert len(hub.requests) == before
-
-
-def test_workers_get_the_hubs_variables(monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://hub")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert session.worker_environment()["env_vars"].items() >= {("HF_ENDPOINT", "http://hub"), ("HF_HUB_OFFLINE", "1")}

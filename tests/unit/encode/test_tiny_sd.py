@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -31,15 +31,6 @@ def test_the_folder_holds_at_most_4_mb_in_fp16():
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) <= 4_000_000
     for weights in FOLDER.rglob("*.safetensors"):
         assert {t.dtype for t in load_file(weights).values() if t.is_floating_point()} == {torch.float16}
-
-
-def test_it_becomes_a_pipeline_once_a_unet_is_given():
-    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER, subfolder="unet"))
-    assert unet.num_parameters() == 852_580
-    pipeline = StableDiffusionPipeline.from_pretrained(FOLDER, unet=unet, dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    pictures = pipeline("a large red circle at the top", num_inference_steps=2, height=64, width=64).images
-    assert pictures[0].size == (64, 64)
 
 
 def test_reconstructions_have_33_db_and_readable_shapes_as_the_card_says(vae):

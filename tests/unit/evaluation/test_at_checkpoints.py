@@ -131,13 +131,6 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
     assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
 
 
-def test_pictures_that_cannot_be_drawn_leave_the_losses(build_run, monkeypatch):
-    monkeypatch.setattr(at_checkpoints, "generate", lambda *_, **__: 1 / 0)
-    found = evaluate_denoiser(build_run())
-    assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
-    assert "unfinished" not in found
-
-
 def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
     config = build_run(clip_model=None)
     assert evaluate_denoiser(config, prompts=None).keys() & {"clip_score", "cmmd"} == set()
@@ -216,16 +209,6 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
     assert checkpoint.step_of(kept) == max(found, key=lambda one: (one["clip_score"], one["step"]))["step"]
     assert not storage.list_files(f"{config.run_uri}/evaluation/000000030", ".npz")
-
-
-def test_images_are_handed_over_in_their_order_and_shapes_without_a_pickle():
-    drawn = [np.full((2, 2, 3), number, np.uint8) for number in range(12)]
-    real = [np.zeros((2, 4, 3), np.uint8), np.ones((4, 2, 3), np.uint8)]
-    shares = [at_checkpoints.Images(drawn, real), at_checkpoints.Images([], [], "OSError: é")]
-    found = at_checkpoints.Images.joined([at_checkpoints.Images.from_bytes(share.to_bytes()) for share in shares])
-    for kind, expected in (("drawn", drawn), ("real", real)):
-        assert [image.tolist() for image in getattr(found, kind)] == [image.tolist() for image in expected]
-    assert found.error == "OSError: é"
 
 
 def test_what_trainers_cannot_draw_leaves_the_losses(build_run, monkeypatch, counted):

@@ -256,12 +256,6 @@ def test_flops_are_counted_by_shape(folder):
     assert meter.flops((4, 8, 8)) < meter.flops((4, 6, 12)) < 1.2 * meter.flops((4, 8, 8))
 
 
-def test_shapes_that_the_vae_cannot_halve_are_refused():
-    message = r"^resolutions=\[32, 64\] and size_multiple=4 come to 80 x 52 pixels, which the VAE halves 3 times: use "
-    with pytest.raises(ValueError, match=message + "multiples of 8.$"):
-        prepare.describe_encoder(PreprocessingConfig(aspect_ratios=[1, 1.6], size_multiple=4))
-
-
 def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_path):
     uri, _ = folder
     config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")

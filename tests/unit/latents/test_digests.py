@@ -151,16 +151,6 @@ def test_latents_of_earlier_versions_are_read_unchecked(latents):
     assert len(train(latents))
 
 
-@pytest.mark.parametrize("kind", [pa.int64(), pa.string(), pa.large_binary(), pa.binary(3)], ids=str)
-def test_a_sum_depends_on_values_and_order_alone(kind):
-    values = [1, None, 300, 4] if kind == pa.int64() else [b"abc", None, b"xyz", b"uvw"]
-    column = pa.chunked_array([values[:1], values[1:]], kind)
-    padded = pa.chunked_array([pa.array(values[2:] + values + values, kind).slice(2, 4)])
-    assert digests.sum_values(column) == digests.sum_values(padded)
-    assert digests.sum_values(column) != digests.sum_values(column.take([2, 1, 0, 3]))
-    assert digests.sum_values(column[:0]) == digests.sum_values(column.slice(1, 1)) == 0
-
-
 def test_pictures_with_a_broken_profile_are_counted_among_those_that_are_used(latents):
     manifest = read_manifest(str(latents))
     assert (manifest.written, manifest.noted) == (ROWS, {"broken colour profile": 2})

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from helpers import storage
@@ -11,13 +10,9 @@ from helpers.latents.manifest import (
     FILES,
     MANIFEST,
     Manifest,
-    encode_embedding,
-    read_files,
     read_manifest,
-    read_segments,
     write_manifest,
 )
-from helpers.train.setup import check_mixture
 
 
 def segments():
@@ -55,11 +50,6 @@ def folder(tmp_path, build_manifest):
     return str(tmp_path)
 
 
-def test_a_manifest_survives_json(folder, build_manifest):
-    assert read_manifest(folder) == build_manifest(segments=segments())
-    assert read_segments(folder) == segments()
-
-
 def test_a_manifest_counts_every_row_once(folder):
     manifest = read_manifest(folder)
     assert (manifest.read, manifest.written, manifest.filtered) == (150, 136, 7)
@@ -70,14 +60,6 @@ def test_a_manifest_counts_every_row_once(folder):
         and manifest.rows_at(32) == 136
         and manifest.work["seconds"] == 1.5
     )
-
-
-def test_row_groups_are_numbered_through_all_files(folder):
-    files = read_files(folder)
-    assert files.names.to_pylist() == ["a", "b", "c"] and files.group_rows.tolist() == [64, 3, 5, 60, 4]
-    assert files.groups_of("32").tolist() == [0, 1, 3] and files.groups_of("held out 32").tolist() == [2, 4]
-    assert files.groups_of("64").tolist() == []
-    assert files.row_range(1, 2, 1) == ("a", 1, 2, 1, 1, -1) and files.row_range(4, 0, 4) == ("c", 1, 0, 4, 1, -1)
 
 
 def test_planning_on_a_worker_reads_a_few_kilobytes(folder):
@@ -103,30 +85,8 @@ def test_data_whose_files_have_changed_has_another_sum(build_manifest):
     assert len(sums) == 3 and build_manifest(segments=segments()).files_crc32 in sums
 
 
-def test_the_empty_caption_keeps_its_bits_and_shape(build_manifest):
-    values = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float16)
-    manifest = build_manifest(empty_caption_embedding=encode_embedding(values))
-    assert manifest.empty_caption.shape == (6, 128) == manifest.embeddings.shape
-    assert np.array_equal(manifest.empty_caption.view(np.uint16), values.view(np.uint16))
-
-
 @pytest.mark.parametrize("version", [3, "4", None])
 def test_latents_of_another_version_are_refused_with_what_to_do(build_manifest, version):
     values = {**dataclasses.asdict(build_manifest()), "schema_version": version}
     with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 4: encode the data again"):
         Manifest.from_dict(json.loads(json.dumps(values)))
-
-
-def test_a_folder_without_latents_says_how_to_make_them(tmp_path):
-    uri = str(tmp_path / "latents")
-    with pytest.raises(FileNotFoundError) as error:
-        read_manifest(uri)
-    assert uri in str(error.value) and "Preprocessing.ipynb" in str(error.value)
-
-
-def test_data_sets_of_different_encoders_are_not_mixed(build_manifest):
-    manifests = {"/a": build_manifest(), "/b": build_manifest(scaling_factor=0.7)}
-    with pytest.raises(
-        ValueError, match=r"latents_uri mixes /b with /a, which differ in scaling_factor \(0.7 and 0.5\)"
-    ):
-        check_mixture(manifests)

@@ -62,19 +62,6 @@ def test_columns_without_a_value_are_read_too(column):
     assert found.shape == (len(column), 2) and not present.any()
 
 
-def test_wider_floats_are_rounded_to_fp16():
-    found, _ = schema.from_binary(schema.to_binary(np.array([[1 / 3]])), (1,))
-    assert found[0, 0] == np.float16(1 / 3)
-
-
-def test_a_column_knows_its_bytes_type_and_resolution():
-    latents = schema.ColumnSpec(schema.latents_column(256), [2, 4, 32, 32])
-    text = schema.ColumnSpec("caption_embeddings", (77, 1024))
-    assert (latents.name, latents.shape, latents.resolution) == ("image_latents_256", (2, 4, 32, 32), 256)
-    assert latents.row_bytes == 16_384 and latents.arrow_type == pa.binary(16_384)
-    assert text.row_bytes == 2 * 77 * 1024 and text.resolution is None
-
-
 def test_columns_of_earlier_versions_open_unless_they_hold_8_bit_floats():
     """Which is one sentence."""
     column = {"name": "caption_embeddings", "shape": [6, 128], "resolution": None}
@@ -85,25 +72,6 @@ def test_columns_of_earlier_versions_open_unless_they_hold_8_bit_floats():
         "Column 'caption_embeddings' holds captions in 8-bit floats (text_precision='fp8'), which this version does "
         "not read: encode the data again with Preprocessing.ipynb, into another latents_uri."
     )
-
-
-def test_the_schemas_of_both_kinds_of_file():
-    columns = [schema.ColumnSpec("image_latents_64", (2, 4, 8, 8)), schema.ColumnSpec("caption_embeddings", (77, 1024))]
-    assert schema.latents_schema(pa.int64(), columns) == pa.schema(
-        [
-            ("id", pa.int64()),
-            ("caption", pa.string()),
-            ("image_latents_64", pa.binary(1024)),
-            ("caption_embeddings", pa.binary(157696)),
-        ]
-    )
-    names = [(field.name, field.type) for field in schema.rejects_schema(pa.string())]
-    assert names == [("id", pa.string()), ("reason", pa.string()), ("source", pa.string())]
-
-
-def test_a_report_of_a_call_stands_in_its_first_row_alone():
-    assert schema.once_per_call(0.5, 3, pa.float64()).to_pylist() == [0.5, None, None]
-    assert schema.once_per_call(0.5, 0, pa.float64()).to_pylist() == []
 
 
 # ---- held-out rows

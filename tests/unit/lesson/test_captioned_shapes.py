@@ -199,18 +199,6 @@ def test_damaged_rows_are_as_many_as_asked_for(tmp_path):
     assert {None, "  "} < {row["caption"] for row in rows} and {None, b""} < {row["jpg"] for row in rows}
 
 
-def test_hashes_are_unique_and_not_negative():
-    hashes = [captioned_shapes._hash(seed, index) for seed in range(3) for index in range(20000)]
-    assert len(set(hashes)) == len(hashes) and min(hashes) >= 0 and 2**62 < max(hashes) < 2**63
-
-
-def test_writing_twice_writes_nothing(tmp_path):
-    captioned_shapes.write_data_set(tmp_path, 30, rows_per_file=10)
-    before = contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())]
-    captioned_shapes.write_data_set(tmp_path, 30, rows_per_file=10)
-    assert before == (contents(tmp_path), [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())])
-
-
 def test_the_data_set_needs_neither_torch_nor_ray():
     code = "import sys, helpers.lesson.captioned_shapes as shapes; shapes.detect(shapes.draw_sample(0)[0])"
     code += "; print({'torch', 'ray'} & set(sys.modules))"

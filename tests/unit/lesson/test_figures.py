@@ -118,14 +118,6 @@ def test_any_caption_can_be_drawn(caption):
     assert all(ax.get_window_extent().width > 50 for ax in fig.axes)  # text has not squeezed the pictures away
 
 
-def test_agreement_sets_all_apart_and_draws_its_goal():
-    ax = figures.agreement_by_attribute(SCORES, goal=0.85).axes[0]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["color", "shape", "all"]
-    heights = [bar.get_height() for container in ax.containers for bar in container]
-    assert heights == pytest.approx([10, 30, 0, 100, 90, 88])
-    assert any(list(curve.get_ydata()) == [85, 85] for curve in ax.lines)
-
-
 def test_the_nearest_neighbours_come_first_and_may_lack_held_out_rows():
     fig = nearest(np.zeros(0), NEAREST.assign(nearer=np.nan))
     assert [ax.get_xlabel() for ax in fig.subfigs[0].axes if ax.get_xlabel()] == ["0.01", "0.50", "0.60"]

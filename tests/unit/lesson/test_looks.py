@@ -15,6 +15,7 @@ CELLS = {
     "restarted": "__vsc_ipynb_file__ = {path!r}\n" + LATE,
     "again": LATE,
     "fold": "looks.fold_tracebacks()",
+    "too early": "segments = job.segments",
     "stopped run": "raise KeyboardInterrupt('Stopped after step 3.')",
     "stopped cell": "raise KeyboardInterrupt",
 }
@@ -51,3 +52,8 @@ def test_where_the_notebooks_file_is_unknown_the_late_cell_says_what_to_run(outp
     assert outputs["nowhere"][-1].evalue.startswith(
         "This kernel does not know its notebook's file: run the cells above"
     )
+
+
+def test_a_cell_that_is_run_too_early_says_what_to_run_first(outputs):
+    said = json.dumps(outputs["too early"])
+    assert "name 'job' is not defined" in said and "Run the cells above this one first" in said

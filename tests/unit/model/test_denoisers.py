@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import diffusers
 import numpy as np
@@ -382,20 +381,6 @@ def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_capti
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_trained(name):
     assert not list(denoisers.find_faults(name))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_what_fits_is_accepted(configs, padded, ragged, name):
-    manifest, _ = padded if name == "unet" else ragged
-    manifest = dataclasses.replace(
-        manifest, job={"text_cleaning": {"pixart": "lower", "prx": "ftfy"}.get(name, "none")}
-    )
-    setup.check_latents(manifest, TrainingConfig(unet_config=configs[name]), "/data")
-    patches = {**SMALL["pixart"], "patch_size": 3}
-    pathlib.Path(configs["pixart"] + ".patches").write_text(json.dumps(patches))
-    if name == "pixart":
-        with pytest.raises(ValueError, match="takes sides that are multiples of 3"):
-            setup.check_latents(manifest, TrainingConfig(unet_config=configs[name] + ".patches"), "/data")
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ CAPTIONS = """
 import sys
 from helpers.config.notebook import OnlineConfig
 from helpers.raw import index, inputs, layout, readers
-from tests.processes import peak_kib
+from tests.peak import peak_kib
 
 folder = sys.argv[1]
 path, config = folder + "/a.parquet", OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])

@@ -6,7 +6,6 @@ import signal
 import types
 import zlib
 
-import pandas as pd
 import pytest
 import ray
 import torch
@@ -14,9 +13,8 @@ import torch
 from helpers import distributed, storage
 from helpers.config.notebook import TrainingConfig
 from helpers.runtime import drain, retries
-from helpers.train import checkpoint, dataset, devices, faults, monitor, resume, setup, sources
+from helpers.train import checkpoint, dataset, devices, faults, resume, setup, sources
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
-from helpers.train.profiling import throughput
 from tests.processes import run_script
 
 
@@ -42,14 +40,6 @@ def test_the_last_attempt_counts_and_samples_count_once(run_uri):
     assert found["attempt"].tolist() == [1, 1, 1, 2, 2, 2, 2]
     assert found["samples_seen"].tolist() == [2, 4, 6, 8, 10, 12, 14]
     assert len(read_metrics(run_uri, all_attempts=True)) == 9
-
-
-def test_a_half_written_metrics_line_is_skipped(run_uri):
-    write(run_uri, [1, 2])
-    path = pathlib.Path(run_uri, "metrics.jsonl")
-    path.write_text(path.read_text()[:-20])
-    write(run_uri, [2, 3])
-    assert read_metrics(run_uri)[["step", "attempt"]].values.tolist() == [[1, 1], [2, 2], [3, 2]]
 
 
 def test_a_metrics_reader_gets_each_whole_line_once(run_uri):
@@ -110,20 +100,6 @@ def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
         f"The run resumes from {newest.name}.",
     ]
     assert not old.exists() and newest.exists() and not torn.parent.exists()
-
-
-def test_a_list_that_names_a_damaged_checkpoint_is_deleted(run_uri):
-    """Ray Train's list; the usable checkpoints that it names stay."""
-    usable = [write_checkpoint(run_uri, step) for step in (10, 20)]
-    (damaged := write_checkpoint(run_uri, 30) / "a").unlink()
-    snapshot = storage.join(run_uri, setup.SNAPSHOT)
-    names = [folder.name for folder in [*usable, damaged.parent]]
-    storage.write_json(snapshot, {"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]})
-    assert setup.reconcile_checkpoints(run_uri) == [
-        f"{names[2]} cannot be used: its file a is missing.",
-        f"The run resumes from {names[1]}.",
-    ]
-    assert not storage.exists(snapshot) and not damaged.parent.exists() and all(map(pathlib.Path.exists, usable))
 
 
 def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
@@ -263,15 +239,6 @@ def test_what_takes_long_is_no_hang_where_that_is_known():
     assert code == -signal.SIGKILL and "hung True\n" in said
 
 
-def test_a_run_that_its_workers_ended_raises_in_the_driver(tmp_path):
-    config = TrainingConfig(storage=str(tmp_path), run_name="run")
-    for sentence in ("The loss at step 3 is nan.", "The loss at step 5 is nan."):
-        with pytest.raises(RuntimeError, match=f"^{sentence}$"), monitor.monitor_run(config):
-            faults.end_run(config.run_uri, sentence)
-    with monitor.monitor_run(config):  # the next one finishes
-        pass
-
-
 def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
     write(run_uri, [1])
     log = MetricsLog(run_uri)
@@ -281,13 +248,3 @@ def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
     found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
     assert found == [0.1, None, None, 0.5]
     assert read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
-
-
-def test_throughput_is_by_the_clock_not_the_mean_over_steps():
-    """One step of three waits for what all three need: 3 batches of 10 in 1 + 0.1 + 0.1 seconds."""
-    metrics = pd.DataFrame({"images_per_second": [1.0, 10.0, 100.0, 100.0], "data_wait_share": [1.0, 0.9, 0.0, 0.0]})
-    metrics = metrics.assign(step_seconds=10 / metrics["images_per_second"], checkpoint_seconds=0.0)
-    rate, waited = throughput(metrics, skip=1)
-    assert rate == pytest.approx(30 / 1.2) and waited == pytest.approx(0.9 / 1.2)
-    # A checkpoint that training waits for counts too.
-    assert throughput(metrics.assign(checkpoint_seconds=[0, 0, 0.3, 0]), skip=1)[0] == pytest.approx(20)

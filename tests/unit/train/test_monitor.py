@@ -15,7 +15,7 @@ from helpers import storage
 from helpers.config.notebook import TrainingConfig
 from helpers.runtime import machines
 from helpers.runtime import progress as runtime_progress
-from helpers.runtime.progress import Progress, batch_terminal, format_seconds, poll_in_background, time
+from helpers.runtime.progress import Progress, batch_terminal, poll_in_background, time
 from helpers.sample.pipeline import to_png
 from helpers.train import checkpoint, faults, metrics, monitor, results
 
@@ -115,11 +115,6 @@ def test_a_notebook_lists_each_of_several_machines_and_the_terminal_their_range(
     ranges = "2 machines: CPU 9 to 80 %, memory 12 to 41 %, GPU 98 %, GPU memory 76 %"
     assert terminal()[-1].endswith(f"; {ranges}") and shown[0]["text/plain"].endswith(f"; {ranges}")
     assert "10.0.0.1: CPU 9 %, memory 41 %<br>10.0.0.2: CPU 80 %, memory 12 %, GPU 98 %" in shown[0]["text/html"]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (59.6, "1 min 00 s"), (7500, "2 h 05 min")])
-def test_durations_have_two_units(seconds, text):
-    assert format_seconds(seconds) == text
 
 
 def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
