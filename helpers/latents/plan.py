@@ -251,6 +251,11 @@ class Plan:
     def sources(self) -> list[Source]:
         return [source for shape in self.shapes for source in shape.sources]
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources."""
+        return sum(shape.num_rows for shape in self.shapes)
+
     # ---- the steps of each shape
 
     @functools.cached_property

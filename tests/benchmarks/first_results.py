@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.first_results [--rounds 3]
 
-Preprocessing.ipynb and Training.ipynb are executed up to that cell, as by a reader who runs every cell above it; the
-hand-written run is shortened. Timed is when the cell's progress line first says that rows were encoded, or that a step
-was taken. The goals, on an otherwise idle machine with two cores: 15 s and 25 s.
+Preprocessing.ipynb and Training.ipynb are executed up to that cell, without the sections. Timed is when the cell's
+progress line first says that rows were encoded, or that a step was taken. The goals, on an otherwise idle machine with
+two cores: 15 s and 25 s.
 """
 
 import re
@@ -16,7 +16,6 @@ import nbformat
 from nbclient import NotebookClient
 
 from tests.benchmarks import record
-from tests.notebooks.test_notebooks import BY_HAND_SHRUNK
 
 # notebook -> (what its production cell calls, what the progress line says at first, parameters)
 NOTEBOOKS = {
@@ -45,7 +44,7 @@ class Watched(NotebookClient):
 def wait(name, storage):
     """Seconds until the production cell of a notebook shows something."""
     called, line, parameters = NOTEBOOKS[name]
-    notebook = nbformat.reads((record.ROOT / name).read_text().replace(*BY_HAND_SHRUNK), as_version=4)
+    notebook = nbformat.reads((record.ROOT / name).read_text(), as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     last = next(number for number, cell in enumerate(cells) if called in cell.source)
     values = {"storage": storage, **parameters, **(SHORT if parameters else {})}

@@ -158,6 +158,30 @@ def test_notebooks_are_committed_executed_without_errors(name):
 
 
 @pytest.mark.parametrize("name", MOST_CELLS)
+def test_what_a_notebook_imports_keeps_its_meaning(name):
+    """A name that is assigned again would mean something else when its cell runs twice."""
+    nodes = [node for cell in code_cells(name) for node in ast.walk(ast.parse(cell.source))]
+    imported = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assert not imported & assigned
+
+
+@pytest.mark.parametrize(("load", "changes"), [(1.5, ""), (0.1, " M Training.ipynb")])
+def test_notebooks_are_not_executed_on_a_busy_machine_or_over_changes(load, changes):
+    with pytest.raises(SystemExit, match="does something else|has changes"):
+        execute_notebooks.check(load, changes)
+
+
+@pytest.mark.parametrize("name", MOST_CELLS)
+def test_most_code_cells_show_something(name):
+    """Of the main lesson; sections may be left out, and hand-written functions are shown where they are called."""
+    cells = [cell for cell in code_cells(name)[len(parameter_cells(name)) :] if section_of(cell) in (None, "by-hand")]
+    cells = [cell for cell in cells if "by-hand" not in cell.metadata.get("tags", [])]
+    shown = [cell for cell in cells if cell.outputs]
+    assert len(shown) >= 0.7 * len(cells), [cell.source[:60] for cell in cells if not cell.outputs]
+
+
+@pytest.mark.parametrize("name", MOST_CELLS)
 def test_three_links_or_more_lead_out_of_a_notebook_and_its_links_to_files_exist(name):
     text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     assert len(set(re.findall(r"\]\((https?://[^)\s]+)\)", text))) >= 3

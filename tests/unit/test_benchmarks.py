@@ -25,6 +25,7 @@ def results(tmp_path, monkeypatch):
     ("name", "arguments"),
     [
         ("picture_quality", "--rows 300 --scale 0.002 --seeds 1 --prompts 4"),
+        ("time_to_quality", "--rows 300 --scale 0.002 --seeds 1 --prompts 4"),
         ("plan_two_billion", "--files 200 --rows-per-file 1000"),
         ("scores_and_agreement", "--rows 200 --at 1 2 --seeds 1 --prompts 2"),
         ("checkpoint_cost", "--gigabytes 0.2 --rounds 1"),

