@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from helpers.train import profiling
+from helpers.lesson import step_costs
 from tests.benchmarks import blur_causes, gpu_all, gpu_step, record, resume_exactness, roofline, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,7 +140,7 @@ def test_counted_work_is_that_of_the_flop_counter():
     """Forward and backward; attention's backward pass computes the scores again, which model FLOPs leave out."""
     work = roofline.step_work("tiny", 64, 2, num_tokens=6)
     flops = work[work["kind"] != "attention"]["flops"].sum()
-    blocks = profiling.count_flops("tiny", (4, 8, 8), (6, 128))
+    blocks = step_costs.count_flops("tiny", (4, 8, 8), (6, 128))
     attention = work[work["kind"] == "attention"]["flops"].sum()
     # Nothing is propagated to the latents, so the first convolution costs two passes, not three.
     first = 2 * 9 * 4 * 32 * 64

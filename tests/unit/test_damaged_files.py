@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
 from helpers.encode.prepare_online import read_if_there
-from helpers.evaluation import generation
 from helpers.evaluation.run_figure import read_evaluated_images
 from helpers.latents.manifest import read_manifest, read_segments
-from helpers.lesson import looks
+from helpers.lesson import generation, looks
 from helpers.runtime import lease, retries
 from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
