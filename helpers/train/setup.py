@@ -121,7 +121,9 @@ def open_run(config: TrainingConfig) -> DataSets:
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
     held_out.drop_cached(config)
-    limit_health_checks(config.hang_timeout)
+    # A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers a limit only as an
+    # environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout)
     return data
 
 
@@ -195,16 +197,6 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
     if sentences:
         sentences.append(f"The run resumes from {resume_from}." if resume_from else "The run starts over.")
     return sentences
-
-
-def limit_health_checks(seconds: float) -> None:
-    """Let Ray Train replace workers that do not answer its health check within `seconds`.
-
-    This applies to the runs that this process starts. A stopped process (SIGSTOP, a frozen machine) cannot run its own
-    `Watchdog`. Ray Train offers this limit only as an environment variable, which its controller inherits from the
-    process that calls `trainer.fit()`.
-    """
-    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
 
 def describe_shapes(plan: Plan) -> list[dict]:

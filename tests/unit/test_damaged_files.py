@@ -32,7 +32,6 @@ ON_THE_SIDE = {
     "encoder.vae_config": "a model's file; `prepare.describe_encoder` names the parameter",
     "encoder.text_config": "a model's file; `prepare.describe_encoder` names the parameter",
     "captions.load_tokenizer": "a model's file; `prepare.describe_encoder` names the parameter",
-    "prompts.read_json_list": "a person's file, named in its error",
     "readers.parse_json": "a line or entry of raw data",
     "metrics.read_record": "a line of metrics.jsonl: a torn one is counted",
     "metrics.flush": "its own line",

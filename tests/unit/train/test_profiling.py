@@ -29,7 +29,7 @@ def test_gpus_are_found_by_the_names_that_drivers_give():
         "NVIDIA H100 80GB HBM3": "H100",
         "NVIDIA H100 PCIe": "H100 PCIe",
     }
-    assert {name: meter.find_accelerator(name).name for name in names} == names
+    assert {name: meter.find_accelerator(name) for name in names} == names
     assert meter.find_accelerator("NVIDIA RTX A1000") is None
 
 
