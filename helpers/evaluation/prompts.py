@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import pathlib
 
 import transformers
@@ -13,7 +12,7 @@ from .. import storage
 from ..encode import captions
 
 COLUMNS = ("prompt", "caption", "text", "Prompts")  # the last one: as DrawBench and PartiPrompts are published
-KINDS = (".txt", ".json", ".csv", ".tsv")
+KINDS = (".txt", ".csv", ".tsv")
 
 
 def read_prompts(
@@ -21,12 +20,12 @@ def read_prompts(
 ) -> list[str]:
     """The prompts of a list, or of a file (path or URI).
 
-    `.txt`: one per line; `.json`: a list of texts or objects; `.csv` and `.tsv`: one per row. The column or object key
-    is the first of `COLUMNS` that exists, or the only one. Blank lines are skipped; spaces around a prompt are removed.
-    Duplicate prompts are kept and reported: each gives an image of its own.
+    `.txt`: one per line; `.csv` and `.tsv`: one per row, from the first of `COLUMNS` that exists, or the only column.
+    Blank lines are skipped; spaces around a prompt are removed. Duplicate prompts are kept and reported: each gives an
+    image of its own.
 
     `tokenizer`: rejects prompts that are longer than its limit. Raises ValueError for files without prompts and, naming
-    the line (or row), for text that is not UTF-8 and for prompts that are empty or too long.
+    the line, for text that is not UTF-8 and for prompts that are empty or too long.
     """
     where = repr(prompts) if isinstance(prompts, str) else "prompts"
     values = read_file(prompts) if isinstance(prompts, str) else list(enumerate(prompts, 1))
@@ -56,41 +55,24 @@ def check_lengths(texts: dict[int, str], where: str, tokenizer: transformers.Pre
         )
 
 
-def read_file(uri: str) -> list[tuple[int, object]]:
-    """[(line or row, counted from 1, value)] of a file."""
+def read_file(uri: str) -> list[tuple[int, str]]:
+    """[(line, counted from 1, its text)] of a file."""
     kind = pathlib.PurePath(uri.lower()).suffix
     if kind not in KINDS:
         raise ValueError(f"prompts={uri!r} is not a {', '.join(KINDS)} file: give one, or a list.")
     if not storage.is_file(uri):
         raise FileNotFoundError(f"prompts={uri!r} does not exist: give a file of prompts, or a list of them.")
-    filesystem, path = storage.open_filesystem(uri)
-    with filesystem.open_input_file(path) as file:
-        data = file.readall()
+    data = storage.read_bytes(uri)
     try:
         text = data.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"prompts={uri!r}, line {line:,} is not UTF-8: save the file as UTF-8.") from None
-    if kind in (".csv", ".tsv"):
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",")
-        column = choose_column(rows.fieldnames, uri) if rows.fieldnames else ""
-        return [(rows.line_num, row[column] or "") for row in rows]
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if kind == ".txt":
-        return lines
-    values = read_json_list(text, uri) if lines else []
-    return [(n, v[choose_column(list(v), uri)] if isinstance(v, dict) else v) for n, v in enumerate(values, 1)]
-
-
-def read_json_list(text: str, uri: str) -> list:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"prompts={uri!r}, line {error.lineno:,}"
-        raise ValueError(f"{where} is not valid JSON ({error.msg}): correct it.") from None
-    if not isinstance(value, list):
-        raise ValueError(f"prompts={uri!r} holds a JSON {type(value).__name__}, not a list: give a list of prompts.")
-    return value
+        return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",")
+    column = choose_column(rows.fieldnames, uri) if rows.fieldnames else ""
+    return [(rows.line_num, row[column] or "") for row in rows]
 
 
 def choose_column(names: list[str], uri: str) -> str:

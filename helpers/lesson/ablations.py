@@ -21,6 +21,7 @@ from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
 from ..train import meter, profiling
 from ..train.step import TrainStep, Unit, to_tensor
+from . import step_costs
 
 # Changes that each row adds to the row before it.
 ABLATION = {
@@ -106,7 +107,7 @@ def measure_step(
         "peak memory, GiB": meter.peak_memory(device) / 2**30,
         "communication": meter.exposed_communication(events) if world > 1 else 0.0,
         "first step, s": first,
-        "kinds": profiling.time_by_category(events).to_dict("records"),
+        "kinds": step_costs.time_by_category(events).to_dict("records"),
     }
     del train_step
     gc.collect()

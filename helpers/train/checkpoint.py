@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from .. import storage
+from ..config.training import TrainingConfig
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
@@ -91,6 +92,33 @@ def checksums(checkpoint_uri: str) -> dict[str, list]:
 def step_of(checkpoint_uri: str) -> int:
     """Steps done at a checkpoint."""
     return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+
+
+def split_step(run: str) -> tuple[str, int | None]:
+    """("name", step) of "name@step"; ("name", None) of "name"."""
+    name, _, step = run.rpartition("@")
+    return (name, int(step)) if name and step.isdecimal() else (run, None)
+
+
+def find_checkpoint(config: TrainingConfig, parameter: str) -> str:
+    """URI of the checkpoint that a parameter names by "run" (the newest complete one) or by "run@step".
+
+    The run is one under `config.storage`, or a folder. Raises ValueError if its checkpoint is missing or incomplete.
+    """
+    given = getattr(config, parameter)
+    name, step = split_step(given)
+    uri = name if "/" in name else storage.join(config.storage, "runs", name)
+    folders = [*list_checkpoints(uri), *list_checkpoints(storage.join(uri, BEST))]
+    usable = [folder for folder in reversed(folders) if find_corruption(folder) is None]
+    by_step = {step_of(folder): folder for folder in usable}
+    if not by_step:
+        other = " and no denoiser in diffusers layout" if parameter == "init_from" else ""
+        raise ValueError(f"{parameter}={given!r}: {uri} holds no complete checkpoint{other}: check the name.")
+    step = max(by_step) if step is None else step
+    if step not in by_step:
+        steps = ", ".join(map(str, sorted(by_step)))
+        raise ValueError(f"{parameter}={given!r}: {uri} has no complete checkpoint of that step, but of {steps}.")
+    return by_step[step]
 
 
 def keep_as_best(run_uri: str, folder: str, name: str) -> None:

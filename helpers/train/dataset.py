@@ -32,9 +32,7 @@ def choose_resume_point(config: TrainingConfig) -> dict:
     for sentence in sentences:
         faults.write_failure(config.run_uri, sentence)
     if uri is None and config.continue_from:
-        from . import start  # loads PyTorch
-
-        uri = start.find_checkpoint(config, "continue_from")
+        uri = checkpoint.find_checkpoint(config, "continue_from")
     point = {"checkpoint": uri, "step": 0 if uri is None else checkpoint.step_of(uri)}
     storage.write_json(storage.join(config.run_uri, RESUME), point)
     return point

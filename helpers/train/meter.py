@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import diffusers
 import torch
@@ -27,39 +26,27 @@ from ..model import denoisers
 Event = tuple[str, float, float]
 
 
-class Accelerator(NamedTuple):
-    """One GPU, from NVIDIA's data sheet: dense tensor-core TFLOP/s.
-
-    MFU of fp32 training is relative to the TF32 rate, because PyTorch's convolutions use TF32 by default. PyTorch's
-    matrix products do not use TF32, so the MFU of fp32 training stays low.
-    """
-
-    name: str
-    bf16_tflops: float
-    tf32_tflops: float
-
-
-# A name that contains another one is listed before it.
-ACCELERATORS = (
-    Accelerator("A10G", 70, 35),
-    Accelerator("A100", 312, 156),
-    Accelerator("A10", 125, 62.5),
-    Accelerator("L40S", 362, 183),
-    Accelerator("L4", 121, 60),
-    Accelerator("H100 PCIe", 756, 378),
-    Accelerator("H100", 989, 494),
-    Accelerator("H200", 989, 494),
-    Accelerator("B200", 2250, 1125),
-)
-
-
+# Dense tensor-core TFLOP/s in bf16 and in TF32 of a GPU, from NVIDIA's data sheets. MFU of fp32 training is relative to
+# the TF32 rate, because PyTorch's convolutions use TF32 by default. PyTorch's matrix products do not use TF32, so the
+# MFU of fp32 training stays low. A name that contains another one is listed before it.
+PEAK_TFLOPS = {
+    "A10G": (70, 35),
+    "A100": (312, 156),
+    "A10": (125, 62.5),
+    "L40S": (362, 183),
+    "L4": (121, 60),
+    "H100 PCIe": (756, 378),
+    "H100": (989, 494),
+    "H200": (989, 494),
+    "B200": (2250, 1125),
+}
 COLLECTIVES = ("nccl", "gloo", "c10d")  # words in the names of their kernels and operations
 
 
-def find_accelerator(device_name: str) -> Accelerator | None:
-    """The GPU of `ACCELERATORS` that the driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; or None."""
+def find_accelerator(device_name: str) -> str | None:
+    """The GPU of `PEAK_TFLOPS` that the driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; or None."""
     words = device_name.replace("-", " ").lower()
-    return next((gpu for gpu in ACCELERATORS if f" {gpu.name.lower()} " in f" {words} "), None)
+    return next((name for name in PEAK_TFLOPS if f" {name.lower()} " in f" {words} "), None)
 
 
 @contextlib.contextmanager
@@ -138,9 +125,12 @@ def training_flops(unet_config: str, latents_shape: tuple[int, ...], text_shape:
 
 
 def peak_flops(device: torch.device | str, precision: str = "fp32") -> float | None:
-    """Peak FLOP/s of a GPU in `ACCELERATORS`; None for other GPUs and for CPUs, whose peak is not known."""
+    """Peak FLOP/s of a GPU in `PEAK_TFLOPS`; None for other GPUs and for CPUs, whose peak is not known."""
     known = find_accelerator(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
-    return known and 1e12 * (known.bf16_tflops if precision == "bf16" else known.tf32_tflops)
+    if known is None:
+        return None
+    bf16, tf32 = PEAK_TFLOPS[known]
+    return 1e12 * (bf16 if precision == "bf16" else tf32)
 
 
 def peak_memory(device: torch.device | str) -> int:

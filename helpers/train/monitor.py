@@ -56,26 +56,78 @@ def say_if_finished(config: TrainingConfig) -> bool:
     return True
 
 
+class RunDisplay:
+    """Shows what a run writes to its folder: its steps, evaluations, and lost workers and checkpoints.
+
+    What is there already when the display is made is not shown, except for the metrics.
+
+    Args:
+        run_uri: the run's folder.
+        max_steps: of the run.
+        track: gets the numbers of each step and evaluation, and the evaluation's images as "evaluation".
+    """
+
+    def __init__(self, run_uri: str, max_steps: int, track: tracking.Track = lambda step, values: None):
+        self.run_uri, self.max_steps, self.track = run_uri, max_steps, track
+        self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
+        self.metrics, self.evaluations = MetricsReader(run_uri), tracking.EvaluationReader(run_uri)
+        self.num_failures = len(faults.read_failures(run_uri))
+        self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
+        self.tracked_uses = self.progress.watch.uses
+
+    def update(self) -> None:
+        """Show what is new."""
+        self.show_failures()
+        self.show_evaluations()
+        self.show_steps()
+
+    def show_failures(self) -> None:
+        failures = faults.read_failures(self.run_uri)
+        for failure in failures[self.num_failures :]:
+            self.progress.message(f"lost: {failure}")
+        self.num_failures = len(failures)
+
+    def show_evaluations(self) -> None:
+        for result in self.evaluations.read():
+            for sentence in results.sentences(result):
+                self.progress.message(sentence)
+            values = results.numeric_values(result)
+            step = values.pop("step")
+            grid_uri = results.grid_uri(self.run_uri, step)
+            if storage.exists(grid_uri):
+                values["evaluation"] = results.read_png(grid_uri)
+                self.progress.picture(storage.read_bytes(grid_uri), f"Images of prompts after step {step}")
+            if values:  # an evaluation that was skipped has none
+                self.track(step, values)
+
+    def show_steps(self) -> None:
+        new = self.metrics.read()
+        if self.metrics.torn:
+            self.progress.message(f"Lines of the metrics that are torn, and left out: {self.metrics.torn}")
+            self.metrics.torn = 0
+        for record in new:
+            values = results.numeric_values(record)
+            self.track(values.pop("step"), values)
+        if not new:
+            return
+        # A step that is repeated after a failure counts once, as the newest.
+        recent = pd.concat([self.recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last")
+        self.recent = recent.tail(10_000)
+        step, loss = new[-1]["step"], self.recent["loss"][-50:].astype(float).mean()
+        images_per_second, _ = throughput(self.recent)
+        self.progress(step, self.max_steps, f"loss {loss:.3f}, {images_per_second:,.0f} images/s")
+        uses = self.progress.watch.uses
+        if uses is not self.tracked_uses:
+            self.track(step, machines.as_values(uses))
+            self.tracked_uses = uses
+
+
 def follow(run_uri: str, every: float = 1.0) -> None:
     """Print a run's progress until it has done its steps, whoever trains it."""
-    total = setup.read_config(run_uri)["parameters"]["max_steps"]
-    progress, metrics = Progress(f"run {storage.name(run_uri)}", "steps"), MetricsReader(run_uri)
-    recent = pd.DataFrame()
-    while recent.empty or recent["step"].iloc[-1] < total:
-        if new := metrics.read():
-            recent = newest(recent, new)
-            progress(new[-1]["step"], total, loss_and_speed(recent))
+    display = RunDisplay(run_uri, setup.read_config(run_uri)["parameters"]["max_steps"])
+    while display.recent.empty or display.recent["step"].iloc[-1] < display.max_steps:
+        display.show_steps()
         time.sleep(every)
-
-
-def newest(recent: pd.DataFrame, new: list[dict]) -> pd.DataFrame:
-    """The last 10,000 steps; one that is repeated after a failure counts once, as the newest."""
-    return pd.concat([recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last").tail(10_000)
-
-
-def loss_and_speed(recent: pd.DataFrame) -> str:
-    images_per_second, _ = throughput(recent)
-    return f"loss {recent['loss'][-50:].astype(float).mean():.3f}, {images_per_second:,.0f} images/s"
 
 
 @contextlib.contextmanager
@@ -89,56 +141,25 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
     An interrupt ends the run and raises KeyboardInterrupt, with a sentence that says where it goes on. Raises
     RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
     """
-    progress = Progress(f"run {config.run_name}", "steps")
-    evaluations, metrics = tracking.EvaluationReader(config.run_uri), MetricsReader(config.run_uri)
-    metrics.read()  # steps of an earlier driver
-    recent = pd.DataFrame()
-    num_shown = len(faults.read_failures(config.run_uri))
     warned = False  # that the storage is unreachable
-    uses = progress.watch.uses  # the newest that the trackers have
-
-    def show():
-        nonlocal num_shown, recent, uses
-        failures = faults.read_failures(config.run_uri)
-        for failure in failures[num_shown:]:
-            progress.message(f"lost: {failure}")
-        num_shown = len(failures)
-        for result in evaluations.read():
-            for sentence in results.sentences(result):
-                progress.message(sentence)
-            if values := tracking.evaluation_values(config.run_uri, result):
-                track(result["step"], values)
-            if "evaluation" in values:
-                png = storage.read_bytes(results.grid_uri(config.run_uri, result["step"]))
-                progress.picture(png, f"Images of prompts after step {result['step']}")
-        new = metrics.read()
-        if metrics.torn:
-            progress.message(f"Lines of the metrics that are torn, and left out: {metrics.torn}")
-            metrics.torn = 0
-        for record in new:
-            values = results.numeric_values(record)
-            track(values.pop("step"), values)
-        if new:
-            recent = newest(recent, new)
-            progress(new[-1]["step"], config.max_steps, loss_and_speed(recent))
-            if uses is not progress.watch.uses:
-                uses = progress.watch.uses
-                track(new[-1]["step"], machines.as_values(uses))
 
     def poll():
         nonlocal warned
         try:
-            show()
+            display.update()
             warned = False
         except OSError as error:  # the workers may go on, so the driver does
             if not warned:
-                progress.message(f"The run's folder cannot be read, which is tried again every {every:g} s: {error}")
+                why = f"The run's folder cannot be read, which is tried again every {every:g} s: {error}"
+                display.progress.message(why)
             warned = True
 
-    progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_stop(lambda: where_it_stopped(config)))
         track = stack.enter_context(tracking.start(config))
+        display = RunDisplay(config.run_uri, config.max_steps, track)
+        display.metrics.read()  # steps of an earlier driver
+        display.progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
         stack.callback(poll)  # the last steps
         with (
             lease.hold(config.run_uri, f"run_name={config.run_name!r}"),

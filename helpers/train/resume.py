@@ -10,7 +10,7 @@ import ray.train.collective
 
 from .. import distributed, storage
 from ..config.training import TrainingConfig
-from . import checkpoint, checkpoint_io, start
+from . import checkpoint, checkpoint_io, weights
 from .step import TrainStep
 
 
@@ -33,15 +33,15 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict]) -> int:
             return checkpoint_io.load(folder, train_step)
     if config.init_from is not None:
         with initial_weights(config) as folder:
-            start.load_initial_weights(folder, train_step.denoiser, config.init_weights)
+            weights.load_initial_weights(folder, train_step.denoiser, config.init_weights)
     return 0
 
 
 def initial_weights(config: TrainingConfig) -> contextlib.AbstractContextManager[str]:
     """The local folder of `init_from`'s weights. Each node downloads them once. Call it on all ranks."""
-    if start.on_hub(config.init_from):
-        return contextlib.nullcontext(start.find_weights(config))
-    return checkpoint_dir(lambda: as_checkpoint(start.find_weights(config)))
+    if weights.on_hub(config.init_from):
+        return contextlib.nullcontext(weights.find_weights(config))
+    return checkpoint_dir(lambda: as_checkpoint(weights.find_weights(config)))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
 from ..runtime import lease
-from . import checkpoint, metrics, resume, start
+from . import checkpoint, metrics, resume, start, weights
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
@@ -53,7 +53,7 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     pinned = {"leave_out": withdrawn.pin(config.leave_out)}
     if config.continue_from:
         pinned["continue_from"] = start.pin_run(config, begun.get("continue_from"))
-    if config.init_from and start.on_hub(config.init_from):
+    if config.init_from and weights.on_hub(config.init_from):
         pinned["init_from"] = models.pin_model(config.init_from, begun.get("init_from"), "init_from")
     if config.validate_every and config.clip_model:
         pinned["clip_model"] = models.pin_model(config.clip_model, begun.get("clip_model"), "clip_model")
@@ -121,7 +121,9 @@ def open_run(config: TrainingConfig) -> DataSets:
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
     held_out.drop_cached(config)
-    limit_health_checks(config.hang_timeout)
+    # A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers a limit only as an
+    # environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout)
     return data
 
 
@@ -195,16 +197,6 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
     if sentences:
         sentences.append(f"The run resumes from {resume_from}." if resume_from else "The run starts over.")
     return sentences
-
-
-def limit_health_checks(seconds: float) -> None:
-    """Let Ray Train replace workers that do not answer its health check within `seconds`.
-
-    This applies to the runs that this process starts. A stopped process (SIGSTOP, a frozen machine) cannot run its own
-    `Watchdog`. Ray Train offers this limit only as an environment variable, which its controller inherits from the
-    process that calls `trainer.fit()`.
-    """
-    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(seconds)
 
 
 def describe_shapes(plan: Plan) -> list[dict]:

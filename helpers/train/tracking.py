@@ -117,12 +117,3 @@ class EvaluationReader:
         finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
         self.seen |= finished.keys()
         return list(finished.values())
-
-
-def evaluation_values(run_uri: str, result: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's values for the trackers: numbers, and the image grid as "evaluation"; {} if it was skipped."""
-    values = results.numeric_values(result)
-    grid = results.grid_uri(run_uri, values.pop("step"))
-    if storage.exists(grid):
-        values["evaluation"] = results.read_png(grid)
-    return values

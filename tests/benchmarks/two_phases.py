@@ -13,7 +13,7 @@ import pandas as pd
 from helpers.config.notebook import PreprocessingConfig
 from helpers.evaluation.validation_loss import validation_loss
 from helpers.lesson import trials
-from helpers.train.profiling import count_flops
+from helpers.lesson.step_costs import count_flops
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from helpers.evaluation import generation, scores
-from helpers.lesson import captioned_shapes
+from helpers.evaluation import scores
+from helpers.lesson import captioned_shapes, generation
 from helpers.sample import pipeline
 from tests.faults import die, once, slow
 from tests.pipelines import untrained_pipeline

@@ -7,8 +7,10 @@ import re
 import sys
 
 import pytest
+import torch
 
-from tests.benchmarks import blur_causes, gpu_all, gpu_step, record, resume_exactness, table
+from helpers.lesson import step_costs
+from tests.benchmarks import blur_causes, gpu_all, gpu_step, record, resume_exactness, roofline, table, time_to_quality
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +42,12 @@ def test_a_benchmark_runs_and_leaves_its_results(name, arguments, monkeypatch, r
     assert found["command"] == f"python -m tests.benchmarks.{name} {arguments}"
     assert found["hardware"]["cores"] and found["summary"] and found.keys() >= {"revision", "versions", "details"}
     assert [path.name for path in results.iterdir()] == [f"{name}.json"]
+
+
+def test_a_changed_yardstick_begins_a_new_table_of_records():
+    time_to_quality.check_locked(time_to_quality.LOCKED)
+    with pytest.raises(SystemExit, match="The prompts are not those of the records"):
+        time_to_quality.check_locked({**time_to_quality.LOCKED, "prompts": "0"})
 
 
 @pytest.mark.slow
@@ -95,7 +103,83 @@ def test_everything_about_a_gpu_runs_by_one_command(monkeypatch, results):
     assert all(row["passed"] for row in rows["checks-eager"])
 
 
+def test_a_benchmark_that_is_killed_leaves_every_finished_line(results):
+    def killed():
+        raise KeyboardInterrupt
+
+    rows = record.Rows("gpu_step", lambda rows: {"what": f"{len(rows)} rows"})
+    rows.add({"setting": "base"}, lambda: {"images/s": 5.0})
+    rows.add({"setting": "flash"}, lambda: {"images/s": 6.0})
+    with pytest.raises(KeyboardInterrupt):
+        rows.add({"setting": "cudnn"}, killed)
+    found = json.loads((results / "gpu_step.json").read_text())
+    assert found["summary"] == {"what": "2 rows"} and found["details"]["in_progress"] == {"setting": "cudnn"}
+    assert [row["images/s"] for row in found["details"]["rows"]] == [5.0, 6.0] and found["details"]["failed"] == []
+
+
+def test_a_part_that_hangs_is_ended_after_its_time(tmp_path):
+    assert gpu_all.run(gpu_all.Part("million_rows", "", "--help"), tmp_path, 0.01) == "ended after its time"
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_a_setting_that_fails_is_passed_over(monkeypatch, results):
+    tried = []
+
+    def measure_step(config, *_, **__):
+        tried.append(config.global_batch_size)
+        if len(tried) == 4:
+            raise RuntimeError("no such kernel")
+        if config.global_batch_size > 3:
+            raise torch.OutOfMemoryError("no memory left")
+        return {"images/s": 5.0, "MFU": 0.5, "peak memory, GiB": 1.0, "kinds": [{"kind": "norm"}]}
+
+    monkeypatch.setattr(gpu_step.ablations, "measure_step", measure_step)
+    monkeypatch.setattr(sys, "argv", ["gpu_step", "--unet", "tiny", "--resolution", "32", "--batch", "8", "2", "16"])
+    gpu_step.main()
+    assert tried[:4] == [8, 4, 2, 2] and tried.count(16) == tried.count(8) == 1
+    details = json.loads((results / "gpu_step.json").read_text())["details"]
+    assert len(details["rows"]) == len(gpu_step.SETTINGS) - 1
+    out_of_memory = "OutOfMemoryError: no memory left"
+    errors = [row["error"] for row in details["failed"]]
+    assert errors == [out_of_memory, out_of_memory, "RuntimeError: no such kernel", out_of_memory]
+
+
+def test_counted_work_is_that_of_the_flop_counter():
+    """Forward and backward; attention's backward pass computes the scores again, which model FLOPs leave out."""
+    work = roofline.step_work("tiny", 64, 2, num_tokens=6)
+    flops = work[work["kind"] != "attention"]["flops"].sum()
+    blocks = step_costs.count_flops("tiny", (4, 8, 8), (6, 128))
+    attention = work[work["kind"] == "attention"]["flops"].sum()
+    # Nothing is propagated to the latents, so the first convolution costs two passes, not three.
+    first = 2 * 9 * 4 * 32 * 64
+    assert flops + attention * 6 / 7 == pytest.approx(2 * (3e9 * blocks["gflops"].sum() - first), rel=0.02)
+    assert set(work["kind"]) >= {"convolution", "matrix product", "attention", "native_group_norm", "optimizer"}
+
+
+def test_the_least_time_is_bound_by_flops_or_by_bytes():
+    work = roofline.pd.DataFrame(
+        [("convolution", 100, 1), ("norm", 0, 30), ("matrix product", 10, 20), ("elementwise", 0, 50)],
+        columns=["kind", "flops", "bytes"],
+    )
+    rates = {"matrix product": 10, "convolution": 5, "bytes": 10}
+    assert roofline.least_seconds(work, rates).to_dict() == {"convolution": 20, "norm": 3, "matrix product": 2}
+    assert roofline.least_seconds(work, rates, fused=False)["elementwise"] == 5
+
+
 # ---- results
+
+
+def test_the_table_is_made_from_the_results(monkeypatch, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    monkeypatch.setattr(table, "README", readme)
+    monkeypatch.setattr(sys, "argv", ["read_speed", "--rows", "8"])
+    record.write("read_speed", {"reading": "5 samples/s"})
+    for _ in range(2):  # it may be made again
+        table.main()
+        text = readme.read_text()
+        assert text.startswith(f"before\n{table.BEGIN}\n| what") and text.endswith(f"{table.END}\nafter\n")
+        assert "| reading | 5 samples/s | `python -m tests.benchmarks.read_speed --rows 8` | 1, " in text
+        assert "old" not in text and text.count("| reading |") == 1
 
 
 def test_the_table_of_results_is_what_the_files_say(monkeypatch):

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
 from helpers.config.notebook import TrainingConfig
-from helpers.evaluation import generation
 from helpers.evaluation.run_figure import read_evaluated_images
 from helpers.latents.manifest import read_manifest, read_segments
-from helpers.lesson import looks
+from helpers.lesson import generation, looks
 from helpers.runtime import lease
 from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
@@ -31,7 +30,6 @@ ON_THE_SIDE = {
     "encoder.vae_config": "a model's file; `prepare.describe_encoder` names the parameter",
     "encoder.text_config": "a model's file; `prepare.describe_encoder` names the parameter",
     "captions.load_tokenizer": "a model's file; `prepare.describe_encoder` names the parameter",
-    "prompts.read_json_list": "a person's file, named in its error",
     "readers.parse_json": "a line or entry of raw data",
     "metrics.read_record": "a line of metrics.jsonl: a torn one is counted",
     "metrics.flush": "its own line",

@@ -19,7 +19,7 @@ from helpers.evaluation import scores
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
-from helpers.train import resume, setup, start
+from helpers.train import resume, setup, start, weights
 from tests.faults import ROOT
 from tests.hub_server import MODEL, HubServer
 
@@ -154,7 +154,7 @@ def test_a_run_starts_from_a_model_of_the_hub_and_keeps_its_commit(hub, newer, t
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another node"))
     denoiser = build_denoiser("tiny")
     with resume.initial_weights(config) as folder:
-        start.load_initial_weights(folder, denoiser)
+        weights.load_initial_weights(folder, denoiser)
     assert all(torch.equal(tensor, unet.state_dict()[name].float()) for name, tensor in denoiser.state_dict().items())
     asked = {path.rpartition("/")[2] for _, path in hub.requests if "/resolve/" in path}
     assert asked == {"config.json", "scheduler_config.json", "diffusion_pytorch_model.fp16.safetensors"}

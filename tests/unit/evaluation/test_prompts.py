@@ -1,7 +1,5 @@
 """Prompts from lists and files, good and bad."""
 
-import json
-
 import pytest
 
 from helpers.encode import captions
@@ -20,8 +18,6 @@ def write(path, content):
     [
         ("p.txt", "a red circle\r\n\n  a blue square, small "),
         ("p.txt", "\ufeffa red circle\na blue square, small\n"),
-        ("p.json", json.dumps(TWO)),
-        ("p.json", json.dumps([{"id": 1, "caption": text} for text in TWO])),
         ("p.csv", 'Prompts,Category\na red circle,Colors\n"a blue square, small",Counting\n'),
         ("p.tsv", "id\ttext\n0\ta red circle\n1\ta blue square, small\n"),
         ("p.csv", 'anything\na red circle\n"a blue square, small"\n'),
@@ -35,18 +31,12 @@ def test_prompts_of_every_format_are_the_same(tmp_path, name, content):
     ("name", "content", "sentence"),
     [
         ("p.txt", "\n \n", "holds no prompt: give at least one"),
-        ("p.json", "", "holds no prompt"),
         ("p.csv", "", "holds no prompt"),
         ("p.csv", "prompt\n", "holds no prompt"),
         ("p.txt", b"good\n\xff\xfe bad\n", "line 2 is not UTF-8: save the file as UTF-8"),
         ("p.csv", "prompt,n\ngood,1\n,2\n", "line 3 is empty: write a prompt"),
-        ("p.json", '["good", ""]', "line 2 is empty"),
-        ("p.json", '["good", 3]', "line 2: 3 is not text"),
-        ("p.json", '["good",\n]', "line 2 is not valid JSON"),
-        ("p.json", '"good"', "holds a JSON str, not a list"),
-        ("p.json", '{"prompt": "good"}', "holds a JSON dict, not a list"),
         ("p.csv", "a,b\n1,2\n", "has the columns a, b: name the prompts' one 'prompt'"),
-        ("p.pdf", "x", "is not a .txt, .json, .csv, .tsv file"),
+        ("p.json", "x", "is not a .txt, .csv, .tsv file"),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, name, content, sentence):
@@ -71,3 +61,8 @@ def test_duplicates_are_kept_and_said(capsys):
     assert read_prompts(["a", "b", "a "]) == ["a", "b", "a"]
     assert "prompts repeats 1 prompt(s): each is used" in capsys.readouterr().out
     assert read_prompts(["a", "b"]) and capsys.readouterr().out == ""
+
+
+def test_a_list_may_hold_texts_alone():
+    with pytest.raises(ValueError, match="prompts, line 2: 3 is not text"):
+        read_prompts(["good", 3])

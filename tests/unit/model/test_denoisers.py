@@ -13,14 +13,14 @@ from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
 from helpers.latents import schema
 from helpers.latents.manifest import encode_embedding
-from helpers.lesson import ablations, estimates
+from helpers.lesson import ablations, estimates, step_costs
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
 from helpers.sample.card import describe_call
 from helpers.sample.from_checkpoint import pipeline_of_run
 from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
-from helpers.train import profiling, setup
+from helpers.train import setup
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES
 from tests.models import tiny_model
@@ -205,7 +205,7 @@ def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
         module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
     denoisers.denoise(model, torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
     assert called == list(parts)
-    table = profiling.count_flops(configs[name], (4, 8, 8), (6, 128))
+    table = step_costs.count_flops(configs[name], (4, 8, 8), (6, 128))
     outside = sum(parameter.numel() for parameter in model.parameters()) - table["parameters"].sum()
     assert 0 <= outside <= 2 * 32  # PixArt's last shift and scale belong to no module
     assert (table["gflops"] > 0).sum() >= len(table) - 1  # a norm has none
@@ -239,7 +239,7 @@ def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
 )
 def test_presets_have_the_published_size_and_cost(name, size, parameters, gigaflops):
     """Of Stable Diffusion 2 at 256 and at 512 pixels; counted without memory, by the blocks of the forward pass."""
-    blocks = profiling.count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
+    blocks = step_costs.count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
     assert blocks["parameters"].sum() == parameters
     assert blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
 

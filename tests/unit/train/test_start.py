@@ -12,7 +12,7 @@ from helpers import storage
 from helpers.config.notebook import OnlineConfig, TrainingConfig
 from helpers.encode import prepare_online
 from helpers.model.denoisers import adapter_of, build_denoiser, load_denoiser_config
-from helpers.train import checkpoint, checkpoint_io, dataset, setup, start
+from helpers.train import checkpoint, checkpoint_io, dataset, setup, start, weights
 from tests.steps import MIDDLE, STEPS, everything, same, save, train
 from tests.unit.model.test_denoisers import SMALL
 
@@ -179,7 +179,7 @@ def weights_from(config):
     """The weights that a worker begins with."""
     assert start.check_start(config, DATA) == []
     denoiser = build_denoiser(config.unet_config)
-    start.load_initial_weights(start.find_weights(config), denoiser, config.init_weights)
+    weights.load_initial_weights(weights.find_weights(config), denoiser, config.init_weights)
     return denoiser.state_dict()
 
 

@@ -27,11 +27,11 @@ from .. import storage
 from ..config.parameters import first_difference
 from ..encode import encoder
 from ..encode.models import pin_model
+from ..evaluation import scores
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
 from ..runtime import retries, session
 from ..sample.pipeline import generate, load_pipeline, to_png
-from . import scores
 
 PARTS, JOB = "parts", "job.json"
 # Columns of a part.

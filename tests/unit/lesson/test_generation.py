@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation import generation, scores
+from helpers.evaluation import scores
+from helpers.lesson import generation
 from helpers.model.denoisers import build_denoiser
 from helpers.sample.pipeline import export_pipeline, generate, load_pipeline
 from tests.pipelines import untrained_pipeline
