@@ -46,7 +46,7 @@ RECIPES = {
     "adamw": Recipe("the lesson's recipe, in as few steps as reach it", {"max_steps": 1800}),
     "muon": Recipe(
         "Muon for the blocks' matrices and convolutions; channels last",
-        {"max_steps": 1300, "optimizer": "muon", "learning_rate": 4e-3, "channels_last": True},
+        {"max_steps": 1200, "optimizer": "muon", "learning_rate": 4e-3, "channels_last": True},
     ),
 }
 
