@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from .. import distributed, storage
 from ..model.diffusion import EMA
 from .checkpoint import PROGRESS, checksums, step_of
-from .integrity import DamagedCheckpoint, PlainLoadPlanner, SafeReader, SummingWriter, find_damage
+from .integrity import CheckedReader, DamagedCheckpoint, PlainLoadPlanner, SummingWriter
 
 # `no_dist` has said that there is one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -107,14 +107,10 @@ def load(folder: str, state: TrainingState) -> int:
 
 
 def read(folder: str, state: dict, no_dist: bool) -> None:
-    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint. No code from the files is run.
-
-    Every rank first compares all pieces of the checkpoint with their checksums.
-    """
-    if damage := find_damage(folder, checksums(folder)):
-        raise DamagedCheckpoint(f"{folder} cannot be used: {damage}: use another checkpoint.")
+    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint. No code from the files is run."""
+    reader = CheckedReader(folder, checksums(folder))
     try:
-        dcp.load(state, storage_reader=SafeReader(folder), planner=PlainLoadPlanner(), no_dist=no_dist)
+        dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=no_dist)
     except CheckpointException as error:  # what the ranks raised, with their stacks
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)]
         raise (causes or [error])[0] from None

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's stored pieces, and a reader that runs no code from the files.
+"""Checksums of a checkpoint's stored pieces, and a reader that checks them and runs no code from the files.
 
 `torch.distributed.checkpoint` (DCP) stores each rank's pieces of tensors one after the other in a file of its own, and
 describes them in `.metadata`, which is a pickle. No Ray.
@@ -6,14 +6,16 @@ describes them in `.metadata`, which is a pickle. No Ray.
 
 from __future__ import annotations
 
+import collections
 import io
+import itertools
 import os
 import pathlib
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from .. import storage
 METADATA = ".metadata"
 Piece = tuple[int, int, int]  # offset, bytes, CRC-32
 Pieces = dict[str, list[Piece]]  # file -> its pieces, in the order of their offsets
+AHEAD = 2  # pieces that are checked while one is loaded
 THREADS = 8  # that read and check pieces; zlib and reads release the interpreter lock
 SPAN_BYTES = 64 * 2**20
 CHUNK_BYTES = 4 * 2**20  # read at a time into the same memory: new memory would take as long as the checksum
@@ -136,23 +139,66 @@ def split_spans(pieces: Pieces) -> Iterator[tuple[str, list[Piece]]]:
             yield name, span
 
 
-class SafeReader(dcp.FileSystemReader):
-    """Reads a local checkpoint without running code from its metadata, and only files of its own folder."""
+class CheckedReader(dcp.FileSystemReader):
+    """Reads a local checkpoint. Raises DamagedCheckpoint for a piece whose bytes have changed, before it is used.
 
-    def __init__(self, folder: str):
+    `pieces`: of the checkpoint; {} for one without checksums, which is read unchecked.
+    """
+
+    def __init__(self, folder: str, pieces: Pieces):
         super().__init__(folder)
+        self.folder = pathlib.Path(folder)
+        self.expected = {(name, offset): crc for name, of_file in pieces.items() for offset, _, crc in of_file}
         # Here, on every rank: DCP would turn what `read_metadata` raises into a text.
-        self.metadata = MetadataUnpickler(io.BytesIO(pathlib.Path(folder, METADATA).read_bytes())).load()
+        data = (self.folder / METADATA).read_bytes()
+        self.check(METADATA, 0, zlib.crc32(data))
+        self.metadata = MetadataUnpickler(io.BytesIO(data)).load()
         self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
         self.metadata.storage_meta.load_id = self.load_id
-        for stored in self.metadata.storage_data.values():
-            if stored.relative_path != os.path.basename(stored.relative_path):
-                raise DamagedCheckpoint(
-                    f"{METADATA} of {folder} names a file outside of it: {stored.relative_path!r}: do not use it."
-                )
+
+    def check(self, name: str, offset: int, found: int) -> None:
+        """`found`: the CRC-32 of a piece."""
+        if self.expected and found != self.expected.get((name, offset)):
+            raise DamagedCheckpoint(f"{self.folder / name} is damaged at byte {offset:,}: use another checkpoint.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        of_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            of_file.setdefault(stored.relative_path, []).append(stored)
+        for name in of_file:
+            if name != os.path.basename(name):
+                raise DamagedCheckpoint(f"{METADATA} of {self.folder} names a file outside of it: {name!r}.")
+        in_order = itertools.chain.from_iterable(of_file.values())  # as DCP asks for them
+        with ThreadPoolExecutor(AHEAD) as pool:
+            self.checked = map_ahead(pool, self.check_piece, in_order)
+            return super().read_data(plan, planner)
+
+    def check_piece(self, stored: Any) -> Any:
+        """Returns `stored`: a piece's file, offset and length."""
+        found = crc32(self.folder / stored.relative_path, stored.offset, stored.length) if self.expected else 0
+        self.check(stored.relative_path, stored.offset, found)
+        return stored
+
+    def _slice_file(self, file: IO[bytes], stored: Any) -> IO[bytes]:
+        """A piece's bytes, which have been checked. DCP calls it for each piece."""
+        if next(self.checked) is not stored:
+            raise RuntimeError("DCP does not load the pieces in the order in which they are checked.")
+        return super()._slice_file(file, stored)
+
+
+def map_ahead(pool: ThreadPoolExecutor, function: Callable, values: Iterable) -> Iterator:
+    """`map`, whose next `AHEAD` results are computed by the pool while the caller uses one."""
+    coming: collections.deque = collections.deque()
+    for value in values:
+        coming.append(pool.submit(function, value))
+        if len(coming) > AHEAD:
+            yield coming.popleft().result()
+    while coming:
+        yield coming.popleft().result()
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):

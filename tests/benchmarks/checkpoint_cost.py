@@ -3,8 +3,8 @@
     python -m tests.benchmarks.checkpoint_cost [--gigabytes 10] [--rounds 3] [--folder /tmp]
 
 One process saves and loads a dictionary of tensors, in turns: as `torch.distributed.checkpoint` (DCP) does alone, and
-as a run does (`checkpoint_io.read`), which first checks all pieces in eight threads (`integrity.find_damage`). Before a
-group of workers starts, the checkpoint that is chosen is read once more in the same way. The checksums of a
+as a run does (`checkpoint_io.read`), which checks each piece before its bytes are used. Before a group of workers
+starts, the checkpoint that is chosen is read once more (`integrity.find_damage`), in eight threads. The checksums of a
 save are computed in the thread that writes the files, while training goes on. Needs one and a half times the memory.
 Reads come from the page cache, as far as it reaches.
 
