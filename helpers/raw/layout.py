@@ -127,6 +127,7 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     is_open = [name for name, (value, _) in chosen.items() if value is None]
     chosen |= choose_columns(paths, config, files) if is_open else {}
     config = dataclasses.replace(config, **{name: chosen[name][0] for name in is_open})
+    config.set_derived(image_column_is_found=chosen["image_column"][1] != "given")
     if TABLE in files.kinds and "image_column" in is_open:
         read = units(files, input_format, config.image_column)[1]
     if PICTURE in files.kinds and any(reads_paths(path, config) for path in paths[:4]):
@@ -237,7 +238,7 @@ def reads_paths(path: str, config: PreprocessingConfig) -> bool:
     with contextlib.suppress(readers.Unreadable, KeyError):
         if READERS[config.input_format].typed:
             values = values_of(first_rows_of(path, READERS[config.input_format]())[1][config.image_column][:16])
-    return any(isinstance(value, str) or (isinstance(value, dict) and not value["bytes"]) for value in values)
+    return any(isinstance(value, str) or (isinstance(value, dict) and not value.get("bytes")) for value in values)
 
 
 def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str], dict[str, int], int]:
@@ -308,7 +309,7 @@ def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[s
 
 def reader_of(input_format: str, image_column: str | None) -> readers.Reader:
     """A reader of files of which at most the column of pictures is known."""
-    return READERS[input_format]({image_column: pa.binary()} if image_column in PICTURES else None)
+    return READERS[input_format]({image_column: pa.binary()} if readers.is_picture(image_column or "") else None)
 
 
 def count_pictures(files: InputFiles, names: list[str], reader: readers.Reader) -> int:
@@ -424,9 +425,15 @@ def may_be_used(kind: pa.DataType) -> bool:
     """Whether a column may hold pictures, captions or ids, and its values are plain."""
     if is_extension(kind):
         return False
-    in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     in_list = hasattr(kind, "value_type") and is_text_or_bytes(kind.value_type)
-    return in_struct or in_list or not pa.types.is_nested(kind)
+    return in_list or not pa.types.is_nested(picture_type(kind))
+
+
+def picture_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a struct's `bytes` or, if it has none, of its `path`; other types as they are."""
+    if pa.types.is_struct(kind):
+        return next((kind.field(name).type for name in ("bytes", "path") if kind.get_field_index(name) >= 0), kind)
+    return kind
 
 
 def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list[str]]:
@@ -434,10 +441,10 @@ def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list
     in_bytes, in_paths = [], []
     for name in (field.name for field in rows.schema if not hasattr(field.type, "value_type")):
         values = [value for value in values_of(rows[name].drop_null()[:16]) if value]
-        if any(isinstance(value, dict) and value.get("path") and not value["bytes"] for value in values):
+        if any(isinstance(value, dict) and value.get("path") and not value.get("bytes", True) for value in values):
             in_bytes.append(name)
             continue
-        values = [value.get("bytes") if isinstance(value, dict) else value for value in values]
+        values = [value.get("bytes", value.get("path")) if isinstance(value, dict) else value for value in values]
         if any(isinstance(value, bytes) and readers.IMAGE_BYTES.match(value) for value in values):
             in_bytes.append(name)
         elif any(isinstance(value, str) and is_place(value) for value in values) or name == "file_name":

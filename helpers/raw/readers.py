@@ -56,6 +56,8 @@ COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decom
 LINK = "{!r} is a link, which cannot be read alone: make the tar with `tar --dereference --hard-dereference`."
 # What stands in place of a caption that cannot be used, and says why.
 NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
+SEVERAL = b"\0several images in one sample"  # in place of a picture
+MOST_ALONE = 64  # pictures of longer names, such as "a.input.jpg", that are kept until "a.txt" may come
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
@@ -83,14 +85,19 @@ class Reader:
         types: Arrow types of the used columns (`inputs.column_types`); a value of another type becomes null.
         captions: those of the columns that hold captions (`caption_texts`).
         by_line: whether a text holds a caption a line.
+        is_found: whether the column of pictures was found, and not given.
     """
 
     what, suffixes, typed = "", (), False  # typed: whether its files have types
 
     def __init__(
-        self, types: dict[str, pa.DataType] | None = None, captions: Sequence[str] = (), by_line: bool = False
+        self,
+        types: dict[str, pa.DataType] | None = None,
+        captions: Sequence[str] = (),
+        by_line: bool = False,
+        is_found: bool = False,
     ):
-        self.types, self.captions, self.by_line = types or {}, captions, by_line
+        self.types, self.captions, self.by_line, self.is_found = types or {}, captions, by_line, is_found
 
     def largest_group(self, path: str) -> int:
         """Rows of the largest row group that can only be read whole; 0 if rows can be read alone."""
@@ -271,22 +278,22 @@ class Arrow(Typed):
 class WebDataset(Reader):
     """Tars as img2dataset writes them: consecutive members with the same name are a sample.
 
-    Columns: "jpg", "png", ..., the bytes of its picture of that name, and "jpg" those of its only picture; "txt", its
-    `.txt`; the keys of its `.json`. A sample can be read alone from its offset in the tar. Finding the offsets takes a
-    pass over all headers: fast on a disk, but an object store sends the whole tar.
+    Columns: "jpg", "input.jpg", ..., the bytes of its picture of that name, and "jpg" those of its only picture; "txt",
+    its `.txt`; the keys of its `.json`. A sample can be read alone from its offset in the tar. Finding the offsets takes
+    a pass over all headers: fast on a disk, but an object store sends the whole tar.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
 
     def samples(self, tar: tarfile.TarFile, **options: Any) -> Iterator[dict]:
-        """`samples`; of several pictures the one that is used. Where no column is known yet, several are refused."""
-        named = next((name for name in self.types if name in PICTURES), None if self.types else "")
-        return samples(tar, picture=named, **options)
+        """`samples`, with the column of pictures that is given."""
+        named = next(filter(is_picture, self.types), None if self.types else "")
+        return samples(tar, picture="" if self.is_found else named, **options)
 
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the first samples."""
+        """The columns of the first samples. Raises ValueError as `with_picture`."""
         with open_tar(path) as tar:
-            found = self.samples(tar)
+            found = self.samples(tar, is_strict=True)
             columns = self.schema_of(itertools.islice(found, GROUP_ROWS))
             if len(columns) == 2:  # a key and one member: the rest may stand apart, which raises Unusable
                 collections.deque(found, maxlen=0)
@@ -499,34 +506,47 @@ class Unusable(tarfile.TarError):
 
 
 def samples(
-    tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS), picture: str | None = None
+    tar: tarfile.TarFile,
+    wanted: Sequence[str] = (*PICTURES, *TEXTS),
+    picture: str | None = None,
+    is_strict: bool = False,
 ) -> Iterator[dict]:
     """A tar's samples as dicts: `__key__`, `START`, pictures by extension, the text as "txt", the JSON's keys.
 
-    A sample's only picture is "jpg" too. Raises Unusable for a sample whose members do not stand together, or that has
-    several pictures, and for a second tar in the file.
+    A sample's only picture is "jpg" too. Raises Unusable for a sample whose members do not stand together, and for a
+    second tar in the file.
 
     Args:
         wanted: the extensions that are read; () for the headers alone.
-        picture: the extension that is used of several pictures; None: none is used.
+        picture, is_strict: see `with_picture`.
     """
-    sample, extensions, keys, aside = {}, set(), set(), ({}, set())
+    complete = functools.partial(with_picture, picture=picture, is_strict=is_strict)
+    sample, extensions, keys, aside, alone = {}, set(), set(), ({}, set(), ""), []
     for member in tar:
-        key, extension = split_name(member.name, sample.get(KEY, ""))
+        before = sample.get(KEY, "")
+        key, extension, stem = split_name(member.name, before)
         is_link = member.islnk() or member.issym()
         if not (member.isfile() or is_link) or not extension:
             continue
-        if sample.get(KEY, "").startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
-            sample, extensions = {KEY: key, START: sample[START]}, set()
+        if before.startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
+            earlier, (sample, extensions) = join_alone(key, [*alone, (sample, extensions)])
+            yield from itertools.starmap(complete, earlier)
+            alone = []
+            keys.add(key)
         longer, _, last = f"{key}.{extension}".rpartition(".")
         if aside[0].get(KEY) == longer and last in TEXTS:  # "a.1.jpg" has a caption, and is no mask of "a"
-            yield with_picture(sample, extensions, picture)
-            (sample, extensions), key, extension = aside, longer, last
+            sample.pop(aside[2], None)
+            yield complete(sample, extensions - {aside[2]})
+            (sample, extensions, _), key, extension = aside, longer, last
             keys.add(key)
-        aside = {}, set()
+        aside = {}, set(), ""
         if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
             if sample:
-                yield with_picture(sample, extensions, picture)
+                alone.append((sample, extensions))
+            is_alone = before.startswith(f"{stem}.") and key != before and is_picture(*extensions)
+            if not is_alone or len(alone) == MOST_ALONE:
+                yield from itertools.starmap(complete, alone)
+                alone = []
             if key in keys and key != sample[KEY]:
                 raise Unusable(
                     f"the members of the sample {key!r} do not stand together: sort the tar, for example by "
@@ -536,20 +556,33 @@ def samples(
             keys.add(key)
         extensions.add(extension)
         inner, _, last = extension.rpartition(".")
-        if inner and last in PICTURES:
-            data = {last: member_bytes(tar, member)} if last in wanted else {}
-            aside = {KEY: f"{key}.{inner}", START: member.offset, **data}, {last}
-        if is_link and wanted == TEXTS and extension in (*PICTURES, *TEXTS):  # the sample will be read alone
+        kind = last if last in PICTURES else extension
+        if is_link and wanted == TEXTS and kind in (*PICTURES, *TEXTS):  # the sample will be read alone
             raise Unusable(LINK.format(member.name))
-        if extension in wanted:
+        if kind in wanted:
             data = member_bytes(tar, member)
-            if extension == "json":
+            if kind == "json":
                 sample = {**sample, **parse_json(data), **sample}  # its other members go before its keys
             else:
-                sample[extension] = data if extension in PICTURES else decode_caption(data)
-    if sample:
-        yield with_picture(sample, extensions, picture)
+                sample[extension] = data if kind in PICTURES else decode_caption(data)
+        if inner and last in PICTURES:
+            data = {last: sample[extension]} if extension in sample else {}
+            aside = {KEY: f"{key}.{inner}", START: member.offset, **data}, {last}, extension
+    yield from itertools.starmap(complete, [*alone, (sample, extensions)] if sample else [])
     check_end(tar)
+
+
+def join_alone(key: str, found: list[tuple[dict, set[str]]]) -> tuple[list, tuple[dict, set[str]]]:
+    """`(samples before, the sample of this key)`: the last ones, pictures of longer names, become its fields."""
+    first = len(found)
+    while first and found[first - 1][0][KEY].startswith(f"{key}."):
+        first -= 1
+    sample, extensions = {KEY: key, START: found[first][0][START]}, set()
+    for one, (last,) in found[first:]:
+        extensions.add(name := f"{one[KEY]}.{last}".removeprefix(f"{key}."))
+        if last in PICTURES and last in one:
+            sample[name] = one[last]
+    return found[:first], (sample, extensions)
 
 
 def check_end(tar: tarfile.TarFile) -> None:
@@ -571,30 +604,47 @@ def check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError("its end is missing")
 
 
-def split_name(name: str, current: str) -> tuple[str, str]:
-    """`(a member's sample, its extension)`; "" for a member of no sample. `current`: the sample before it.
+def is_picture(*names: str) -> bool:
+    """Whether there is one name, that of a picture's extension or column, such as "jpg" or "input.jpg"."""
+    return len(names) == 1 and names[0].rpartition(".")[2] in PICTURES
 
-    By WebDataset's rule a name ends at its first dot. If this is not the current sample, and the last extension is that
-    of a picture or text, the dots before belong to the name.
+
+def split_name(name: str, current: str) -> tuple[str, str, str]:
+    """`(a member's sample, its extension, its name up to the first dot)`; extension "": a member of no sample.
+
+    `current`: the sample before it. By WebDataset's rule a name ends at its first dot. If this is not the current
+    sample, and the last extension is that of a picture or text, the dots before belong to the name.
     """
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     inner, _, last = extension.rpartition(".")
-    key, longer = folder + slash + stem, f"{folder}{slash}{stem}.{inner}"
+    first = key = folder + slash + stem
+    longer = f"{first}.{inner}"
     if inner and key != current and (last.lower() in (*PICTURES, *TEXTS) or longer == current):
         key, extension = longer, last
-    return key, extension.lower() if stem else ""
+    return key, extension.lower() if stem else "", first
 
 
-def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dict:
-    """A sample with its only picture as "jpg". Raises Unusable if it has several, and none is `picture`."""
-    pictures = sorted(extensions.intersection(PICTURES))
-    if len(pictures) > 1 and picture is not None and picture not in pictures:
+def with_picture(sample: dict, extensions: set[str], picture: str | None, is_strict: bool) -> dict:
+    """A sample with its only picture as "jpg". If it has several, and none is `picture`, they become `SEVERAL`.
+
+    Pictures of longer names ("a.mask.png") count if there is no other.
+
+    Args:
+        picture: the column that is given; "": none is, None: it is none of pictures.
+        is_strict: raises Unusable for several pictures.
+    """
+    pictures = sorted(extensions.intersection(PICTURES)) or sorted(filter(is_picture, extensions))
+    if len(pictures) > 1 and picture is not None and picture not in extensions:
+        if not is_strict:
+            return {**sample, **dict.fromkeys((*PICTURES, *pictures), SEVERAL)}
+        if "." in pictures[0]:  # `layout.choose_image` names them
+            return sample
         raise Unusable(
             f"the sample {sample[KEY]!r} has {len(pictures)} pictures (.{', .'.join(pictures)}): name one, such as "
             f"image_column={pictures[0]!r}."
         )
-    if len(pictures) == 1 and pictures[0] in sample:
+    if len(pictures) == 1 and pictures[0] in sample and "." not in pictures[0]:
         return {**sample, "jpg": sample[pictures[0]]}
     return sample
 
