@@ -89,7 +89,9 @@ def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
     config = settled(config)
     make, by_line = readers.READERS[config.input_format], config.max_captions > 1
-    return make(column_types(config), config.caption_columns, by_line, config.image_column_is_found)
+    found = make(column_types(config), config.caption_columns, by_line)
+    found.is_found = config.image_column_is_found
+    return found
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:

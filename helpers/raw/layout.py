@@ -114,7 +114,7 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     """
     files = scan(config.data_uri)
     begun = begun if begun and begun.get("input_crc32") == checksum(files.sizes) else {}
-    chosen = {name: (getattr(config, name), "given") for name in CHOSEN}
+    chosen, is_auto = {name: (getattr(config, name), "given") for name in CHOSEN}, config.input_format == "auto"
     is_open = [name for name, (value, _) in chosen.items() if value in (None, "auto")]
     chosen |= {name: (begun[name], "as the job began") for name in is_open if name in begun}
     if chosen["input_format"][0] == "auto":
@@ -128,6 +128,9 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     chosen |= choose_columns(paths, config, files) if is_open else {}
     config = dataclasses.replace(config, **{name: chosen[name][0] for name in is_open})
     config.set_derived(image_column_is_found=chosen["image_column"][1] != "given")
+    tables = list(filter(is_table, files.sizes if is_auto else names))
+    if len(tables) > 1:
+        claimed_pictures(files, tables, config.image_column)
     if TABLE in files.kinds and "image_column" in is_open:
         read = units(files, input_format, config.image_column)[1]
     if PICTURE in files.kinds and any(reads_paths(path, config) for path in paths[:4]):
@@ -243,14 +246,8 @@ def reads_paths(path: str, config: PreprocessingConfig) -> bool:
 
 def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str], dict[str, int], int]:
     """`units` of tables and the pictures that they name; and, in folders below no table, of pictures with side-cars."""
-    tables, claimed = files.kinds.get(TABLE, []), {}
-    for table in tables:
-        for name in pictures_of(files, table, image_column):
-            if claimed.setdefault(name, table) != table:
-                raise ValueError(
-                    f"{files.path(claimed[name])} and {files.path(table)} both name the picture {name}: remove one of "
-                    "the two tables."
-                )
+    tables = files.kinds.get(TABLE, [])
+    claimed = claimed_pictures(files, tables, image_column)
     read = collections.Counter(kind_of(name, 0) for name in claimed if name in files.sizes)
     read[TABLE], folders, beside = len(tables), collections.defaultdict(list), set(map(posixpath.dirname, tables))
 
@@ -274,14 +271,39 @@ def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str]
     return sorted(names), read, num_pictures
 
 
+def is_table(name: str) -> bool:
+    """Whether a file names pictures beside it, as `datasets` takes them."""
+    return f"/{name}".lower().endswith((*READERS["imagefolder"].suffixes, "/metadata.parquet"))
+
+
+def claimed_pictures(files: InputFiles, tables: list[str], image_column: str | None) -> dict[str, str]:
+    """{picture: table} of what tables name. Raises ValueError for a picture that two of them name."""
+    claimed = {}
+    for table in tables:
+        for name in pictures_of(files, table, image_column):
+            if claimed.setdefault(name, table) != table:
+                raise ValueError(
+                    f"{files.path(claimed[name])} and {files.path(table)} both name the picture {name}: remove one of "
+                    "the two tables."
+                )
+    return claimed
+
+
 def pictures_of(files: InputFiles, table: str, image_column: str | None) -> Iterator[str]:
     """The pictures that a table names, by their paths below the input; none of one that cannot be read."""
-    with contextlib.suppress(readers.Unreadable):
-        for row in readers.load_metadata(files.path(table)):
-            name = row.get(image_column) if image_column else next(filter(None, map(row.get, IMAGE_COLUMNS)), None)
+    path, columns, parquet = files.path(table), (image_column, *IMAGE_COLUMNS), READERS["parquet"]()
+    with contextlib.suppress(ValueError):
+        if path.lower().endswith(parquet.suffixes):
+            names = [field.name for field in parquet.schema(path) if field.name in columns and is_text(field.type)]
+            rows = itertools.chain.from_iterable(rows.to_pylist() for rows in parquet.stream(path, names))
+        else:
+            rows = readers.load_metadata(path)
+        for row in rows:
+            name = next(filter(None, map(row.get, columns)), None)
             if isinstance(name, str):
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), name))
-                yield path.removeprefix(f"{files.folder}/")
+                yield posixpath.normpath(posixpath.join(posixpath.dirname(table), name)).removeprefix(
+                    f"{files.folder}/"
+                )
 
 
 def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[str, str]:
@@ -441,10 +463,7 @@ def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list
     in_bytes, in_paths = [], []
     for name in (field.name for field in rows.schema if not hasattr(field.type, "value_type")):
         values = [value for value in values_of(rows[name].drop_null()[:16]) if value]
-        if any(isinstance(value, dict) and value.get("path") and not value.get("bytes", True) for value in values):
-            in_bytes.append(name)
-            continue
-        values = [value.get("bytes", value.get("path")) if isinstance(value, dict) else value for value in values]
+        values = [value.get("bytes") or value.get("path") if isinstance(value, dict) else value for value in values]
         if any(isinstance(value, bytes) and readers.IMAGE_BYTES.match(value) for value in values):
             in_bytes.append(name)
         elif any(isinstance(value, str) and is_place(value) for value in values) or name == "file_name":
