@@ -28,7 +28,7 @@ import posixpath
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -498,16 +498,12 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
         raise Unreadable(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
+# Consecutive members of a tar that differ in their last extension alone: {extension: bytes or None if not read}.
+Part = collections.namedtuple("Part", "key start members")
+
+
 class Unusable(tarfile.TarError):
     """A tar's samples cannot be told apart; the text says what to do."""
-
-
-class Part(NamedTuple):
-    """Consecutive members of a tar that differ in their last extension alone; None: a member that is not read."""
-
-    key: str
-    start: int
-    members: dict[str, Any]
 
 
 def samples(tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS), **options: Any) -> Iterator[dict]:
