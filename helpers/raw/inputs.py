@@ -118,7 +118,7 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
-    in_tar = config.input_format == "webdataset" and readers.is_picture(config.image_column)
+    in_tar = config.input_format == "webdataset" and readers.names_picture(config.image_column)
     types[config.image_column] = pa.binary() if in_tar else pa.string()
     for name in config.caption_columns:  # text if a filter compares it
         types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())

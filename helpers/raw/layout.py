@@ -128,7 +128,7 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     chosen |= choose_columns(paths, config, files) if is_open else {}
     config = dataclasses.replace(config, **{name: chosen[name][0] for name in is_open})
     config.set_derived(image_column_is_found=chosen["image_column"][1] != "given")
-    tables = list(filter(is_table, files.sizes if is_auto else names))
+    tables = list(filter(names_pictures_beside, files.sizes if is_auto else names))
     if len(tables) > 1:
         claimed_pictures(files, tables, config.image_column)
     if TABLE in files.kinds and "image_column" in is_open:
@@ -271,7 +271,7 @@ def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str]
     return sorted(names), read, num_pictures
 
 
-def is_table(name: str) -> bool:
+def names_pictures_beside(name: str) -> bool:
     """Whether a file names pictures beside it, as `datasets` takes them."""
     return f"/{name}".lower().endswith((*READERS["imagefolder"].suffixes, "/metadata.parquet"))
 
@@ -331,7 +331,7 @@ def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[s
 
 def reader_of(input_format: str, image_column: str | None) -> readers.Reader:
     """A reader of files of which at most the column of pictures is known."""
-    return READERS[input_format]({image_column: pa.binary()} if readers.is_picture(image_column or "") else None)
+    return READERS[input_format]({image_column: pa.binary()} if readers.names_picture(image_column or "") else None)
 
 
 def count_pictures(files: InputFiles, names: list[str], reader: readers.Reader) -> int:

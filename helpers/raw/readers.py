@@ -284,7 +284,7 @@ class WebDataset(Reader):
 
     def samples(self, tar: tarfile.TarFile, **options: Any) -> Iterator[dict]:
         """`samples`, with the column of pictures that is given."""
-        named = next(filter(is_picture, self.types), None if self.types else "")
+        named = next(filter(names_picture, self.types), None if self.types else "")
         return samples(tar, picture="" if self.is_found else named, **options)
 
     def schema(self, path: str) -> pa.Schema:
@@ -548,7 +548,7 @@ def read_parts(tar: tarfile.TarFile, wanted: Sequence[str]) -> Iterator[Part]:
     yield part
 
 
-def name_of(parts: list[Part]) -> str | None:
+def shared_name(parts: list[Part]) -> str | None:
     """The name that all parts begin with and one of them has, such as "a" of "a.input.jpg" and "a.txt"."""
     name = min((part.key for part in parts), key=len)
     return name if all(f"{part.key}.".startswith(f"{name}.") for part in parts) else None
@@ -559,7 +559,7 @@ def may_be_one(parts: list[Part]) -> bool:
 
     So "a.input.jpg", "a.target.jpg" and "a.txt" are one, but not "a.1.jpg", "a.1.txt" and "a.txt".
     """
-    texts, name = [len(part.members.keys() & TEXTS) for part in parts], name_of(parts)
+    texts, name = [len(part.members.keys() & TEXTS) for part in parts], shared_name(parts)
     if name is None:  # that of the samples may follow
         return not any(texts) and len({FIRST_DOT.match(part.key)[0] for part in parts}) == 1
     is_own = (0 < of < len(part.members) for of, part in zip(texts, parts, strict=True) if part.key != name)
@@ -569,7 +569,7 @@ def may_be_one(parts: list[Part]) -> bool:
 
 def joined(parts: list[Part]) -> list[dict]:
     """The sample of some parts, or one of each if none has the name of all: its members, by extension."""
-    if (name := name_of(parts)) is None:
+    if (name := shared_name(parts)) is None:
         return [sample for part in parts for sample in joined([part])]
     sample = {KEY: name, START: parts[0].start}
     for part in parts:
@@ -597,7 +597,7 @@ def check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError("its end is missing")
 
 
-def is_picture(name: str) -> bool:
+def names_picture(name: str) -> bool:
     """Whether an extension, or a column of that name, is that of a picture, such as "jpg" or "input.jpg"."""
     return name.rpartition(".")[2] in PICTURES
 
@@ -613,11 +613,11 @@ def with_picture(members: dict, picture: str | None, is_strict: bool = False) ->
     """
     sample = {name: data for name, data in members.items() if data is not None and name != "json"}
     for name in sample.keys() - {KEY, START}:
-        if not is_picture(name):
+        if not names_picture(name):
             sample[name] = decode_caption(sample[name])
     if members.get("json"):
         sample = {**sample, **parse_json(members["json"]), **sample}  # its other members go before its keys
-    pictures = sorted(members.keys() & PICTURES) or sorted(filter(is_picture, members))
+    pictures = sorted(members.keys() & PICTURES) or sorted(filter(names_picture, members))
     if len(pictures) == 1 and pictures[0] in PICTURES and pictures[0] in sample:
         return {**sample, "jpg": sample[pictures[0]]}
     is_named = picture is None or picture in members
