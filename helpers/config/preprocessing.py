@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -58,6 +58,8 @@ def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
 @checked
 class PreprocessingConfig(Parameters):
     """Raw images and captions -> latents."""
+
+    image_column_is_found: ClassVar[bool] = False  # by `layout.look`; no parameter
 
     # the input
     input_uri: Location = free("", "raw data: a file, folder or pattern, local or s3://; empty: drawn sample data")

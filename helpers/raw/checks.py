@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ..config.preprocessing import PreprocessingConfig
 from . import filters, inputs, readers
-from .layout import is_text_or_bytes
+from .layout import is_text_or_bytes, picture_type
 
 
 def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
@@ -99,9 +99,8 @@ def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -
 
 
 def is_picture(kind: pa.DataType) -> bool:
-    """Bytes, a path, or a struct that holds bytes, as Hugging Face's data sets do."""
-    in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    return is_text_or_bytes(kind.field("bytes").type if in_struct else kind)
+    """Bytes, a path, or a struct that holds one of them, as Hugging Face's data sets do."""
+    return is_text_or_bytes(picture_type(kind))
 
 
 def is_numeric(kind: pa.DataType) -> bool:

@@ -23,6 +23,8 @@ UNSUPPORTED = {
     "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
     "PSD": re.compile(b"8BPS"),
 }
+# WebP and AVIF: Pillow cannot open them if they were cut short.
+CUT_SHORT = re.compile(rb"RIFF....WEBP|....ftyp.{0,64}?avi[fs]", re.DOTALL)
 MAX_PIXELS = Image.MAX_IMAGE_PIXELS  # 89,478,485: Pillow's own limit against decompression bombs
 MAX_DECODED_BYTES = 2**29
 MAX_SCANS = 100  # of a JPEG: each scan takes a pass over all pixels, and may have few bytes
@@ -71,7 +73,8 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise BadImage("too many pixels") from None
         except Exception:  # Pillow's parsers raise exceptions of many types
             name = next((name for name, magic in UNSUPPORTED.items() if magic.match(data)), None)
-            raise BadImage(f"format not supported: {name}" if name else "not an image") from None
+            otherwise = "broken image" if CUT_SHORT.match(data) else "not an image"
+            raise BadImage(f"format not supported: {name}" if name else otherwise) from None
         if image.width * image.height > max_pixels:
             raise BadImage("too many pixels")
         if decoded_bytes(image) > MAX_DECODED_BYTES:

@@ -89,7 +89,9 @@ def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
     config = settled(config)
     make, by_line = readers.READERS[config.input_format], config.max_captions > 1
-    return make(column_types(config), config.caption_columns, by_line)
+    found = make(column_types(config), config.caption_columns, by_line)
+    found.is_found = config.image_column_is_found
+    return found
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:
@@ -116,7 +118,7 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
-    in_tar = config.input_format == "webdataset" and config.image_column in readers.PICTURES
+    in_tar = config.input_format == "webdataset" and readers.names_picture(config.image_column)
     types[config.image_column] = pa.binary() if in_tar else pa.string()
     for name in config.caption_columns:  # text if a filter compares it
         types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())
@@ -295,7 +297,8 @@ def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chun
     if not is_text(column.type):
         column = column.cast(pa.large_binary())
         if not is_text(names.type) or column.null_count == 0:
-            return column, pa.nulls(len(column), pa.string())
+            is_several = pc.equal(column, pa.scalar(readers.SEVERAL, column.type))
+            return column, pc.if_else(is_several, readers.SEVERAL[1:].decode(), pa.scalar(None, pa.string()))
     base = base_folder(config.data_uri)
 
     def folder_of(path: str) -> str:  # `datasets` takes a metadata.parquet too

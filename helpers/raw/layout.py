@@ -114,7 +114,7 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     """
     files = scan(config.data_uri)
     begun = begun if begun and begun.get("input_crc32") == checksum(files.sizes) else {}
-    chosen = {name: (getattr(config, name), "given") for name in CHOSEN}
+    chosen, is_auto = {name: (getattr(config, name), "given") for name in CHOSEN}, config.input_format == "auto"
     is_open = [name for name, (value, _) in chosen.items() if value in (None, "auto")]
     chosen |= {name: (begun[name], "as the job began") for name in is_open if name in begun}
     if chosen["input_format"][0] == "auto":
@@ -127,6 +127,10 @@ def look(config: PreprocessingConfig, begun: dict | None = None) -> Found:
     is_open = [name for name, (value, _) in chosen.items() if value is None]
     chosen |= choose_columns(paths, config, files) if is_open else {}
     config = dataclasses.replace(config, **{name: chosen[name][0] for name in is_open})
+    config.set_derived(image_column_is_found=chosen["image_column"][1] != "given")
+    tables = list(filter(names_pictures_beside, files.sizes if is_auto else names))
+    if len(tables) > 1:
+        claimed_pictures(files, tables, config.image_column)
     if TABLE in files.kinds and "image_column" in is_open:
         read = units(files, input_format, config.image_column)[1]
     if PICTURE in files.kinds and any(reads_paths(path, config) for path in paths[:4]):
@@ -237,19 +241,13 @@ def reads_paths(path: str, config: PreprocessingConfig) -> bool:
     with contextlib.suppress(readers.Unreadable, KeyError):
         if READERS[config.input_format].typed:
             values = values_of(first_rows_of(path, READERS[config.input_format]())[1][config.image_column][:16])
-    return any(isinstance(value, str) or (isinstance(value, dict) and not value["bytes"]) for value in values)
+    return any(isinstance(value, str) or (isinstance(value, dict) and not value.get("bytes")) for value in values)
 
 
 def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str], dict[str, int], int]:
     """`units` of tables and the pictures that they name; and, in folders below no table, of pictures with side-cars."""
-    tables, claimed = files.kinds.get(TABLE, []), {}
-    for table in tables:
-        for name in pictures_of(files, table, image_column):
-            if claimed.setdefault(name, table) != table:
-                raise ValueError(
-                    f"{files.path(claimed[name])} and {files.path(table)} both name the picture {name}: remove one of "
-                    "the two tables."
-                )
+    tables = files.kinds.get(TABLE, [])
+    claimed = claimed_pictures(files, tables, image_column)
     read = collections.Counter(kind_of(name, 0) for name in claimed if name in files.sizes)
     read[TABLE], folders, beside = len(tables), collections.defaultdict(list), set(map(posixpath.dirname, tables))
 
@@ -273,14 +271,39 @@ def image_folder(files: InputFiles, image_column: str | None) -> tuple[list[str]
     return sorted(names), read, num_pictures
 
 
+def names_pictures_beside(name: str) -> bool:
+    """Whether a file names pictures beside it, as `datasets` takes them."""
+    return f"/{name}".lower().endswith((*READERS["imagefolder"].suffixes, "/metadata.parquet"))
+
+
+def claimed_pictures(files: InputFiles, tables: list[str], image_column: str | None) -> dict[str, str]:
+    """{picture: table} of what tables name. Raises ValueError for a picture that two of them name."""
+    claimed = {}
+    for table in tables:
+        for name in pictures_of(files, table, image_column):
+            if claimed.setdefault(name, table) != table:
+                raise ValueError(
+                    f"{files.path(claimed[name])} and {files.path(table)} both name the picture {name}: remove one of "
+                    "the two tables."
+                )
+    return claimed
+
+
 def pictures_of(files: InputFiles, table: str, image_column: str | None) -> Iterator[str]:
     """The pictures that a table names, by their paths below the input; none of one that cannot be read."""
-    with contextlib.suppress(readers.Unreadable):
-        for row in readers.load_metadata(files.path(table)):
-            name = row.get(image_column) if image_column else next(filter(None, map(row.get, IMAGE_COLUMNS)), None)
+    path, columns, parquet = files.path(table), (image_column, *IMAGE_COLUMNS), READERS["parquet"]()
+    with contextlib.suppress(ValueError):
+        if path.lower().endswith(parquet.suffixes):
+            names = [field.name for field in parquet.schema(path) if field.name in columns and is_text(field.type)]
+            rows = itertools.chain.from_iterable(rows.to_pylist() for rows in parquet.stream(path, names))
+        else:
+            rows = readers.load_metadata(path)
+        for row in rows:
+            name = next(filter(None, map(row.get, columns)), None)
             if isinstance(name, str):
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), name))
-                yield path.removeprefix(f"{files.folder}/")
+                yield posixpath.normpath(posixpath.join(posixpath.dirname(table), name)).removeprefix(
+                    f"{files.folder}/"
+                )
 
 
 def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[str, str]:
@@ -308,7 +331,7 @@ def choose_format(files: InputFiles, image_column: str | None = None) -> tuple[s
 
 def reader_of(input_format: str, image_column: str | None) -> readers.Reader:
     """A reader of files of which at most the column of pictures is known."""
-    return READERS[input_format]({image_column: pa.binary()} if image_column in PICTURES else None)
+    return READERS[input_format]({image_column: pa.binary()} if readers.names_picture(image_column or "") else None)
 
 
 def count_pictures(files: InputFiles, names: list[str], reader: readers.Reader) -> int:
@@ -424,9 +447,15 @@ def may_be_used(kind: pa.DataType) -> bool:
     """Whether a column may hold pictures, captions or ids, and its values are plain."""
     if is_extension(kind):
         return False
-    in_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     in_list = hasattr(kind, "value_type") and is_text_or_bytes(kind.value_type)
-    return in_struct or in_list or not pa.types.is_nested(kind)
+    return in_list or not pa.types.is_nested(picture_type(kind))
+
+
+def picture_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a struct's `bytes` or, if it has none, of its `path`; other types as they are."""
+    if pa.types.is_struct(kind):
+        return next((kind.field(name).type for name in ("bytes", "path") if kind.get_field_index(name) >= 0), kind)
+    return kind
 
 
 def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list[str]]:
@@ -434,10 +463,7 @@ def picture_columns(columns: pa.Schema, rows: pa.Table) -> tuple[list[str], list
     in_bytes, in_paths = [], []
     for name in (field.name for field in rows.schema if not hasattr(field.type, "value_type")):
         values = [value for value in values_of(rows[name].drop_null()[:16]) if value]
-        if any(isinstance(value, dict) and value.get("path") and not value["bytes"] for value in values):
-            in_bytes.append(name)
-            continue
-        values = [value.get("bytes") if isinstance(value, dict) else value for value in values]
+        values = [value.get("bytes") or value.get("path") if isinstance(value, dict) else value for value in values]
         if any(isinstance(value, bytes) and readers.IMAGE_BYTES.match(value) for value in values):
             in_bytes.append(name)
         elif any(isinstance(value, str) and is_place(value) for value in values) or name == "file_name":

@@ -56,6 +56,9 @@ COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decom
 LINK = "{!r} is a link, which cannot be read alone: make the tar with `tar --dereference --hard-dereference`."
 # What stands in place of a caption that cannot be used, and says why.
 NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
+SEVERAL = b"\0several images in one sample"  # in place of a picture
+MOST_PARTS = 64  # of a sample, such as "a.input.jpg", "a.target.jpg" and "a.txt"
+FIRST_DOT = re.compile(r"(.*/)?[^/.]*")  # where a WebDataset sample's name ends
 MAX_BYTES = 2**28  # of one picture or text; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
@@ -86,6 +89,7 @@ class Reader:
     """
 
     what, suffixes, typed = "", (), False  # typed: whether its files have types
+    is_found = False  # whether the column of pictures was found, and not given
 
     def __init__(
         self, types: dict[str, pa.DataType] | None = None, captions: Sequence[str] = (), by_line: bool = False
@@ -271,22 +275,22 @@ class Arrow(Typed):
 class WebDataset(Reader):
     """Tars as img2dataset writes them: consecutive members with the same name are a sample.
 
-    Columns: "jpg", "png", ..., the bytes of its picture of that name, and "jpg" those of its only picture; "txt", its
-    `.txt`; the keys of its `.json`. A sample can be read alone from its offset in the tar. Finding the offsets takes a
-    pass over all headers: fast on a disk, but an object store sends the whole tar.
+    Columns: "jpg", "input.jpg", ..., the bytes of its picture of that name, and "jpg" those of its only picture; "txt",
+    its `.txt`; the keys of its `.json`. A sample can be read alone from its offset in the tar. Finding the offsets
+    takes a pass over all headers: fast on a disk, but an object store sends the whole tar.
     """
 
     what, suffixes = "WebDataset tar", (".tar",)
 
     def samples(self, tar: tarfile.TarFile, **options: Any) -> Iterator[dict]:
-        """`samples`; of several pictures the one that is used. Where no column is known yet, several are refused."""
-        named = next((name for name in self.types if name in PICTURES), None if self.types else "")
-        return samples(tar, picture=named, **options)
+        """`samples`, with the column of pictures that is given."""
+        named = next(filter(names_picture, self.types), None if self.types else "")
+        return samples(tar, picture="" if self.is_found else named, **options)
 
     def schema(self, path: str) -> pa.Schema:
-        """The columns of the first samples."""
+        """The columns of the first samples. Raises ValueError as `with_picture`."""
         with open_tar(path) as tar:
-            found = self.samples(tar)
+            found = self.samples(tar, is_strict=True)
             columns = self.schema_of(itertools.islice(found, GROUP_ROWS))
             if len(columns) == 2:  # a key and one member: the rest may stand apart, which raises Unusable
                 collections.deque(found, maxlen=0)
@@ -494,62 +498,84 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
         raise Unreadable(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
 
 
+# Consecutive members of a tar that differ in their last extension alone: {extension: bytes or None if not read}.
+Part = collections.namedtuple("Part", "key start members")
+
+
 class Unusable(tarfile.TarError):
     """A tar's samples cannot be told apart; the text says what to do."""
 
 
-def samples(
-    tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS), picture: str | None = None
-) -> Iterator[dict]:
+def samples(tar: tarfile.TarFile, wanted: Sequence[str] = (*PICTURES, *TEXTS), **options: Any) -> Iterator[dict]:
     """A tar's samples as dicts: `__key__`, `START`, pictures by extension, the text as "txt", the JSON's keys.
 
-    A sample's only picture is "jpg" too. Raises Unusable for a sample whose members do not stand together, or that has
-    several pictures, and for a second tar in the file.
+    A sample's only picture is "jpg" too. Raises Unusable for a sample whose members do not stand together, and for a
+    second tar in the file.
 
     Args:
         wanted: the extensions that are read; () for the headers alone.
-        picture: the extension that is used of several pictures; None: none is used.
+        options: of `with_picture`.
     """
-    sample, extensions, keys, aside = {}, set(), set(), ({}, set())
+    parts, keys = [], set()
+    for part in read_parts(tar, wanted):
+        if part.key in keys.difference(one.key for one in parts):
+            raise Unusable(
+                f"the members of the sample {part.key!r} do not stand together: sort the tar, for example by "
+                "`mkdir d && tar -xf a.tar -C d && tar --sort=name -cf sorted.tar -C d .`"
+            )
+        keys.add(part.key)
+        if len(parts) == MOST_PARTS or not may_be_one([*parts, part]):
+            yield from (with_picture(one, **options) for one in joined(parts))
+            parts = []
+        parts.append(part)
+    yield from (with_picture(one, **options) for one in joined(parts))
+    check_end(tar)
+
+
+def read_parts(tar: tarfile.TarFile, wanted: Sequence[str]) -> Iterator[Part]:
+    part = Part("", 0, {})
     for member in tar:
-        key, extension = split_name(member.name, sample.get(KEY, ""))
-        is_link = member.islnk() or member.issym()
-        if not (member.isfile() or is_link) or not extension:
+        key, _, extension = member.name.rpartition(".")
+        extension, is_link = extension.lower(), member.islnk() or member.issym()
+        if not (member.isfile() or is_link) or "/" in extension or posixpath.basename(key).split(".")[0] == "":
             continue
-        if sample.get(KEY, "").startswith(f"{key}.") and len(extensions) == 1:  # "a.mask.png" was the first of "a"
-            sample, extensions = {KEY: key, START: sample[START]}, set()
-        longer, _, last = f"{key}.{extension}".rpartition(".")
-        if aside[0].get(KEY) == longer and last in TEXTS:  # "a.1.jpg" has a caption, and is no mask of "a"
-            yield with_picture(sample, extensions, picture)
-            (sample, extensions), key, extension = aside, longer, last
-            keys.add(key)
-        aside = {}, set()
-        if key != sample.get(KEY) or extension in extensions:  # a repeated extension starts another sample
-            if sample:
-                yield with_picture(sample, extensions, picture)
-            if key in keys and key != sample[KEY]:
-                raise Unusable(
-                    f"the members of the sample {key!r} do not stand together: sort the tar, for example by "
-                    "`mkdir d && tar -xf a.tar -C d && tar --sort=name -cf sorted.tar -C d .`"
-                )
-            sample, extensions = {KEY: key, START: member.offset}, set()
-            keys.add(key)
-        extensions.add(extension)
-        inner, _, last = extension.rpartition(".")
-        if inner and last in PICTURES:
-            data = {last: member_bytes(tar, member)} if last in wanted else {}
-            aside = {KEY: f"{key}.{inner}", START: member.offset, **data}, {last}
         if is_link and wanted == TEXTS and extension in (*PICTURES, *TEXTS):  # the sample will be read alone
             raise Unusable(LINK.format(member.name))
-        if extension in wanted:
-            data = member_bytes(tar, member)
-            if extension == "json":
-                sample = {**sample, **parse_json(data), **sample}  # its other members go before its keys
-            else:
-                sample[extension] = data if extension in PICTURES else decode_caption(data)
-    if sample:
-        yield with_picture(sample, extensions, picture)
-    check_end(tar)
+        if key != part.key or extension in part.members:
+            yield part
+            part = Part(key, member.offset, {})
+        part.members[extension] = member_bytes(tar, member) if extension in wanted else None
+    yield part
+
+
+def shared_name(parts: list[Part]) -> str | None:
+    """The name that all parts begin with and one of them has, such as "a" of "a.input.jpg" and "a.txt"."""
+    name = min((part.key for part in parts), key=len)
+    return name if all(f"{part.key}.".startswith(f"{name}.") for part in parts) else None
+
+
+def may_be_one(parts: list[Part]) -> bool:
+    """Whether parts may be of one sample, whose name ends at a dot; a picture and its text are a sample of their own.
+
+    So "a.input.jpg", "a.target.jpg" and "a.txt" are one, but not "a.1.jpg", "a.1.txt" and "a.txt".
+    """
+    texts, name = [len(part.members.keys() & TEXTS) for part in parts], shared_name(parts)
+    if name is None:  # that of the samples may follow
+        return not any(texts) and len({FIRST_DOT.match(part.key)[0] for part in parts}) == 1
+    is_own = (0 < of < len(part.members) for of, part in zip(texts, parts, strict=True) if part.key != name)
+    members = [(part.key, extension) for part in parts for extension in part.members]
+    return len(set(members)) == len(members) and not any(is_own)
+
+
+def joined(parts: list[Part]) -> list[dict]:
+    """The sample of some parts, or one of each if none has the name of all: its members, by extension."""
+    if (name := shared_name(parts)) is None:
+        return [sample for part in parts for sample in joined([part])]
+    sample = {KEY: name, START: parts[0].start}
+    for part in parts:
+        before = f"{part.key}."[len(name) + 1 :].lower()
+        sample |= {before + extension: data for extension, data in part.members.items()}
+    return [sample] if len(sample) > 2 else []
 
 
 def check_end(tar: tarfile.TarFile) -> None:
@@ -571,32 +597,38 @@ def check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError("its end is missing")
 
 
-def split_name(name: str, current: str) -> tuple[str, str]:
-    """`(a member's sample, its extension)`; "" for a member of no sample. `current`: the sample before it.
+def names_picture(name: str) -> bool:
+    """Whether an extension, or a column of that name, is that of a picture, such as "jpg" or "input.jpg"."""
+    return name.rpartition(".")[2] in PICTURES
 
-    By WebDataset's rule a name ends at its first dot. If this is not the current sample, and the last extension is that
-    of a picture or text, the dots before belong to the name.
+
+def with_picture(members: dict, picture: str | None, is_strict: bool = False) -> dict:
+    """A sample with its texts decoded, and its only picture as "jpg". Several pictures become `SEVERAL`.
+
+    Pictures of longer names ("a.mask.png") count if there is no other.
+
+    Args:
+        picture: the column that is given, of any number of pictures; "": none is, None: it is none of pictures.
+        is_strict: raises Unusable for several pictures.
     """
-    folder, slash, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    inner, _, last = extension.rpartition(".")
-    key, longer = folder + slash + stem, f"{folder}{slash}{stem}.{inner}"
-    if inner and key != current and (last.lower() in (*PICTURES, *TEXTS) or longer == current):
-        key, extension = longer, last
-    return key, extension.lower() if stem else ""
-
-
-def with_picture(sample: dict, extensions: set[str], picture: str | None) -> dict:
-    """A sample with its only picture as "jpg". Raises Unusable if it has several, and none is `picture`."""
-    pictures = sorted(extensions.intersection(PICTURES))
-    if len(pictures) > 1 and picture is not None and picture not in pictures:
-        raise Unusable(
-            f"the sample {sample[KEY]!r} has {len(pictures)} pictures (.{', .'.join(pictures)}): name one, such as "
-            f"image_column={pictures[0]!r}."
-        )
-    if len(pictures) == 1 and pictures[0] in sample:
+    sample = {name: data for name, data in members.items() if data is not None and name != "json"}
+    for name in sample.keys() - {KEY, START}:
+        if not names_picture(name):
+            sample[name] = decode_caption(sample[name])
+    if members.get("json"):
+        sample = {**sample, **parse_json(members["json"]), **sample}  # its other members go before its keys
+    pictures = sorted(members.keys() & PICTURES) or sorted(filter(names_picture, members))
+    if len(pictures) == 1 and pictures[0] in PICTURES and pictures[0] in sample:
         return {**sample, "jpg": sample[pictures[0]]}
-    return sample
+    is_named = picture is None or picture in members
+    if len(pictures) < 2 or is_named or (is_strict and pictures[0] not in PICTURES):  # columns that must be named
+        return sample
+    if not is_strict:
+        return {**sample, **dict.fromkeys((*PICTURES, *pictures), SEVERAL)}
+    raise Unusable(
+        f"the sample {sample[KEY]!r} has {len(pictures)} pictures (.{', .'.join(pictures)}): name one, such as "
+        f"image_column={pictures[0]!r}."
+    )
 
 
 def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

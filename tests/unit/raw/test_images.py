@@ -214,6 +214,14 @@ def ink_profile():
     )
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "AVIF"])
+def test_a_picture_that_was_cut_short_is_a_broken_one(kind):
+    data = encoded(photograph(), kind)
+    for end in (16, 100, len(data) // 2, len(data) - 20):
+        with pytest.raises(images.BadImage, match="^broken image$"):
+            images.decode(data[:end])
+
+
 @pytest.mark.parametrize(
     ("name", "right"), [("Adobe RGB", (0, 181, 42)), ("Display P3", (0, 185, 22)), ("ProPhoto", (0, 209, 11))]
 )

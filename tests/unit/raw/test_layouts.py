@@ -412,6 +412,26 @@ def test_two_tables_that_name_one_picture_are_refused(tmp_path):
     assert both(path) == {"metadata.csv:0": ("a", ""), "metadata.jsonl:0": ("b", "")}
 
 
+def test_tables_of_other_kinds_and_of_other_folders_may_not_name_one_picture_either(tmp_path):
+    one, rows = {"s/0.png": picture()}, [{"file_name": "0.png", "text": "a"}]
+    lines, parquet = "file_name,text\n0.png,a\n", pa.Table.from_pylist(rows)
+    above = pa.Table.from_pylist([{"file_name": "s/0.png", "text": "a"}])
+    pairs = [
+        {"s/metadata.csv": lines, "s/metadata.parquet": parquet},
+        {"metadata.csv": lines.replace("0", "s/0"), "s/metadata.csv": lines},
+        {"metadata.parquet": above, "s/metadata.csv": lines},
+        {"metadata.parquet": above, "s/metadata.parquet": parquet},
+        {"s/metadata.csv": lines.replace("file_name", "image"), "s/metadata.jsonl": json.dumps(rows[0])},
+    ]
+    for number, tables in enumerate(pairs):
+        path = write(tmp_path / str(number), **one, **tables)
+        first, second = (f"{path}/{name}" for name in tables)
+        right = f"{first} and {second} both name the picture s/0.png: remove one of the two tables."
+        assert refusal(path) == right
+    assert rows_of(tmp_path / "0", input_format="parquet") == {"s/metadata.parquet:0": ("a", "")}  # as given
+    assert refusal(f"{tmp_path}/4/s/metadata.*").endswith("remove one of the two tables.")
+
+
 def test_columns_that_are_not_there_are_named(tmp_path):
     path = write(tmp_path / "p", **{"a.parquet": table()})
     for parameter in ("image_column", "caption_column", "id_column"):
