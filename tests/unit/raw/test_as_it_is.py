@@ -536,11 +536,5 @@ def test_links_that_lead_nowhere_or_back_and_names_that_are_not_utf8(tmp_path):
     assert f"{path}/b.parquet is a link that leads nowhere" in refusal(path)
     os.remove(path / "b.parquet")
     open(os.path.join(os.fsencode(path), b"caf\xe9.parquet"), "wb").close()
-<<<<<<< HEAD
     said = "caf?.parquet is a link that leads nowhere, no regular file, or its name is not UTF-8"
     assert f"{path}/{said}" in refusal(path)
-=======
-    assert f"{path}/caf?.parquet is a link that leads nowhere, no regular file, or its name is not UTF-8" in refusal(
-        path
-    )
->>>>>>> 2f755e1c23be59b74bd605c6dd5ba1770a3107df
