@@ -202,7 +202,7 @@ class Encoder:
 def normalize(pixels: Any) -> Any:
     """uint8 [0, 255] -> float32 [-1, 1], any shape, of a NumPy array or a torch tensor.
 
-    The encoder normalises, because the transform then sends uint8, a quarter of the bytes of float32.
+    The encoder normalises, so that the transform can send it uint8, a quarter of the bytes of float32.
     """
     return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
 
@@ -235,7 +235,8 @@ def last_states(text_encoder: transformers.PreTrainedModel, caption_ids_BL: torc
 def load_vae(model: str, dtype: torch.dtype = torch.float32) -> diffusers.ModelMixin:
     """The VAE of a model, without gradients. Raises Unsupported as `vae_config` does.
 
-    In place of fp16 it is in fp32 if its config.json says `force_upcast`, as Stable Diffusion XL's, which overflows.
+    If `dtype` is fp16 and the VAE's config.json says `force_upcast`, the VAE is loaded in fp32: in fp16 it would
+    overflow. Stable Diffusion XL's VAE says so.
     """
     config = vae_config(model)
     dtype = torch.float32 if config["force_upcast"] and dtype == torch.float16 else dtype
@@ -254,7 +255,7 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> transfo
 
 
 def text_encoder_class(name: str) -> type[transformers.PreTrainedModel]:
-    """One of `TEXT_ENCODERS`. transformers has no shorter name for T5Gemma's."""
+    """The class that a name in `TEXT_ENCODERS` stands for. `transformers` itself does not export T5GemmaEncoder."""
     module = transformers.models.t5gemma.modeling_t5gemma if name == "T5GemmaEncoder" else transformers
     return getattr(module, name)
 

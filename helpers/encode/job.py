@@ -3,7 +3,8 @@
 The input is divided into segments of whole files. A segment is committed when its entry `segments/{index}.json` exists.
 Files without such an entry were left by a killed job, and are deleted. When all segments are committed, `manifest.json`
 is made of their entries. A job that is run again does the missing segments; a finished job does nothing. The entries
-stay: a damaged entry costs its segment, and a damaged manifest is made again.
+are kept after the job has finished, so that a damaged manifest can be made again from them. If an entry is damaged too,
+its segment is encoded again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writ
 class Segment:
     """Consecutive input files that are committed together.
 
-    `limit`: the maximum number of their rows; None: all. `unreadable`: files that stood there and cannot be read.
+    `limit`: the maximum number of their rows; None: all. `unreadable`: files of the input that cannot be read. The last
+    segment lists all of them.
     """
 
     index: int
@@ -91,7 +93,10 @@ def begun_with(latents_uri: str) -> dict | None:
 
 
 def check_parameters(latents_uri: str, begun: dict, now: dict, names: Iterable[str] | None = None) -> None:
-    """Raises ValueError naming the first parameter that differs from what a job began with. `names`: None: all."""
+    """Raises ValueError naming the first parameter that differs from what a job began with.
+
+    `names`: the parameters to compare; None: all.
+    """
     if found := first_difference(begun, now, names):
         name, before, value = found
         what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
@@ -171,7 +176,7 @@ class Job:
     def check_same(self, earlier: dict) -> None:
         """Raises ValueError naming the first parameter that differs from those of an earlier run.
 
-        A finished job may be given another `leave_out`, which changes nothing. This is printed.
+        A finished job may be given another `leave_out`. A sentence is then printed: the job's rows stay as they are.
         """
         before, now = (of.get("leave_out") for of in (earlier, self.parameters))
         if before != now and self.finished:
@@ -255,8 +260,8 @@ class Job:
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
         """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
 
-        Ray retries the pipeline's tasks and restarts its actors. But Ray loses blocks that it cannot recompute, and it
-        repeats a task that reads only so often (`inputs.RETRIES`). In both cases the segment is retried.
+        Ray retries the pipeline's tasks and restarts its actors. Ray gives up in two cases: a lost block cannot be
+        recomputed, or a reading task has used up its retries (`inputs.RETRIES`). In both cases the segment is retried.
         """
         for failures in itertools.count(1):
             try:

@@ -78,8 +78,8 @@ def transform_for_epoch(
 
     Args:
         rows: raw rows with `shape` and `unit`.
-        config: `random_crop` is the minimum side of the crop, relative to the largest possible crop's (1: the centre
-            crop). `horizontal_flip` mirrors half of the pictures.
+        config: `random_crop` is the minimum side of a crop, as a share of the side of the largest possible crop. If it
+            is 1, every crop is the centre crop. `horizontal_flip` mirrors half of the pictures.
         units_per_epoch, caption_shares: as in the plan.
         seed: the run's.
     """

@@ -45,7 +45,10 @@ def find_input(config: PreprocessingConfig) -> layout.Found:
 
 
 def check_early(config: PreprocessingConfig) -> None:
-    """What can be refused before data is looked at: another job's parameters, and what `check_models` refuses."""
+    """Raises ValueError for parameters that do not fit, before data is looked at.
+
+    If `latents_uri` holds a job, the parameters must be that job's. Models are checked by `check_models`.
+    """
     begun = job.begun_with(config.latents_uri) or {}
     now = config.fixed("rows", "latents")
     names = [name for name in now if name in begun and name not in FOUND]
@@ -108,8 +111,8 @@ class CheckedInput:
 def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInput:
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
-    `begun`: parameters that a job or an online run began with. It keeps their models, and their columns
-    (`layout.look`). Of a job that is resumed, all files were checked when it began.
+    `begun`: the parameters that the job or online run at `latents_uri` began with; None for a new one. The commits of
+    the models and the columns (`layout.look`) stay as it began. If a job is resumed, its files are not checked again.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
@@ -142,7 +145,7 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
 
 
 def leave_out(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` without the entries that `LEFT_OUT` lists with the same value."""
+    """`values` without the entries that are also in `LEFT_OUT`. Not related to the parameter `leave_out`."""
     return {name: value for name, value in values.items() if (name, value) not in LEFT_OUT.items()}
 
 
@@ -276,7 +279,10 @@ def describe_encoder(config: PreprocessingConfig) -> dict:
 
 @contextlib.contextmanager
 def naming_models(config: PreprocessingConfig) -> Iterator[None]:
-    """Context manager that reads models: an error becomes a ValueError that names their parameters."""
+    """Context manager for code that reads models: its errors become a ValueError that names the models' parameters.
+
+    Unsupported is raised unchanged.
+    """
     try:
         yield
     except models.Unsupported:

@@ -79,7 +79,8 @@ def read_if_there(latents_uri: str) -> Manifest | None:
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
     """Whether two manifests describe the same rows and encoder.
 
-    Parameters that decide neither, such as the number of workers, and files that are not read are not compared.
+    Parameters that change neither rows nor encoder, such as the number of workers, are not compared. Counts of the
+    input's files are not compared either, because they include files that are not read.
     """
 
     def comparable(manifest: Manifest) -> dict:

@@ -43,8 +43,8 @@ def transform(
     Tensors are plain bytes, so that nothing is parsed between the stages. Columns:
         id, source
         reason: empty for a good row
-        caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`); of a bad row, of
-            an empty text. With `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
+        caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`). A bad row has an
+            empty text and its ids. With `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the picture better. Also null if the picture is smaller than the shape and
             `config.upscale` is False.

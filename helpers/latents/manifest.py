@@ -44,7 +44,7 @@ class Manifest:
             Diffusion, also vae_class and text_encoder_class.
         resolutions: the sizes that were encoded.
         columns: the tensor columns.
-        scaling_factor, shift_factor: of the VAE; latents are stored without them.
+        scaling_factor, shift_factor: of the VAE; stored latents are neither scaled nor shifted.
         id_type: Arrow type of the ids.
         empty_caption_embedding: base64 of fp16, in the shape of the embeddings; without padding if they are ragged.
         job: the parameters that decide what is written, and `layout.Found.counts` of the input's files.
@@ -246,7 +246,7 @@ class Files:
 
     @classmethod
     def of(cls, uri: str, files: list[dict]) -> Files:
-        """`files`: those of the segments in `files.json`."""
+        """The row groups of these files. `files`: the "files" of all segments in `files.json`, in order."""
         bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
         numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
         bucket_runs = [(numbers[bucket], count) for file in files for bucket, count in file["buckets"].items()]

@@ -1,7 +1,8 @@
 """Parquet files on a disk or an object store: what this package reads from Parquet is opened here.
 
-A column may have an Arrow extension type, whose values some libraries make by unpickling. Such columns are refused
-before a value is read. UUIDs are the exception: they become text. Other types become plain ones too (`plain_type`).
+A column may have an Arrow extension type. Some libraries unpickle the values of such a column, which can run code. So
+a column of an extension type is refused before a value is read. UUIDs are the exception: they become text. Columns of
+all other types are read as plain types (`plain_type`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class PlainParquetFile(pq.ParquetFile):
     def read_plain(
         self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any
     ) -> pa.Table:
-        """`read(*args, columns=columns, **options)` after the check. Raises OSError that names the file."""
+        """The table that `read(*args, columns=columns, **options)` returns, in plain types.
+
+        Raises ValueError as `check_columns` does, before anything is read. Raises OSError that names the file if it
+        cannot be read.
+        """
         self.check_columns(columns)
         try:
             return to_plain(read(*args, columns=columns, **options))
@@ -76,7 +81,11 @@ def is_uuid(kind: pa.DataType) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that a column is read as: text, bytes and lists as such, however a file holds them; UUIDs as text."""
+    """The type that a column is read as.
+
+    Dictionaries and run-end encodings become the type of their values. Views become plain text, bytes or lists, and
+    lists of a fixed size become lists. UUIDs become text. Other types stay.
+    """
     types = pa.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return plain_type(kind.value_type)

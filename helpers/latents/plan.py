@@ -23,8 +23,9 @@ resolutions that the bucket reaches. An epoch uses each row at one resolution on
 
 Each shape has its own sequence of row groups. A step's shape depends only on the step's number. Each resolution gets
 its share of the steps. Each shape gets steps of its resolution in proportion to its rows. The steps of a shape are
-spread evenly over the epoch. An epoch ends when a resolution runs out. It leaves out less than one batch of each shape.
-A resolution with more rows than its share needs leaves out more. A chunk holds the rows of its steps, of all shapes.
+spread evenly over the epoch. An epoch ends when a resolution runs out. Of each shape of this resolution, it leaves out
+about a batch at most. It leaves out more of a resolution that has more rows than its share of the steps needs. A chunk
+holds consecutive units, whose steps may have different shapes.
 
 If rows have several captions, each epoch samples one for a whole row group, so a task reads one embedding a row.
 """
@@ -80,7 +81,7 @@ class EpochOrder(NamedTuple):
 
     Args:
         groups: (G,) their numbers.
-        ends: (G,) cumulative number of rows that the epoch uses, each row group included.
+        ends: (G,) number of rows that the epoch uses up to the end of each row group.
         first_rows: {row group: its first row that is used}, if that is not row 0.
     """
 
@@ -218,14 +219,14 @@ class Plan:
     """The order of samples in a whole run. Units and chunks are numbered through the run; no chunk spans two epochs.
 
     Args:
-        shapes: the rows, by shape; those of one resolution have the same share.
+        shapes: the rows of each shape. Shapes of the same resolution have the same `share`.
         unit_rows: rows per unit.
         units_per_step: units per global batch.
         chunk_units: units per chunk; more units shuffle better but take more memory.
         seed: of the shuffle.
         block_steps: steps whose units share a block; above 1, `chunk_units` must be a multiple of
             `block_steps * units_per_step`.
-        worker_counts: numbers of workers that the run may have; only the padding at the end of its data needs them.
+        worker_counts: numbers of workers that the run may have. They decide only how many padding blocks end the data.
         caption_shares: how often each of a row's captions is used.
     """
 
@@ -269,10 +270,11 @@ class Plan:
         return np.array([shape.most_steps(self.batch_rows) for shape in self.shapes], dtype=float)
 
     def steps_of_mixture(self) -> np.ndarray:
-        """(shapes,) maximum steps of each shape with which a mixture keeps its proportions.
+        """(shapes,) limit on the steps of each shape, so that a mixture keeps its proportions; inf: no limit.
 
-        A mixture keeps its proportions over all shapes of a resolution together, not in each shape. When one data set
-        runs out, all shapes of the resolution end. A resolution with one shape has no such limit: inf.
+        A mixture keeps its proportions over all shapes of a resolution together, not in each shape. So the data set
+        that runs out first limits the steps of all shapes of the resolution. A resolution with one shape needs no such
+        limit, because `steps_of_rows` already keeps the proportions there.
         """
         steps = np.full(len(self.shapes), np.inf)
         for numbers in self.by_resolution:
@@ -366,10 +368,11 @@ class Plan:
     # Of two workers, worker 0 gets blocks 0, 2, 4, ...: units 0 and 2 of step 0, unit 7 of step 2.
 
     def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
-        """(blocks, block_steps) the units in each block of a chunk that steps `first_step` to `end_step` need.
+        """(blocks, block_steps) the units of each block, for the blocks of a chunk that a range of steps needs.
 
-        All blocks have the same number of rows. Which block a unit belongs to does not depend on where the run starts.
-        An entry of -1 marks a unit that these steps do not need, or a position past the end of the epoch.
+        The range is `first_step` to `end_step` (exclusive). All blocks have the same number of rows. A unit belongs to
+        the same block wherever the run starts. An entry is -1 if the range does not need its unit, or if its position
+        is past the end of the epoch.
         """
         units = np.array(self.unit_range(chunk))
         if self.block_steps > 1:
@@ -577,7 +580,7 @@ def sources_by_shape(
         resolution_rows[columns[name].resolution] += sources[-1].num_rows
 
     def weight(source: Source) -> float:
-        """A shape gets steps of its resolution in proportion to its rows."""
+        """The source's proportion: such that a shape gets steps of its resolution in proportion to its rows."""
         size = source.latents.resolution
         return proportion * (source.num_rows / resolution_rows[size] * shares[size])
 
@@ -590,9 +593,9 @@ def allocate_rows(
     """{column: {bucket: (start, stop)}}: an allocation of each bucket's rows, in an epoch's order, to columns.
 
     A row that reaches several resolutions is trained on at one of them. Resolutions take rows in turn, the largest
-    first. Each resolution takes its share of `most_rows`: the same fraction of the remaining rows of every bucket that
-    reaches it. The smallest resolution comes last and takes all remaining rows that reach it, because no other
-    resolution will use them.
+    first. The number of rows that a resolution takes is its share of `most_rows`. They come from all buckets that reach
+    the resolution: the same fraction of each bucket's remaining rows. The smallest resolution comes last and takes all
+    remaining rows that reach it, because no other resolution will use them.
 
     Example: with buckets {"32": 100, "32+64": 300} and shares {32: 0.5, 64: 0.5}, `most_rows` is 400. So 64 pixels get
     200 rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
@@ -621,10 +624,12 @@ def allocate_rows(
 
 
 def most_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> float:
-    """The maximum total number of rows such that every resolution can get its share of the total.
+    """The most rows that an epoch can use such that every resolution gets its share of them.
 
-    For each resolution, take it and all larger ones together. The rows that reach any of these must cover the sum of
-    their shares. `reaching`: as in `allocate_rows`.
+    Each resolution sets a limit. The limit is the number of rows that reach this resolution or a larger one, divided by
+    the sum of the shares of these resolutions. The smallest limit is returned.
+
+    `reaching`: resolution, the largest first -> the buckets that reach it.
     """
     limits, reached, share = [], set(), 0.0
     for size, names in reaching.items():

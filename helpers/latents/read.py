@@ -61,8 +61,8 @@ def latents_dataset(plan: Plan, first_step: int, end_step: int, is_listed: IsLis
 
     Its blocks are the plan's, in the plan's order.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False for rows of
-    `is_listed`) and `unit` (the unit's number in the run).
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False if `is_listed` returns True
+    for the row's id) and `unit` (the unit's number in the run).
     """
     return build_dataset(plan, first_step, end_step, latents_reader(plan, is_listed))
 
@@ -106,9 +106,9 @@ def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle
 
 
 class ReadPosition:
-    """The largest chunk number that a task has begun to read, as an actor.
+    """An actor that knows the largest chunk number that a reading task has begun with.
 
-    If the actor is lost, its successor learns the position from the next task that begins.
+    If the actor is lost, Ray restarts it. The next task that begins tells the new actor its chunk number.
     """
 
     number = 0
@@ -205,9 +205,9 @@ def read_chunks(
 
 
 def take_ahead(items: Iterator, count: int) -> Iterator:
-    """The items of an iterator whose `next` starts an item's work.
+    """The same items; when one of them comes back, the work of the next `count` items has been started.
 
-    The work of the next `count` items is started before an item is used.
+    `items`: an iterator that starts an item's work when it returns the item.
     """
     started = collections.deque(itertools.islice(items, 1 + count))
     while started:
@@ -261,9 +261,11 @@ _seconds = collections.deque([0.25], maxlen=64)  # durations of this process's r
 
 
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
-    """`read()`, called a second time in parallel if the first call takes much longer than usual or fails.
+    """What `read()` returns. A call that takes much longer than usual, or fails, is repeated.
 
-    An object store answers a few of many requests seconds late, incompletely or never. Raises the third failure.
+    An object store answers a few of many requests seconds late, incompletely or never. A late call goes on beside its
+    repetition, and the first result is returned. After three failed calls, the error of the third is raised. An error
+    other than OSError and ArrowException is raised at once.
     """
 
     def timed():
@@ -296,7 +298,7 @@ def latents_reader(plan: Plan, is_listed: IsListed | None = None) -> ReadRows:
 def read_latents(
     row_ranges: list[RowRange], source: Source, padded_to: int = 0, is_listed: IsListed | None = None
 ) -> pa.Table:
-    """Rows of a latents folder at the source's shape. `keep` is False for rows of `is_listed`.
+    """Rows of a latents folder at the source's shape. `keep` is False if `is_listed` returns True for the row's id.
 
     Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """

@@ -211,9 +211,9 @@ def from_binary(
 
 
 def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """`(array (V, *shape) uint8 of the V rows that are not null, valid (B,) bool)` of a `large_binary` column.
+    """`(values (V, *shape) uint8, valid (B,) bool)` of a `large_binary` column of B rows, of which V are not null.
 
-    Nothing is copied. Null rows take no space; columns of several shapes have many.
+    Nothing is copied. Null rows take no space in such a column. If pictures have several shapes, many rows are null.
     """
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     valid_B = pc.is_valid(column).to_numpy(zero_copy_only=False)

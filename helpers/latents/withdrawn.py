@@ -125,7 +125,10 @@ def reject_reasons(location: str, ids: pa.ChunkedArray, pictures: Iterable[bytes
 
 
 def say_if_unused(recorded: dict[str, str | int] | None, reasons: Iterable[str]) -> None:
-    """Print a sentence if a list's entries are not among the reasons for which raw rows were rejected."""
+    """Print a sentence if a list has been given and no raw row was rejected because of it.
+
+    `recorded`: what `record` returns. `reasons`: why raw rows were rejected.
+    """
     if recorded and not {BY_ID, BY_PICTURE} & set(reasons):
         print(f"leave_out: none of its {recorded['entries']:,} ids or sums was found in the rows that were read.")
 

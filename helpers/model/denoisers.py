@@ -31,7 +31,8 @@ class Adapter:
             state dict lacks. None if the state dict holds all buffers.
         text_width: the config's name for the width of caption embeddings.
         text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
-        masks_padding: True: captions come without padding and with a mask; False: captions come padded.
+        masks_padding: True: the denoiser takes captions without padding tokens, and a mask of their tokens. False: it
+            takes captions with padding tokens, and no mask.
         vaes, text_encoders: the classes of autoencoders and text encoders that the pipeline accepts.
         shifts: whether the pipeline applies an autoencoder's `shift_factor`.
         pipeline, component: diffusers' pipeline, and its name for the denoiser.
@@ -39,10 +40,11 @@ class Adapter:
         samplers: values of the parameter `sampler` that the pipeline can use.
         fixed: required config values, {key: value}. With any other value, the model would need arguments that its
             pipeline does not pass.
-        learned_variance: whether the pipeline leaves out the variance that follows the prediction's channels.
+        learned_variance: whether the denoiser may have twice as many output channels as input channels. The second half
+            is then a variance, which the pipeline leaves out.
         max_tokens: tokens of a caption that the pipeline takes by default; None if captions are padded.
-        bins: image sides in pixels for which the pipeline has aspect-ratio bins. If it has any, called with a prompt
-            alone it generates one of these sizes or raises ValueError.
+        bins: image sides in pixels for which the pipeline has aspect-ratio bins; (): it has no bins. A pipeline with
+            bins that is called with a prompt alone generates one of these sizes, or raises ValueError.
         note: a sentence for users of the exported pipeline.
     """
 
@@ -66,7 +68,7 @@ class Adapter:
 
     @property
     def kind(self) -> type[diffusers.ModelMixin]:
-        """The class. diffusers imports it here, which takes seconds: only processes that build a model pay for them."""
+        """The class in diffusers. Its first use imports it, which takes seconds: use it only where a model is built."""
         return getattr(diffusers, self.name)
 
     def divisor(self, config: dict) -> int:
@@ -86,15 +88,18 @@ class Adapter:
         return {}
 
     def set_default_size(self, denoiser: diffusers.ModelMixin, pixels: int, side: int) -> dict[str, Any]:
-        """Make squares of `pixels`, whose latents have this `side`, what the pipeline generates by default.
+        """Arguments of the pipeline's class with which it generates squares of `pixels` a side by default.
 
-        Changes the denoiser's config, and returns further arguments of the pipeline's class.
+        It may also change the denoiser's config. `side`: the side of such a square's latents.
         """
         denoiser.register_to_config(sample_size=side)
         return {}
 
     def spacing(self, config: dict[str, Any]) -> float | None:
-        """How far apart the positions of neighbouring patches are, where `sample_size` decides it."""
+        """A measure of the distance between the positions of neighbouring patches.
+
+        None for a class whose positions do not depend on `sample_size`.
+        """
         return None
 
 

@@ -192,8 +192,8 @@ def drop_captions(
 def loss_weights(schedule: Schedule, timesteps_B: torch.Tensor, gamma: float | None) -> torch.Tensor:
     """Min-SNR-gamma weights, (B,) (Hang et al., 2023, section 3.4); 1 if `gamma` is None.
 
-    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction. Both weigh a squared
-    error of the predicted clean latents by min(SNR, gamma).
+    min(SNR, gamma) / SNR for epsilon-prediction, min(SNR, gamma) / (SNR + 1) for v-prediction. In both cases, the loss
+    is the squared error of the clean latents that the prediction implies, times min(SNR, gamma).
     """
     if gamma is None:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
@@ -259,8 +259,9 @@ def row_losses(
 class EMA:
     """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
 
-    It starts as a copy of the parameters after step `start` (MosaicML's started near the end of training). Before
-    that step, the average takes neither time nor memory, and checkpoints hold the parameters in its place.
+    The first step after step `start` starts the average, as a copy of the parameters. Until then, the average takes
+    neither time nor memory, and checkpoints hold the parameters in its place. MosaicML started it near the end of
+    training.
 
     Args:
         model: the module with the parameters.

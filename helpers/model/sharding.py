@@ -1,6 +1,7 @@
 """The denoiser of a training run: built, compiled, sharded, in fp32 or bf16. No Ray.
 
-Read `build_model` first. The functions that it calls follow in its order, then two for the training step.
+Read `build_model` first. Next come the functions that it calls, in the order of the calls. The last two functions
+belong to the training step.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def compile_blocks(denoiser: diffusers.ModelMixin) -> None:
 def is_sharded(strategy: str, precision: str) -> bool:
     """Whether `build_model` applies FSDP2.
 
-    A single rank uses FSDP2 only in a process group with bf16, although it has nothing to shard: FSDP2 computes in bf16
-    and keeps fp32 weights. "ddp" never uses FSDP2.
+    "ddp" never uses FSDP2. With several ranks, all other strategies do. A single rank has nothing to shard. It uses
+    FSDP2 only for bf16, and if there is a process group: FSDP2 computes in bf16 and keeps fp32 weights.
     """
     return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
 

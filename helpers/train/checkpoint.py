@@ -1,6 +1,7 @@
-"""Checkpoints in a run's folder: their names, which are complete or damaged, the best one. Without PyTorch.
+"""Checkpoints in a run's folder: names them, finds the complete and the damaged ones, keeps the best. No PyTorch.
 
-Ray's own processes of a run load this module, but not `checkpoint_io`, which saves and loads: PyTorch takes seconds.
+`checkpoint_io` saves and loads checkpoints. It is a module of its own because it imports PyTorch, which takes seconds.
+Ray's own processes of a run load this module, and not `checkpoint_io`.
 """
 
 from __future__ import annotations

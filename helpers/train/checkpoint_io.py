@@ -49,9 +49,10 @@ def async_save(
 ) -> Callable[[], None]:
     """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
 
-    The state is copied to CPU memory; a thread then writes the files, each rank its own part. Call `finish` on every
-    rank, from any thread, before the next `async_save`. `finish` also makes rank 0 write `progress.json`, with the
-    sizes and checksums of all ranks' files, against which `checkpoint.find_corruption` and `last_sound` check copies.
+    The state is copied to CPU memory. Each rank's thread then writes the rank's part to files. Call `finish` on every
+    rank, from any thread, before the next `async_save`. `finish` waits for the files. It then makes rank 0 write
+    `progress.json`, with the sizes and checksums of all ranks' files. `checkpoint.find_corruption` and `last_sound`
+    compare a copy of the checkpoint with `progress.json`.
 
     Args:
         stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
@@ -91,7 +92,8 @@ def cpu_group() -> dist.ProcessGroup | None:
 def load(folder: str, state: TrainingState) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed.
 
-    The optimizer keeps its own options, such as its weight decay: a run that continues another may change them.
+    The checkpoint's options of the optimizer, such as its weight decay, are not restored: a run that continues another
+    may have other options.
     """
     options = [{**group} for group in state.optimizer.param_groups]
     weights, moments = get_state_dict(state.model, state.optimizer)

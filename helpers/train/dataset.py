@@ -1,6 +1,7 @@
-"""What Ray's own process for a run's data calls: the choice of a checkpoint, and the blocks from there.
+"""Chooses the checkpoint from which a run resumes, and makes the run's blocks from that step on.
 
-It loads PyTorch only if there is a checkpoint to check, or if the stream encodes.
+A process of Ray Train's own calls these functions. It loads PyTorch only if there is a checkpoint to check, or if the
+stream encodes.
 """
 
 from __future__ import annotations

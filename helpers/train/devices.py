@@ -1,4 +1,4 @@
-"""The devices of training workers: which are sick, whose machines are then excluded; preemptions that are announced."""
+"""Finds sick devices among the training workers', excludes their machines, and tells when a preemption is announced."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 def check_device(device: torch.device) -> str | None:
     """The problem with this worker's device; None if there is none.
 
-    Multiplies integer matrices, on a GPU for a second. Every precision holds these integers exactly, and the product is
-    known: a Sylvester-Hadamard matrix times itself is its size times the identity.
+    It multiplies matrices of integers that every precision holds exactly: once on a CPU, for a second on a GPU. The
+    right product is known: a Sylvester-Hadamard matrix with n rows, times itself, is n times the identity.
     """
     on_gpu = device.type == "cuda"
     matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
@@ -71,10 +71,11 @@ def end_if_sick(run_uri: str, device: torch.device) -> bool:
 def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
 
-    It ends the run and returns [] in three cases. The error then names the sick workers.
-        - A sick worker is on the head node, which the driver needs, or Ray's list of nodes does not tell the head.
+    In four cases it excludes no node, ends the run with an error that names the sick workers, and returns [].
+        - A sick worker is on the head node, which the driver needs.
+        - Ray's list of nodes does not say which node is the head.
         - More than `MOST_EXCLUDED` nodes would be excluded, so the check itself may be wrong.
-        - All workers get wrong sums and no device is sick, so the machine that causes them is unknown.
+        - All workers get wrong sums and no device is sick, so the machine that causes the wrong sums is unknown.
 
     Args:
         everyone: for each rank {"device", "links": problems or None, "text": a sentence, "node": its id}.
@@ -100,10 +101,11 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
 
 
 class PreemptionNotice:
-    """Asks Ray Train every few seconds whether a node of the run is about to be preempted, to save a checkpoint.
+    """Tells the workers to save a checkpoint when one of the run's nodes is about to be preempted.
 
-    All workers must ask at the same steps. So they agree on how many steps lie between two requests. They choose this
-    number after their step 1, and again after their step 20, because the first steps are slower.
+    Each worker asks Ray Train about every `every_seconds` seconds. All workers must ask at the same steps, so they
+    agree on a number of steps between two requests. They choose the number after their first step. They choose it again
+    after their 20th step, because the first steps are slower.
     """
 
     def __init__(self, device: torch.device | str, every_seconds: float = 2.0):

@@ -57,8 +57,10 @@ NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
 class DamagedCheckpoint(ValueError):
     """Raised for a checkpoint that is not safe to use: its bytes have changed, or its content is not allowed.
 
-    Not allowed are metadata that names classes which PyTorch's checkpoints do not contain, metadata that names a file
-    outside of the folder, and non-tensor entries that hold more than numbers and texts.
+    Three kinds of content are not allowed:
+        - Metadata that names a class which PyTorch's checkpoints do not contain.
+        - Metadata that names a file outside of the checkpoint's folder.
+        - Entries other than tensors that hold more than numbers and texts.
     """
 
 
@@ -127,7 +129,10 @@ def find_damage(checkpoint_uri: str, pieces: Pieces) -> str | None:
 
 
 def split_spans(pieces: Pieces) -> Iterator[tuple[str, list[Piece]]]:
-    """`(file, consecutive pieces)`: about `SPAN_BYTES` each, which an object store sends on one request."""
+    """`(file, consecutive pieces)`: spans of the files, to be read from an object store by one request each.
+
+    A span has at most `SPAN_BYTES`, unless it is a single larger piece.
+    """
     for name, of_file in pieces.items():
         span = []
         for piece in of_file:
@@ -157,7 +162,10 @@ class CheckedReader(dcp.FileSystemReader):
         self.metadata.storage_meta.load_id = self.load_id
 
     def check(self, name: str, offset: int, found: int) -> None:
-        """`found`: the CRC-32 of a piece."""
+        """Raises DamagedCheckpoint if `found`, a piece's CRC-32, is not the expected one.
+
+        The piece begins at byte `offset` of the file `name`. Without checksums, nothing is checked.
+        """
         if self.expected and found != self.expected.get((name, offset)):
             raise DamagedCheckpoint(f"{self.folder / name} is damaged at byte {offset:,}: use another checkpoint.")
 
@@ -178,7 +186,7 @@ class CheckedReader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
 
     def check_piece(self, stored: Any) -> Any:
-        """Returns `stored`: a piece's file, offset and length."""
+        """`stored` itself, after a check of the piece. `stored`: the piece's file, offset and length, from DCP."""
         found = crc32(self.folder / stored.relative_path, stored.offset, stored.length) if self.expected else 0
         self.check(stored.relative_path, stored.offset, found)
         return stored

@@ -8,14 +8,14 @@ Such a run has two sources of steps, one per `trainer.fit()`. They share the ste
 
 `keep_block` commits each block before the trainers get it. It writes the block's file, then its entry. The entry has
 the format of `encode.job`'s segment entries and is named by the number of the block's first unit. So all rows that a
-checkpoint covers are committed before it is saved. Blocks are the same for any first step and any number of workers. So
-a resumed run encodes the blocks after its checkpoint again, and writes only the missing blocks. A file holds one block,
-a few megabytes; preprocessing writes 1,024 rows or more.
+checkpoint covers are committed before it is saved. A resumed run encodes all blocks after its checkpoint again. It
+writes only the blocks that are not committed yet: blocks are the same for any first step and any number of workers. A
+file holds one block, a few megabytes; preprocessing writes 1,024 rows or more.
 
 Order: the first epoch has the order of an online run. Later epochs have the order of a run over stored latents,
-`runs/{run_name}/latents`. Seed and epoch shuffle the row groups, each from one block, then the rows of each chunk. Rows
-masked in the first epoch are not kept, so later epochs may have fewer steps. A row is trained on only at the sizes at
-which the first epoch encoded it.
+`runs/{run_name}/latents`. In each of them, the row groups are shuffled, then the rows of each chunk. The seed and the
+epoch decide the order. The rows of a row group come from one block. Rows masked in the first epoch are not kept, so
+later epochs may have fewer steps. A row is trained on only at the sizes at which the first epoch encoded it.
 """
 
 from __future__ import annotations

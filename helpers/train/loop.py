@@ -34,9 +34,9 @@ def train_loop_per_worker(
     Args:
         config: of the run.
         source: of the steps; None: stored latents, `StepSource(config)`.
-        evaluate: `evaluate(denoiser, config, step)`, called on all workers between two steps to evaluate the averaged
-            weights, if no GPU is spare for Ray Train's validation (`evaluation.at_checkpoints.OnWorkers`). None:
-            without a spare GPU, only the last checkpoint is evaluated.
+        evaluate: `evaluate(denoiser, config, step)` (`evaluation.at_checkpoints.OnWorkers`). If no GPU is spare for Ray
+            Train's validation, all workers call it between two steps, to evaluate the averaged weights. None: only the
+            last checkpoint is evaluated if no GPU is spare.
     """
     source = source or StepSource(config)
     source.start()

@@ -44,7 +44,10 @@ COLLECTIVES = ("nccl", "gloo", "c10d")  # words in the names of their kernels an
 
 
 def find_accelerator(device_name: str) -> str | None:
-    """The GPU of `PEAK_TFLOPS` that the driver calls `device_name`, such as "NVIDIA A100-SXM4-80GB"; or None."""
+    """The key of a GPU in `PEAK_TFLOPS`; None for a GPU that is not listed.
+
+    `device_name`: what the GPU's driver calls it, such as "NVIDIA A100-SXM4-80GB".
+    """
     words = device_name.replace("-", " ").lower()
     return next((name for name in PEAK_TFLOPS if f" {name.lower()} " in f" {words} "), None)
 

@@ -27,8 +27,8 @@ def samples_crc32(ids: Iterable) -> int:
 class MetricsLog:
     """Writes a run's metrics, on rank 0. Steps that are repeated after a failure have a higher `attempt`.
 
-    On a disk each line is appended to `metrics.jsonl` at once. If the disk is full, it is told once, and the lines are
-    kept until there is room.
+    On a disk each line is appended to `metrics.jsonl` at once. If the disk is full, the log prints the error once. It
+    keeps the lines in memory until the disk has room again.
 
     An object store cannot append. There the lines are in objects `metrics-{attempt}-{first step}.jsonl`. The first
     unwritten line starts a timer. After `FLUSH_SECONDS`, a thread rewrites the newest object with all of its lines.

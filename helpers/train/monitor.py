@@ -132,14 +132,14 @@ def follow(run_uri: str, every: float = 1.0) -> None:
 
 @contextlib.contextmanager
 def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
-    """Show a run's progress, and its lost workers and checkpoints, while the block (`trainer.fit()`) runs.
+    """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
-    metrics and images go to `config.trackers`, and how busy each machine is (`machines.as_values`). The run's lease is
-    held until the block ends. If the storage is unreachable, it warns once and keeps the last display.
+    metrics and images, and the load of each machine (`machines.as_values`), go to `config.trackers`. The run's lease is
+    held until the block ends. If the storage is unreachable, a warning is printed once and the last display stays.
 
-    An interrupt ends the run and raises KeyboardInterrupt, with a sentence that says where it goes on. Raises
-    RuntimeError if the workers ended the run themselves, as after a loss that is not finite.
+    An interrupt ends the run and raises KeyboardInterrupt, whose text says at which step the same cell resumes the run.
+    Raises RuntimeError if the run fails, or if its workers end it, as after a loss that is not finite.
     """
     warned = False  # that the storage is unreachable
 
@@ -171,7 +171,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
 
 
 def where_it_stopped(config: TrainingConfig) -> str:
-    """A sentence on a run that was interrupted: its last step, its last checkpoint, and what the same cell does."""
+    """What an interrupted run prints: the step after which it stopped, and the step at which the same cell goes on."""
     steps, saved = read_metrics(config.run_uri)["step"], resume.last_step(config)
     done = f"after step {steps.iloc[-1]:,}" if len(steps) else "before the first step"
     kept = f"goes on from the last checkpoint, which is of step {saved:,}" if saved else "begins at step 1"

@@ -30,9 +30,15 @@ def after_warm_up(metrics: pd.DataFrame, skip: int) -> pd.DataFrame:
 def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
     """The speed of runs as a frame: one row per run of {name: metrics}.
 
-    The first `skip` steps are left out, as in `throughput`. Columns: images/s (`throughput`), images/s per worker ("a
-    worker"), MFU (NaN if the peak is not known), peak memory, and shares of the elapsed time: waiting for data, in
-    collectives that do not overlap with compute (NaN unless a step was profiled), and paused for checkpoints.
+    The first `skip` steps are left out, as in `throughput`. Columns:
+        images/s: see `throughput`
+        a worker: images/s per worker
+        MFU: NaN if the peak is not known
+        peak memory, GiB
+        data: share of the elapsed time spent waiting for data
+        communication: share of the elapsed time in collectives that do not overlap with compute; NaN if it was not
+            measured (`Meter`)
+        checkpoints: share of the elapsed time in pauses for checkpoints
     """
     rows = {}
     for name, frame in metrics.items():

@@ -38,10 +38,10 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
 
     `units_per_step=None` becomes the number of the earlier run, or of the run that `continue_from` names, so that a run
-    goes on with any number of workers. `continue_from` gets its step. `clip_model` gets its commit
-    (`models.pin_model`), so that one CLIP computes all scores of a run; so does `init_from`. `leave_out` gets the
-    list's SHA-256 (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the earlier run's
-    (`check_resume`), before data is looked at.
+    goes on with any number of workers. `continue_from` gets its step. `init_from` and `clip_model` get the commits of
+    hub models (`models.pin_model`). So one CLIP computes all scores of a run. `leave_out` gets the list's SHA-256
+    (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the earlier run's (`check_resume`), before
+    data is looked at.
     """
     named = {name: parameters.get(name) for name in ("storage", "run_name", "continue_from")}
     earlier = read_earlier(TrainingConfig(**named))
@@ -80,9 +80,13 @@ def open_run(config: TrainingConfig) -> DataSets:
     """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
 
     Deletes unusable checkpoints and prints which. Writes `config.json`. Sets the time after which Ray Train gives up on
-    a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends. Before
-    changing anything, raises what `check_run` and `start.check_start` raise, ValueError for a latents file that is
-    missing or cut short or a `leave_out` that lists no row, and RuntimeError if another driver holds the run.
+    a worker that does not answer. This process holds the run's lease until it or `monitor.monitor_run` ends.
+
+    Errors come before anything is changed:
+        - What `check_run` and `start.check_start` raise.
+        - ValueError for a latents file that is missing or cut short (`check_files`).
+        - ValueError for a `leave_out` that lists no row (`check_leave_out`).
+        - RuntimeError if another driver holds the run.
     """
     data = DataSets.open(config.proportions)
     shapes = describe_shapes(check_run(config, data))
@@ -141,10 +145,12 @@ def check_files(latents_uri: str) -> None:
 
 
 def check_leave_out(config: TrainingConfig, data: DataSets) -> None:
-    """Raises ValueError if `leave_out` lists no row of stored latents.
+    """Raises ValueError if none of the entries of `leave_out` is the id of a row of the stored latents.
 
-    Data that was encoded with the same list may hold none. Data that is encoded on the way is not searched, nor are
-    more than `LISTED_ROWS` rows.
+    The rows are not searched in three cases:
+        - A data set was encoded with the same list, so it holds none of the listed rows.
+        - A data set is encoded while the run trains on it.
+        - There are more than `LISTED_ROWS` rows. A sentence then says so.
     """
     manifests, used = data.manifests.values(), withdrawn.record(config.leave_out)
     encoded_with_it = any(manifest.job.get("leave_out") == used for manifest in manifests)
@@ -331,7 +337,7 @@ def shape_problems(
 def pipeline_problems(
     adapter: denoisers.Adapter, manifest: Manifest, config: TrainingConfig, uri: str
 ) -> Iterator[str]:
-    """Sentences on what diffusers' pipeline of the denoiser does not take of the data's encoders, and of the config."""
+    """A sentence if the denoiser's pipeline does not take the data's encoders, and one if it lacks `config.sampler`."""
     padded, unfit = not manifest.embeddings.ragged, []
     vae, text_encoder = f"vae_model={manifest.vae_model!r}", f"text_encoder_model={manifest.text_encoder_model!r}"
     if manifest.vae_class not in adapter.vaes:

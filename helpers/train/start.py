@@ -4,8 +4,9 @@
 
 `continue_from` takes a run: "name", "name@step", or the run's folder, also with a step. The new run begins at that step
 with the other run's weights, optimizer and EMA. `max_steps`, the warm-up and the schedule count from the other run's
-first step. Metrics begin at the next step, and their `samples_seen` counts the rows of the new run. The place in the
-data is kept if the data and `PLACE` are the same; else the new run reads its own plan from that step on.
+first step. Metrics begin at the next step, and their `samples_seen` counts the rows of the new run. The new run goes on
+at the same position in the data if both runs have the same data and the same values of the parameters in `PLACE`. Else
+it reads its own plan from that step on.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ PLACE = ("resolution", "seed", "global_batch_size", "units_per_step", "caption_s
 
 
 def check_start(config: TrainingConfig, data: list[dict]) -> list[str]:
-    """Check `init_from` and `continue_from` of a run that has no checkpoint of its own yet.
+    """Sentences about what a new run cannot keep of the run that `continue_from` names; [] if there is nothing to say.
 
-    Returns sentences about what cannot be kept of the run that is continued. Raises ValueError if the run cannot start
-    from what they name. `data`: what `setup.describe_data` returns.
+    Raises ValueError if the new run cannot start from what `continue_from` or `init_from` names. A run that already has
+    a checkpoint of its own is not checked. `data`: what `setup.describe_data` returns.
     """
     if checkpoint.last_complete(config.run_uri):
         return []
@@ -56,7 +57,11 @@ def read_run(checkpoint_uri: str, given: str) -> dict[str, Any]:
 
 
 def pin_run(config: TrainingConfig, earlier: str | None) -> str:
-    """`continue_from` with its step. `earlier`: that of the run that is being resumed, whose step is kept."""
+    """`continue_from` with a step, "run@step". If it has none, the step of the newest complete checkpoint is added.
+
+    `earlier`: `continue_from` of the run that is being resumed; None for a new run. If both name the same run, the step
+    of `earlier` is kept.
+    """
     name, step = checkpoint.split_step(config.continue_from)
     if step is not None:
         return config.continue_from
@@ -126,7 +131,11 @@ def objective_of_pipeline(uri: str) -> str | None:
 
 
 def check_objective(config: TrainingConfig, theirs: str | None, given: str, remedy: str) -> None:
-    """`given`, `remedy`: the beginning and the end of the error message."""
+    """Raises ValueError if weights were trained with another `prediction_type` than the config's.
+
+    `theirs`: the weights' `prediction_type`; None: not known, and not checked. `given`, `remedy`: the beginning and the
+    end of the error message.
+    """
     if theirs not in (None, config.prediction_type):
         raise ValueError(
             f"{given} was trained with prediction_type={theirs!r}, not {config.prediction_type!r}: {remedy}."
@@ -134,7 +143,11 @@ def check_objective(config: TrainingConfig, theirs: str | None, given: str, reme
 
 
 def check_config(config: TrainingConfig, theirs: dict[str, Any], given: str) -> None:
-    """Raises ValueError if a denoiser's config means something else than `unet_config`, also where shapes agree."""
+    """Raises ValueError if a denoiser's config sets a value that `unet_config` sets otherwise.
+
+    A value that changes no weight's shape counts too. The default image size does not count (`Adapter.spacing`).
+    `theirs`: the denoiser's config. `given`: the beginning of the error message.
+    """
     ours = denoisers.load_denoiser_config(config.unet_config)
     adapter = denoisers.ADAPTERS[ours["_class_name"]]
     arguments = list(inspect.signature(adapter.kind.__init__).parameters.items())[1:]
@@ -163,7 +176,7 @@ def same_setting(one: Any, other: Any) -> bool:
 
 
 def tensor_names(uri: str) -> set[str]:
-    """The names of the tensors in a safetensors file, of which only the header is read; none of another file."""
+    """The names of the tensors in a safetensors file; empty for another kind of file. Reads only the file's header."""
     filesystem, path = storage.open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         num_bytes = int.from_bytes(file.read(8), "little")

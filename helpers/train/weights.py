@@ -1,13 +1,14 @@
 """The weights that a new run starts from (`init_from`): where they are, and how they are loaded.
 
-`init_from` takes, at one place or another, a denoiser in safetensors:
+`init_from` names a denoiser's weights in one of four ways:
 
     a run           "name" or "name@step" under `storage`, or the run's folder: its newest complete checkpoint
     a checkpoint    its folder in a run
     a pipeline      its folder, or its hub id, "org/name@revision": the pipeline's U-Net or transformer
     a denoiser      its folder, or its hub id
 
-Weights without a variant are preferred to those in fp16. Pickles (`.bin`) are never opened.
+A pipeline's or denoiser's weights must be in safetensors; pickles (`.bin`) are never opened. Weights without a variant
+are preferred to those in fp16.
 """
 
 from __future__ import annotations
