@@ -19,11 +19,11 @@ from helpers import storage
 from helpers.config.notebook import OnlineConfig
 from helpers.encode import encoder, online, prepare_online
 from helpers.latents import plan as plan_module
-from helpers.latents import read, schema, withdrawn
+from helpers.latents import read, schema
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import build_dataset, execution_options, join_blocks, worker_units
 from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
-from helpers.raw import images, index
+from helpers.raw import index
 from helpers.train import faults, metrics, monitor, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
@@ -36,7 +36,6 @@ from tests.pipelines import assert_bare, fit, online_stream, short_run
 from tests.unit.latents.test_plan import plan_of
 
 STEPS = 24
-LOST = {}  # id -> why it is masked, of three of the raw rows
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(killing_pictures)
@@ -44,28 +43,16 @@ cloudpickle.register_pickle_by_value(killing_pictures)
 
 @pytest.fixture(scope="module")
 def raw(cluster, tmp_path_factory):
-    """Raw rows of which some are spoilt, one picture kills the process that decodes it first, and two must go."""
-    folder = tmp_path_factory.mktemp("storage")
-    values = {"encoder_batch_size": 8, "random_crop": 0.8, "horizontal_flip": True}
-    config = OnlineConfig(storage=str(folder), resolutions=[32], **values)
+    """Raw rows of which some are spoilt."""
+    config = OnlineConfig(
+        storage=str(tmp_path_factory.mktemp("storage")),
+        resolutions=[32],
+        encoder_batch_size=8,
+        random_crop=0.8,
+        horizontal_flip=True,
+    )
     captioned_shapes.write_data_set(config.raw_uri, 300, spoilt_share=0.05, rows_per_file=120)
-    path = storage.list_files(config.raw_uri)[0]
-    rows = pq.read_table(path).to_pylist()
-    killing, *others = lost = [row for row in rows if is_usable(row)][::30][:3]
-    killing["jpg"] += KILLS
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
-    listed = f"{others[0]['hash']}\n{hashlib.sha256(others[1]['jpg']).hexdigest()}\n"
-    (folder / "list").write_text(listed)
-    reasons = [KILLED, "left out by id", "left out by picture"]
-    LOST.update(zip((row["hash"] for row in lost), reasons, strict=True))
-    return dataclasses.replace(config, leave_out=withdrawn.pin(str(folder / "list")))
-
-
-def is_usable(row):
-    """Whether a run trains on the row, unless it is in what an epoch leaves over."""
-    if not row["caption"] or schema.held_out_mask([row["hash"]], 0.05)[0]:
-        return False
-    return not images.make_pixels(row["jpg"], sizing=images.Sizing({32: [(32, 32)]}))[1]
+    return config
 
 
 def run_of(raw, name, **changes):
@@ -78,16 +65,16 @@ def run_of(raw, name, **changes):
     return short_run(raw.storage, name, **{**values, **changes})
 
 
-def fit_online(raw, config, loop=train_loop_per_worker, **stages):
+def fit_online(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder):
     prepare_online.prepare_run(raw, config)
-    fit(config, loop=loop, stream=online_stream(raw, seed=config.seed, **stages))
+    fit(config, loop=loop, stream=online_stream(raw, seed=config.seed, latent_encoder=latent_encoder))
 
 
 @pytest.fixture(scope="module")
 def straight(raw):
-    """A run of one worker and one encoder to which nothing but a picture happens: (config, metrics)."""
-    config = run_of(raw, "straight", max_failures=0)
-    fit_online(raw, config, transform=with_killing_pictures(online.transform_for_epoch))
+    """A run of one worker and one encoder that nothing happens to: (config, metrics)."""
+    config = run_of(raw, "straight")
+    fit_online(raw, config)
     return config, metrics.read_metrics(config.run_uri)
 
 
@@ -282,11 +269,25 @@ def test_bad_pictures_are_masked_and_listed(raw, straight):
     assert (masked <= 32).all() and (masked < 32).any()
 
 
-def test_a_picture_that_kills_its_process_is_masked_and_listed(straight):
-    """As are rows that must go; in later epochs, and later runs, too, though their decoders would survive it."""
-    bad = looks.read_run_rejects(straight[0].run_uri)
-    assert LOST.items() <= dict(zip(bad["id"], bad["reason"], strict=True)).items()
-    assert attempts_of(straight[0]) == [1]
+def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path):
+    """In each of two epochs, as are rows that must go; all others are trained on once an epoch."""
+    config = OnlineConfig(storage=str(tmp_path), resolutions=[32], encoder_batch_size=8)
+    captioned_shapes.write_data_set(config.raw_uri, 64)
+    (path,) = storage.list_files(config.raw_uri)
+    rows = pq.read_table(path).to_pylist()
+    rows[20]["jpg"] += KILLS
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    listed = f"{rows[30]['hash']}\n{hashlib.sha256(rows[40]['jpg']).hexdigest()}\n"
+    (tmp_path / "list").write_text(listed)
+    config = dataclasses.replace(config, leave_out=str(tmp_path / "list"))
+    run = run_of(config, "killing", max_steps=8, checkpoint_every=4, global_batch_size=16, validation_share=0.0)
+    _, config = prepare_online.prepare_run(config, run)
+    fit(run, stream=online_stream(config, transform=with_killing_pictures(online.transform_for_epoch)))
+    bad, found = looks.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
+    reasons = {20: KILLED, 30: "left out by id", 40: "left out by picture"}
+    assert dict(zip(bad["id"], bad["reason"], strict=True)) == {rows[row]["hash"]: reasons[row] for row in reasons}
+    assert attempts_of(run) == [1] and found["step"].tolist() == list(range(1, 9))
+    assert found["samples_seen"].tolist()[3::4] == [61, 122]
 
 
 def test_the_augmentation_changes_with_the_epoch_alone():
