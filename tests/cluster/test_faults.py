@@ -34,6 +34,7 @@ from tests.faults import (
     loop_with_cut_off_upload,
     loop_with_nan,
     loop_with_refused_uploads,
+    loop_with_slow_parts,
     once,
     run_driver,
     slow,
@@ -144,12 +145,19 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
 
 
 @slow
-def test_a_nan_ends_a_run_at_once(encoded):
+def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
+    config = run_of(run, "slow", **ONE_WORKER, hang_timeout=6, max_failures=0, max_steps=15, checkpoint_every=5)
+    fit(config, loop=loop_with_slow_parts(9))
+    assert attempts_of(config) == [1] and faults.read_failures(config.run_uri) == []
+
+
+@slow
+def test_a_nan_ends_a_run_at_once(run):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
-    config = run_of(encoded, "not-finite", **ONE_WORKER, max_failures=3)
+    config = run_of(run, "not-finite", max_failures=3)
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
     with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
-        fit(config, loop=loop_with_nan(13, rank=0))
+        fit(config, loop=loop_with_nan(13))
     assert attempts_of(config) == [1] and steps_done(config) == 13 and resume.last_step(config) == 10
     assert faults.read_failures(config.run_uri) == []
 

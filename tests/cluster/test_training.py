@@ -23,12 +23,12 @@ from helpers.lesson import captioned_shapes, looks
 from helpers.model.denoisers import build_denoiser
 from helpers.runtime import session
 from helpers.sample import from_checkpoint, pipeline
-from helpers.train import checkpoint, checkpoint_io, faults, results, resume, setup
+from helpers.train import checkpoint, checkpoint_io, results, resume, setup
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.profiling import speed_summary
-from tests.faults import attempts_of, die, is_evaluated, loop_with, loop_with_slow_parts, once, slow, wait_until
+from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.latents import plan_for
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
 
@@ -222,8 +222,7 @@ def test_a_run_with_a_constant_rate_may_get_more_steps_or_go_on_as_another_and_i
 def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeypatch):
     """Encoded to the nearest of three shapes; two workers, three units a step; validated and sampled wide.
 
-    From a U-Net in diffusers' layout, given by a relative path. The first step of another shape, which may compile, and
-    an upload take longer than `hang_timeout`, which is no hang.
+    From a U-Net in diffusers' layout, given by a relative path.
     """
     build_denoiser("tiny", seed=5).save_pretrained(tmp_path / "unet")
     monkeypatch.chdir(tmp_path)
@@ -231,9 +230,8 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     encode(raw)
     values = {"latents_uri": raw.latents_uri, "resolution": 64, "global_batch_size": 24, "units_per_step": 3}
     values |= {"num_training_workers": 2, "max_steps": 16, "validate_every": 10, "init_from": "./unet"}
-    config = small(data, "shapes", **values, hang_timeout=8)
-    result = fit(config, loop=loop_with_slow_parts(11))
-    assert attempts_of(config) == [1] and faults.read_failures(config.run_uri) == []
+    config = small(data, "shapes", **values)
+    result = fit(config)
     metrics = read_metrics(config.run_uri)
     assert set(zip(metrics["width"], metrics["height"], strict=True)) == {(64, 64), (80, 48), (48, 80)}
     assert_bare(
