@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 
-import nbformat
 import pytest
 
 from helpers.runtime import session
@@ -14,12 +13,14 @@ from tests.object_store.s3_server import S3Server
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECRET, HUB_TOKEN = "canary/of+the/store", "hf_canaryOfTheHub"
-# The notebook's last cell here: trains on its latents as the other one does, and writes down what Ray's GCS answers.
-CELL = """
-import ray
+# Trains on the notebook's latents as the other notebook does, then writes down what Ray's GCS answers anybody.
+SCRIPT = """
+import sys, ray
+from helpers.runtime import session
 from helpers.train import monitor
 from tests.pipelines import fit, short_run
 
+session.connect("local", num_cpus=4)
 config = short_run("s3://bucket/notebook", "run", max_steps=10, trackers=["tensorboard"])
 with monitor.monitor_run(config):
     fit(config)
@@ -28,7 +29,7 @@ state = ray._private.state.state
 answers = [gcs.get_all_job_info(), state.job_table(), state.actor_table(None), state.node_table()]
 answers += [gcs.internal_kv_get(key, None) for key in gcs.internal_kv_keys(b"", None)]
 answers.append(ray.get(ray.remote(lambda: ray.get_runtime_context().runtime_env).remote()))
-open({answers!r}, "w").write(repr(answers))
+open(sys.argv[1], "w").write(repr(answers))
 """
 
 
@@ -52,14 +53,14 @@ def test_a_secret_is_in_no_file_and_in_no_answer_while_the_store_is_used_with_it
         own = {"HOME": str(tmp_path), "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT), "HF_TOKEN": HUB_TOKEN}
         with server.environment():
             variables = {**os.environ, **own}
-        notebook = nbformat.read(ROOT / "Preprocessing.ipynb", as_version=4)
-        last = CELL.replace("{answers!r}", repr(str(tmp_path / "answers")))
-        notebook.cells.append(nbformat.v4.new_code_cell(last))
-        nbformat.write(notebook, tmp_path / "notebook.ipynb")
+        (tmp_path / "script.py").write_text(SCRIPT)
         parameters = "{storage: s3://bucket/notebook, limit: 96, resolutions: [32], sections: []}"
-        command = [sys.executable, "-m", "papermill", "notebook.ipynb", "executed.ipynb", "-y", parameters]
-        done = subprocess.run([*command, "--cwd", ROOT], env=variables, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        notebook = [ROOT / "Preprocessing.ipynb", tmp_path / "executed.ipynb", "-y", parameters, "--cwd", ROOT]
+        for command in (["-m", "papermill", *notebook], [tmp_path / "script.py", tmp_path / "answers"]):
+            done = subprocess.run(
+                [sys.executable, *command], env=variables, cwd=tmp_path, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
         assert server.keys("notebook/latents") and server.keys("notebook/runs/run") and server.refused == 0
         stored = {key: data for (_, key), (data, _) in server.objects.items()}
         assert any("events.out.tfevents" in key for key in stored)
