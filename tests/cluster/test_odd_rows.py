@@ -4,8 +4,6 @@
 """
 
 import collections
-import contextlib
-import dataclasses
 import io
 import pickle
 
@@ -13,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import pytest
 from PIL import Image, PngImagePlugin
 from ray import cloudpickle
 
@@ -91,9 +88,6 @@ PICTURES = {
     "array of numpy": (b"\x93NUMPY\x01\x00" + bytes(100), "not an image"),
     "a line feed in front": (b"\n" + PNG, "not an image"),
     "half a jpeg": (JPEG[: len(JPEG) // 2], "broken image"),
-    "jpeg that kills its process": (JPEG + KILLS, KILLED),
-    "png that kills its process": (PNG + KILLS, KILLED),
-    "jpeg that never ends": (JPEG + HANGS, LATE),
     "png with a wrong checksum": (PNG[:45] + b"\0\0\0" + PNG[48:], "broken image"),
 }
 
@@ -179,14 +173,11 @@ NO_TEXT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def encoded(cluster, tmp_path_factory):
-    """`(rows, config, manifest, what was printed)` of a job over all of them."""
-    tmp_path = tmp_path_factory.mktemp("odd")
+def test_each_kind_is_converted_or_rejected_with_its_reason(cluster, tmp_path):
     rows = odd_rows() + [("no text", row_id, caption, PNG, reason) for row_id, caption, reason, _ in NO_TEXT]
     random = np.random.default_rng(0)
     rows = [rows[place] for place in random.permutation(len(rows))]
-    _, ids, captions, data, _ = zip(*rows, strict=True)
+    _, ids, captions, data, reasons = zip(*rows, strict=True)
     table = pa.table(
         {"hash": text_of_bytes(ids), "caption": text_of_bytes(captions), "jpg": pa.array(data, pa.binary())}
     )
@@ -194,29 +185,19 @@ def encoded(cluster, tmp_path_factory):
     rows = [(name, stored.get(row_id, row_id), caption, *rest) for name, row_id, caption, *rest in rows]
     pq.write_table(table, tmp_path / "odd.parquet", row_group_size=100)
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "odd.parquet"), id_column="hash")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        manifest = encode(config, transform=with_killing_pictures(stages.transform))
-    return rows, config, manifest, printed.getvalue()
+    manifest = encode(config)
+    written, rejected = (pq.read_table(f"{config.latents_uri}/{name}") for name in ("data", "rejects"))
 
+    def counted(table, *columns):
+        return collections.Counter(zip(*(table[column].to_pylist() for column in columns), strict=True))
 
-def tables(config):
-    return [pq.read_table(f"{config.latents_uri}/{name}") for name in ("data", "rejects")]
-
-
-def counted(table, *columns):
-    return collections.Counter(zip(*(table[column].to_pylist() for column in columns), strict=True))
-
-
-def test_each_kind_is_converted_or_rejected_with_its_reason(encoded):
-    rows, config, manifest, _ = encoded
-    written, rejected = tables(config)
     texts = [STORED_CAPTIONS.get(caption, caption) for _, _, caption, *_ in rows]
     texts = [caption.decode(errors="replace") if isinstance(caption, bytes) else caption for caption in texts]
     good = [(row[1], text) for row, text in zip(rows, texts, strict=True) if not row[-1]]
     assert counted(written, "id", "caption") == collections.Counter(good)
     bad = [(row_id, reason) for _, row_id, _, _, reason in rows if reason]
     assert counted(rejected, "id", "reason") == collections.Counter(bad)
-    assert manifest.read == len(rows) and manifest.rejected == collections.Counter(row[-1] for row in rows if row[-1])
+    assert manifest.read == len(rows) and manifest.rejected == collections.Counter(filter(None, reasons))
     latents, valid = manifest.latents(32).decode(written["image_latents_32"])
     # A picture below a resolution has no latents there.
     small = written.filter(pc.equal(written["id"], "just large enough"))
@@ -226,11 +207,20 @@ def test_each_kind_is_converted_or_rejected_with_its_reason(encoded):
     assert valid.all() and np.isfinite(latents.astype(np.float32)).all() and np.isfinite(text.astype(np.float32)).all()
 
 
-def test_pictures_that_kill_their_process_or_never_end_cost_their_own_rows(encoded, tmp_path):
+def test_pictures_that_kill_their_process_or_never_end_cost_their_own_rows(cluster, tmp_path, capsys):
     """Nothing begins again, and a second job rejects the same pictures, though its decoders would survive them."""
-    _, config, manifest, printed = encoded
-    assert "is restarted" not in printed and manifest.rejected[KILLED] == 2 and manifest.rejected[LATE] == 1
-    again = dataclasses.replace(config, latents_uri=str(tmp_path))
-    assert encode(again).rejected == manifest.rejected
-    for one, other in zip(tables(again), tables(config), strict=True):
-        assert counted(one, "id") == counted(other, "id")
+    data = [PNG] * 300
+    expected = {7: KILLED, 8: KILLED, 250: KILLED, 299: LATE}
+    for place, reason in expected.items():
+        data[place] = JPEG + (KILLS if reason == KILLED else HANGS)
+    table = pa.table({"hash": range(300), "caption": ["a caption"] * 300, "jpg": pa.array(data, pa.binary())})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    values = {"storage": str(tmp_path), "input_uri": str(tmp_path / "rows.parquet"), "resolutions": [32]}
+    for name, transform in {"first": with_killing_pictures(stages.transform), "again": stages.transform}.items():
+        config = PreprocessingConfig(**values, latents_uri=str(tmp_path / name))
+        manifest = encode(config, transform=transform)
+        written, rejected = (pq.read_table(tmp_path / name / folder) for folder in ("data", "rejects"))
+        assert dict(zip(rejected["id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)) == expected
+        assert sorted(written["id"].to_pylist()) == [row for row in range(300) if row not in expected]
+        assert manifest.rejected == {KILLED: 3, LATE: 1}
+    assert "is restarted" not in capsys.readouterr().out
