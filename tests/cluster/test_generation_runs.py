@@ -15,7 +15,7 @@ from tests.pipelines import untrained_pipeline
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PROMPTS = captioned_shapes.held_out_prompts(16)
-ONE = generation.Placement(num_generators=1)
+TWO = generation.Placement(num_generators=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     clip, loaded = scores.CLIP(), pipeline.load_pipeline(settings.pipeline)
     real = clip.images([np.asarray(captioned_shapes.draw_sample(number)[0]) for number in range(50)])
     monkeypatch.setattr(generation, "PartGenerator", dying(str(tmp_path / "killed")))
-    table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], ONE, real=real)
+    table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], TWO, real=real)
     assert (tmp_path / "killed").exists()
     for row in table.itertuples():
         made = clip.images(
