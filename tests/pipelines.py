@@ -15,6 +15,7 @@ import numpy as np
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.config.parameters import COMMIT
 from helpers.encode import encoder, online, prepare, prepare_online, stages
+from helpers.latents import withdrawn
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, split_units
 from helpers.lesson import ablations, captioned_shapes, full_run
@@ -172,9 +173,10 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def read_alone(plan, num_steps, raw=None, seed=0):
+def read_alone(plan, num_steps, raw=None, seed=0, leave_out=""):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
-    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan)
+    is_listed = functools.partial(withdrawn.is_listed, leave_out)
+    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan, is_listed)
     tables = read_steps(plan, read, 0, num_steps)
     if raw is None:
         yield from tables
@@ -214,7 +216,7 @@ def bare(config, prepare=None, raw=None):
     alone = TrainStep(config, manifest)
     if prepare:
         prepare(alone)
-    tables = read_alone(plan, config.max_steps, raw, config.seed)
+    tables = read_alone(plan, config.max_steps, raw, config.seed, config.leave_out)
     return train_alone(alone, manifest, plan, tables, range(config.max_steps))
 
 

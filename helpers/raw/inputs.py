@@ -39,8 +39,9 @@ ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a 
 
 
 def name_of(path: str, config: PreprocessingConfig) -> str:
-    """An input file's path below the input's folder."""
-    return path[len(base_folder(config.data_uri)) + 1 :]
+    """An input file's path below the input's folder; the name of a file that lies elsewhere."""
+    folder = base_folder(config.data_uri).rstrip("/") + "/"
+    return path.removeprefix(folder) if path.startswith(folder) else storage.name(path)
 
 
 def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int | None]:

@@ -138,7 +138,7 @@ def test_a_limit_cuts_the_last_file_and_no_other(input_folders, cluster, tmp_pat
         assert (first.rows, first.limit, last.rows, last.limit) == (files, None, 120 - files, 120 - files)
         rows = inputs.read_rows(last, config).take_all()
         assert [row["id"] for row in rows] == wanted
-        assert {row["source"] for row in rows} == {inputs.below(path, config.input_uri) for path in last.paths}
+        assert {row["source"] for row in rows} == {inputs.name_of(path, config) for path in last.paths}
 
 
 # ---- on the way to the trainers
@@ -233,7 +233,7 @@ def test_a_member_larger_than_a_picture_can_be_is_none(tmp_path, monkeypatch):
         sizes = [(member.size, member.issparse()) for member in tar.getmembers()]
     assert sizes == [(1001, False), (1000, False), (900, True)]
     with readers.open_tar(str(tmp_path / "a.tar")) as tar:
-        assert [len(sample["jpg"]) for sample in readers.samples(tar)] == [0, 1000, 0]
+        assert [len(sample["jpg"]) for sample in readers.samples(tar, picture="")] == [0, 1000, 0]
     (tmp_path / "large.jpg").write_bytes(b"x" * 1001)
     found = readers.read_picture("large.jpg", str(tmp_path), str(tmp_path))
     assert isinstance(found, images.BadImage) and str(found) == "too many bytes"
