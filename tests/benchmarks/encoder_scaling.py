@@ -1,11 +1,12 @@
 """Rate of the preprocessing job over its number of encoders, each of which takes a fixed time for an image.
 
-    python -m tests.benchmarks.encoder_scaling [--encoders 1 2 4 8 16] [--seconds 25]
+    python -m tests.benchmarks.encoder_scaling [--encoders 1 2 4 8 16] [--parts 3]
 
 Encoders are simulated: each waits until its time for a batch is over, so that two cores can be sixteen encoders. All
 else is the pipeline of Preprocessing.ipynb: files are read, images are decoded and resized, latents are written and
-committed. The last job has one encoder that does not wait: its rate is what the rest of the pipeline can do on these
-cores. Rates run from the end of the first batch that is encoded to the end of the last.
+committed. Rows travel in the parts that tasks read, so each encoder gets `--parts` of them. The last job has one
+encoder that does not wait: its rate is what the rest of the pipeline can do on these cores. Rates run from the end of
+the first batch that is encoded to the end of the last.
 """
 
 import sys
@@ -16,11 +17,12 @@ from ray import cloudpickle
 
 from helpers.config.notebook import PreprocessingConfig
 from helpers.lesson import captioned_shapes
+from helpers.raw import readers
 from helpers.runtime import session
 from tests.benchmarks import million_rows, record
 from tests.pipelines import encode
 
-ENCODER_RATE, BATCH = 40, 64  # images/s of an encoder; images of a call
+ENCODER_RATE, BATCH = 80, 64  # images/s of an encoder; images of a call
 # Workers cannot import these modules: what they need of them travels with the encoder.
 for module in (sys.modules[__name__], million_rows):
     cloudpickle.register_pickle_by_value(module)
@@ -53,16 +55,15 @@ def rate(uri, name, count, rows, kind):
 
 
 def main():
-    given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], seconds=25.0)
+    given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], parts=3)
     session.connect(num_cpus=max(given.encoders) + 4)
-    most = int(max(given.encoders) * ENCODER_RATE * given.seconds)
+    rows = given.parts * readers.PART_ROWS  # of each encoder
     with tempfile.TemporaryDirectory() as uri:
-        captioned_shapes.write_data_set(PreprocessingConfig(storage=uri).raw_uri, most)
+        captioned_shapes.write_data_set(PreprocessingConfig(storage=uri).raw_uri, max(given.encoders) * rows)
         rates = {}
         for count in given.encoders:
-            rows = int(count * ENCODER_RATE * given.seconds)
-            rates[count] = rate(uri, f"encoders-{count}", count, rows, SimulatedEncoder)
-        ceiling = rate(uri, "without-waiting", 1, most, million_rows.StandInLatentEncoder)
+            rates[count] = rate(uri, f"encoders-{count}", count, count * rows, SimulatedEncoder)
+        ceiling = rate(uri, "without-waiting", 1, max(rates) * rows, million_rows.StandInLatentEncoder)
     counts = ", ".join(map(str, rates))
     shares = ", ".join(f"{found / (count * ENCODER_RATE):.2f}" for count, found in rates.items())
     summary = {
