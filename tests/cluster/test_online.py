@@ -135,7 +135,7 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
         losses.append(alone.step(step, [unit])["loss"])
         samples.append(metrics.samples_crc32(unit.ids))
     assert samples == found["samples_crc32"].tolist()
-    np.testing.assert_allclose(losses, found["loss"], rtol=1e-5)
+    np.testing.assert_allclose(losses, found["loss"], rtol=5e-5)  # latents are encoded in batches of another size
 
 
 def test_a_profile_tells_where_time_and_memory_go(raw, straight):
