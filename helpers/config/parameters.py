@@ -124,7 +124,18 @@ def describe_error(cls: type, error: dict, values: dict) -> str:
         return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: check its spelling."
     if error["type"] == "literal_error":
         return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
-    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}."
+    quoted = f": write {values[name].strip()}, without quotes" if is_quoted(values[name]) else ""
+    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}{quoted}."
+
+
+def is_quoted(value: Any) -> bool:
+    """Whether a value is a text that spells a number, a list, True, False or None."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return not isinstance(ast.literal_eval(value.strip()), str)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def check_names(cells: Sequence[str]) -> None:

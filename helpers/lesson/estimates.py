@@ -99,23 +99,26 @@ def check_numbers(*, zero_allowed: bool = False, **values: float) -> None:
 
 
 def training_hours(num_samples: float, images_per_second: float) -> float:
-    """Hours that `num_samples` take at `images_per_second` (all workers together)."""
+    """Hours that `num_samples` take at `images_per_second` (all workers together). ValueError if not above 0."""
+    check_numbers(num_samples=num_samples, images_per_second=images_per_second)
     return num_samples / images_per_second / 3600
 
 
 def encoders_needed(trainer_rate: float, encoder_rate: float) -> int:
     """Fewest encoders that keep trainers busy.
 
-    `trainer_rate`: images/s of all trainers; `encoder_rate`: of one encoder.
+    `trainer_rate`: images/s of all trainers; `encoder_rate`: of one encoder. ValueError if a rate is not above 0.
     """
+    check_numbers(trainer_rate=trainer_rate, encoder_rate=encoder_rate)
     return max(1, math.ceil(trainer_rate / encoder_rate * (1 - 1e-12)))  # rounding errors must not add an encoder
 
 
 def online_throughput(num_encoders: int, encoder_rate: float, trainer_rate: float) -> float:
     """images/s when encoders stream into trainers: min(num_encoders x encoder_rate, trainer_rate).
 
-    Source: the shape of the blog's Figure 6.
+    Source: the shape of the blog's Figure 6. ValueError if an argument is not above 0.
     """
+    check_numbers(num_encoders=num_encoders, encoder_rate=encoder_rate, trainer_rate=trainer_rate)
     return min(num_encoders * encoder_rate, trainer_rate)
 
 
@@ -173,11 +176,12 @@ def predict_scaling(
     whose ranks then all-reduce their shards across nodes together.
 
     Columns: communication seconds; efficiency if none of it overlaps with compute, and if it overlaps with the backward
-    pass, two thirds of a step. Latency is not counted. Raises ValueError for other strategies.
+    pass, two thirds of a step. Latency is not counted. Raises ValueError for numbers not above 0 and other strategies.
     The default bandwidth needs EFA on AWS; TCP has a seventeenth. `network.explain` says whether a node can use EFA.
     """
     if strategy not in RING_BYTES:
         raise ValueError(f"strategy={strategy!r} is not predicted: choose one of {', '.join(map(repr, RING_BYTES))}.")
+    check_numbers(parameters=parameters, step_seconds=step_seconds, gigabytes_per_second=gigabytes_per_second)
 
     def ring_seconds(ranks: float, bytes_each: float, rate: float) -> float:
         return (ranks - 1) / ranks * bytes_each * parameters / (1e9 * rate)

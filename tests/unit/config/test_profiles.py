@@ -88,6 +88,15 @@ def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     parameters.check_names([source for source, _ in code(notebook)])
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "written"), [("learning_rate", "3e-3", "3e-3"), ("limit", " None", "None"), ("seed", "7", "7")]
+)
+def test_a_number_in_quotes_is_told_from_a_wrong_number(name, value, written):
+    config = PreprocessingConfig if name == "limit" else TrainingConfig
+    with pytest.raises(ValueError, match=f"^{name}='{value}' must be .*: write {written}, without quotes.$"):
+        config.from_parameters({name: value})
+
+
 def test_parameters_of_other_notebooks_and_own_variables_pass():
     papermills = "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n"
     cells = ["", papermills, "mine = 3", "%magic"]
