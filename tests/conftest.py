@@ -17,6 +17,7 @@ from helpers.latents import schema
 from helpers.latents.manifest import Manifest, encode_embedding
 from helpers.model import sharding
 from helpers.runtime import session
+from tests import preloaded
 from tests.latents import SHAPES, build_segment
 from tests.object_store.s3_server import S3Server
 
@@ -80,7 +81,14 @@ def store():
 
 
 @pytest.fixture(scope="session")
-def cluster(store):
+def preloaded_workers():
+    end = preloaded.start()
+    yield
+    end()
+
+
+@pytest.fixture(scope="session")
+def cluster(store, preloaded_workers):
     """The Ray cluster that all tests share, but those that stop it to start several nodes or a notebook."""
     session.connect("local", num_cpus=6)
     yield
@@ -88,7 +96,7 @@ def cluster(store):
 
 
 @pytest.fixture(scope="module")
-def no_shared_cluster():
+def no_shared_cluster(preloaded_workers):
     """While the tests of a module start Rays of their own, the shared cluster is stopped; afterwards it is there."""
     was_running = ray.is_initialized()
     ray.shutdown()

@@ -279,6 +279,7 @@ DRIVER = """
     from helpers.config.notebook import PreprocessingConfig, TrainingConfig
     from helpers.encode import prepare
     from helpers.runtime import session
+    from tests import preloaded
     from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit
 
@@ -293,6 +294,7 @@ DRIVER = """
                 os._exit(1)
         threading.Thread(target=watch, daemon=True).start()
 
+    preloaded.use(preloaded.__file__)
     session.connect("local", num_cpus=6)
 """
 
