@@ -1,7 +1,7 @@
 """Pixels and token ids -> latents and caption embeddings: the actor of the encoding stage, and the networks in it.
 
-`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. While data is prepared, only this
-module's code runs the VAE's encoder and the text encoder. The trainers hold only the denoiser.
+`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. In preprocessing and in online runs,
+only this module runs the VAE's encoder and the text encoder. The trainers hold only the denoiser.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Encoder:
     Args:
         model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
         precision: "fp32", "fp16" or "bf16", in which the networks compute on a GPU. On a CPU they compute in fp32,
-            because half precision is tens of times slower there. The VAE: see `load_vae`.
+            because half precision is tens of times slower there. A VAE that overflows in fp16 computes in fp32
+            (`load_vae`).
         text_encoder_model: as `model`, for the text encoder; None: `model`.
         num_threads: threads of PyTorch on a CPU.
         batch_size: rows that go through the networks at a time; None: all rows of a call.
@@ -255,7 +256,10 @@ def load_text_encoder(model: str, dtype: torch.dtype = torch.float32) -> transfo
 
 
 def text_encoder_class(name: str) -> type[transformers.PreTrainedModel]:
-    """The class that a name in `TEXT_ENCODERS` stands for. `transformers` itself does not export T5GemmaEncoder."""
+    """The class that a name in `TEXT_ENCODERS` stands for.
+
+    T5GemmaEncoder is taken from its own module, because `transformers` itself does not export it.
+    """
     module = transformers.models.t5gemma.modeling_t5gemma if name == "T5GemmaEncoder" else transformers
     return getattr(module, name)
 

@@ -128,7 +128,8 @@ class Job:
             whole input; a rerun reads the segments from `segments/job.json`.
         id_type: Arrow type of the stored ids.
         max_failures: restarts of a segment that loses a node, an actor or a worker; -1: no limit.
-        config: the job's parameters with the commits of its models (`prepare.prepare_job`), for its pipeline.
+        config: the job's parameters with the commits of its models (`prepare.prepare_job`). The notebook builds the
+            pipeline from it.
 
     Raises ValueError if `latents_uri` holds other files, or data that was made with other parameters.
     """
@@ -212,8 +213,8 @@ class Job:
     def rows_per_file(self) -> int:
         """Rows per call of the write stage, which writes one file.
 
-        The number grows with the number of shapes, so that each shape fills its row groups. If 2% of the rows are held
-        out and the shapes are equally frequent, a row group has at least 48 rows on average.
+        The number grows with the number of shapes, so that each shape fills its row groups. With equally frequent
+        shapes and 2% of the rows held out, row groups hold at least 48 of at most 64 rows on average.
         """
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 

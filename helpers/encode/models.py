@@ -53,7 +53,7 @@ def model_folder(model: str, *patterns: str, unused: Sequence[str] = UNUSED) -> 
 
 
 class Unsupported(ValueError):
-    """This code does not take a model, or a parameter for it; the text says which one and what to change."""
+    """Raised for a model, or a parameter for it, that is not supported; says which one, and what to change."""
 
 
 def check_class(name: str | None, known: dict[str, type], what: str) -> None:

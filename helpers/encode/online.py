@@ -43,7 +43,8 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     `unit` (the unit's number in the run).
 
     If Parquet row groups are larger than a quarter of a chunk, Ray's object store caches the most recently read ones,
-    up to `config.read_ahead_bytes`. An epoch then reads a row group once for each bucket that its rows are in.
+    up to `config.read_ahead_bytes`. With this cache, an epoch reads a row group once for each bucket that the row
+    group has rows of.
     """
     manifests = [read_manifest(uri) for uri in {source.files.uri for source in plan.sources}]
     largest = max(manifest.job["raw_group_bytes"] for manifest in manifests)

@@ -40,14 +40,14 @@ Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
 def find_input(config: PreprocessingConfig) -> layout.Found:
-    """What the job at `config.latents_uri` will read, by names and first rows alone (`layout.look`)."""
+    """What the job at `config.latents_uri` will read. Looks only at file names and first rows (`layout.look`)."""
     return layout.look(config, job.begun_with(config.latents_uri))
 
 
 def check_early(config: PreprocessingConfig) -> None:
-    """Raises ValueError for parameters that do not fit, before data is looked at.
+    """Raises ValueError for parameters that contradict each other, or the job at `latents_uri`. Reads no data.
 
-    If `latents_uri` holds a job, the parameters must be that job's. Models are checked by `check_models`.
+    Models are checked by `check_models`.
     """
     begun = job.begun_with(config.latents_uri) or {}
     now = config.fixed("rows", "latents")
@@ -111,8 +111,9 @@ class CheckedInput:
 def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInput:
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
-    `begun`: the parameters that the job or online run at `latents_uri` began with; None for a new one. The commits of
-    the models and the columns (`layout.look`) stay as it began. If a job is resumed, its files are not checked again.
+    `begun`: the parameters that the job or online run at `latents_uri` began with; None for a new one. That job or run
+    keeps its columns (`layout.look`) and the commits of its models. If a job is resumed, its files are not checked
+    again.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
@@ -145,7 +146,10 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
 
 
 def leave_out(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` without the entries that are also in `LEFT_OUT`. Not related to the parameter `leave_out`."""
+    """`values` without the entries whose name and value are both as in `LEFT_OUT`.
+
+    Not related to the parameter `leave_out`.
+    """
     return {name: value for name, value in values.items() if (name, value) not in LEFT_OUT.items()}
 
 

@@ -91,7 +91,7 @@ def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
 
 
 def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
-    """Print a warning if row groups are too large for `read_ahead_bytes` to hold one of each bucket."""
+    """Print a warning if `read_ahead_bytes` does not hold a large row group for each bucket, and one more."""
     largest = manifest.job["raw_group_bytes"]
     buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
     if largest > CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
@@ -103,7 +103,7 @@ def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
 
 
 def segment_of(key: str, reports: list[dict]) -> dict:
-    """The manifest's only segment entry, made from an index. File names: see `index.read_indexed_rows`."""
+    """The manifest's only segment entry, made from an index. `index.read_indexed_rows` explains its file names."""
     files = [
         {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
         for report in reports

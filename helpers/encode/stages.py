@@ -1,7 +1,7 @@
 """The CPU stages of the preprocessing pipeline, before and after the encoder: `transform` and `write_latents`.
 
-This module does not import PyTorch, which would cost 230 MiB in each process: Ray reuses the processes of these stages
-for later tasks.
+This module does not import PyTorch. Ray reuses the processes of these stages for later tasks, so each process would
+keep PyTorch's 230 MiB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def transform(
         id, source
         reason: empty for a good row
         caption, caption_ids: the text and the L int32 token ids of each caption (`schema.numbered`). A bad row has an
-            empty text and its ids. With `config.maximum_tokens`, ids are filled up with -1, else with padding tokens.
+            empty text, and the ids of an empty text. With `config.maximum_tokens`, ids are filled up with -1, else with
+            padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the picture better. Also null if the picture is smaller than the shape and
             `config.upscale` is False.

@@ -182,7 +182,10 @@ class Manifest:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the largest row on its way to the trainers: latents of one shape with embeddings, or pixels."""
+        """Bytes of the largest row on its way to the trainers.
+
+        That is a row with latents of one shape and embeddings or, online, a raw row with its pixels if that is larger.
+        """
         stored = max(spec.row_bytes for spec in self.columns if spec.resolution) + self.embeddings.row_bytes
         return max(stored, self.job.get("raw_row_bytes", 0))
 

@@ -23,9 +23,10 @@ resolutions that the bucket reaches. An epoch uses each row at one resolution on
 
 Each shape has its own sequence of row groups. A step's shape depends only on the step's number. Each resolution gets
 its share of the steps. Each shape gets steps of its resolution in proportion to its rows. The steps of a shape are
-spread evenly over the epoch. An epoch ends when a resolution runs out. Of each shape of this resolution, it leaves out
-about a batch at most. It leaves out more of a resolution that has more rows than its share of the steps needs. A chunk
-holds consecutive units, whose steps may have different shapes.
+spread evenly over the epoch. An epoch ends when a resolution runs out. It then leaves out
+at most about a batch of rows of each shape of this resolution. Another resolution may have more rows than its share of
+the steps needs; the epoch leaves out the surplus too. A chunk holds consecutive units, whose steps may have different
+shapes.
 
 If rows have several captions, each epoch samples one for a whole row group, so a task reads one embedding a row.
 """
@@ -272,9 +273,9 @@ class Plan:
     def steps_of_mixture(self) -> np.ndarray:
         """(shapes,) limit on the steps of each shape, so that a mixture keeps its proportions; inf: no limit.
 
-        A mixture keeps its proportions over all shapes of a resolution together, not in each shape. So the data set
-        that runs out first limits the steps of all shapes of the resolution. A resolution with one shape needs no such
-        limit, because `steps_of_rows` already keeps the proportions there.
+        A data set has its proportion of a resolution's rows as a whole; its proportion of a single shape may differ. So
+        the data set that runs out first limits the steps of all shapes of the resolution. A resolution with one shape
+        needs no such limit, because `steps_of_rows` already keeps the proportions there.
         """
         steps = np.full(len(self.shapes), np.inf)
         for numbers in self.by_resolution:

@@ -6,8 +6,8 @@ size, so several units are sent together: a block holds the units at the same po
 steps. Ray's documentation does not guarantee this order, so each row carries its unit's number and `worker_units`
 checks it.
 
-Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. If a stage
-finds a row unusable (online: a broken picture; a row that `leave_out` lists), it keeps the row, and the row is masked
+Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows
+that `leave_out` lists and, in online runs, broken pictures cannot be used. A stage keeps such rows, and they are masked
 out of the loss.
 """
 
@@ -121,7 +121,7 @@ class ReadPosition:
 def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
     """For `map_batches`: returns the batch of chunk numbers unchanged, but not too early.
 
-    Waits until the readers have come within one batch's length of the batch's first number.
+    With n chunk numbers in the batch, waits until a task has begun to read a chunk at most n before the first one.
     """
     while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
         time.sleep(1)
@@ -163,7 +163,7 @@ def _fetch(shared: ray.ObjectRef) -> Any:
 
 
 def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.Dataset:
-    """`rows` in the plan's blocks: blocks so large that Ray Data split them after a stage are joined again."""
+    """`rows` in the plan's blocks. Ray Data splits large blocks after a stage; these are joined again."""
     largest = rows.context.target_max_block_size
     if largest is None or plan.block_rows * row_bytes <= largest:
         return rows
@@ -190,9 +190,10 @@ def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOpti
 def read_chunks(
     batch: dict, *, plan: Plan | ray.ObjectRef, first_chunk: int, first_step: int, end_step: int, read: ReadRows
 ) -> Iterator[pa.Table]:
-    """For `map_batches`: one Arrow table for each block of the chunks in `batch["id"]`, counted from `first_chunk`.
+    """For `map_batches`: one Arrow table for each block of some chunks.
 
-    While one chunk is assembled, threads read the next ones. `plan`: a plan, or what `share_plan` returned.
+    `batch["id"]`: the chunks' numbers, counted from `first_chunk`. `plan`: a plan, or what `share_plan` returned. While
+    one chunk is assembled, threads read the next ones.
     """
     plan, orders = (plan, {}) if isinstance(plan, Plan) else _fetch(plan)
 
@@ -205,7 +206,7 @@ def read_chunks(
 
 
 def take_ahead(items: Iterator, count: int) -> Iterator:
-    """The same items; when one of them comes back, the work of the next `count` items has been started.
+    """The same items. Before an item is yielded, the work of the `count` items after it has been started.
 
     `items`: an iterator that starts an item's work when it returns the item.
     """
@@ -289,7 +290,7 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
 
 
 def latents_reader(plan: Plan, is_listed: IsListed | None = None) -> ReadRows:
-    """`read_latents` for a plan: latents of several shapes travel in one column, padded to the widest."""
+    """`read_latents` for a plan. Latents of several shapes share one column, padded to the bytes of the largest."""
     widest = max(shape.latents.row_bytes for shape in plan.shapes)
     padded_to = widest if len(plan.shapes) > 1 else 0
     return functools.partial(read_latents, padded_to=padded_to, is_listed=is_listed)
@@ -332,7 +333,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
 
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
-    """The first rows of a finished job: what the trainer reads."""
+    """The first rows of a finished job, with all columns of its latents files."""
     manifest, files = read_manifest(latents_uri), read_files(latents_uri)
     columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names
     num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
