@@ -1,4 +1,4 @@
-"""The denoisers that `unet_config` can name: presets, and an adapter for each class of diffusers.
+"""The denoisers that `unet_config` can name: presets, and an adapter for each supported class of diffusers.
 
 To add a class, write its adapter and list it in `ADAPTERS`. No Ray.
 """
@@ -27,10 +27,10 @@ class Adapter:
         parts: names of the modules that own parameters, in the order of the forward pass. The name of a `ModuleList`
             stands for its items.
         blocks: the `parts` that are sharded and compiled one by one.
-        depth: the config key for the number of blocks. `rebuild_buffers` sets it to 0 to compute the buffers that the
-            state dict lacks. None if the state dict holds all buffers.
+        depth: the config key for the number of blocks. `rebuild_buffers` builds the model with 0 blocks, to compute the
+            buffers that the state dict lacks. None if the state dict holds all buffers.
         text_width: the config's name for the width of caption embeddings.
-        text_cleaning: the pipeline's cleaning of prompts, a value of the parameter `text_cleaning`; None: any.
+        text_cleaning: how the pipeline cleans prompts, a value of the parameter `text_cleaning`; None: any value fits.
         masks_padding: True: the denoiser takes captions without padding tokens, and a mask of their tokens. False: it
             takes captions with padding tokens, and no mask.
         vaes, text_encoders: the classes of autoencoders and text encoders that the pipeline accepts.
@@ -42,7 +42,7 @@ class Adapter:
             pipeline does not pass.
         learned_variance: whether the denoiser may have twice as many output channels as input channels. The second half
             is then a variance, which the pipeline leaves out.
-        max_tokens: tokens of a caption that the pipeline takes by default; None if captions are padded.
+        max_tokens: the most tokens of a caption that the pipeline takes by default; None if it takes padding tokens.
         bins: image sides in pixels for which the pipeline has aspect-ratio bins; (): it has no bins. A pipeline with
             bins that is called with a prompt alone generates one of these sizes, or raises ValueError.
         note: a sentence for users of the exported pipeline.
@@ -80,7 +80,7 @@ class Adapter:
         return config[self.text_width]
 
     def conditions(self, timesteps_B: torch.Tensor, mask_BL: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments of the forward pass beside latents and captions."""
+        """The arguments of the forward pass besides latents and captions."""
         raise NotImplementedError
 
     def call_options(self, max_tokens: int) -> dict[str, Any]:
@@ -88,15 +88,15 @@ class Adapter:
         return {}
 
     def set_default_size(self, denoiser: diffusers.ModelMixin, pixels: int, side: int) -> dict[str, Any]:
-        """Arguments of the pipeline's class with which it generates squares of `pixels` a side by default.
+        """Arguments of the pipeline's class that make it generate squares of `pixels` pixels a side by default.
 
-        It may also change the denoiser's config. `side`: the side of such a square's latents.
+        This method may also change the denoiser's config. `side`: the side of such a square's latents.
         """
         denoiser.register_to_config(sample_size=side)
         return {}
 
     def spacing(self, config: dict[str, Any]) -> float | None:
-        """A measure of the distance between the positions of neighbouring patches.
+        """A measure of the distance between neighbouring patches in the position embedding.
 
         None for a class whose positions do not depend on `sample_size`.
         """
@@ -203,7 +203,7 @@ PRESETS = {
 
 
 def load_denoiser_config(name: str) -> dict:
-    """The denoiser's configuration: one of `PRESETS`, or the path of a config.json in diffusers layout.
+    """The configuration of a denoiser. `name`: one of `PRESETS`, or the path of a config.json in diffusers layout.
 
     Raises ValueError for an unknown name, for a file that configures no class of `ADAPTERS`, and for a value that
     contradicts `Adapter.fixed`.
@@ -272,7 +272,7 @@ def find_faults(name: str) -> Iterator[str]:
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter:
-    """The adapter of a denoiser, which may be sharded or wrapped by DDP. Raises ValueError for another class."""
+    """The adapter of a denoiser, which may be sharded or wrapped by DDP. Raises ValueError if the class has none."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     for adapter in ADAPTERS.values():
         if isinstance(model, adapter.kind):
@@ -294,7 +294,7 @@ def denoise(
         noisy_BCHW: latents with noise.
         timesteps_B: 0 to 1,000.
         text_BLD: caption embeddings.
-        mask_BL: True for tokens, False for padding; None: captions are padded, and the padding is read.
+        mask_BL: True for tokens, False for padding; None: the denoiser reads every position, padding tokens included.
     """
     conditions = adapter_of(model).conditions(timesteps_B, mask_BL)
     predicted = model(noisy_BCHW, encoder_hidden_states=text_BLD, return_dict=False, **conditions)[0]

@@ -63,7 +63,7 @@ class FlowSchedule:
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
-        """(T,) the latents' share of the variance, as in a `DDPMScheduler`, for latents with `num_positions`."""
+        """(T,) the latents' share of the variance, as in `DDPMScheduler`, for latents of `num_positions` positions."""
         times_T = self.times(torch.arange(NUM_TIMESTEPS), torch.empty(1, 1, self.num_positions, 1, device="meta"))
         return (1 - times_T) ** 2 / ((1 - times_T) ** 2 + times_T**2)
 
@@ -135,7 +135,7 @@ def random_draws(
         shape: (C, H, W) of a row's latents.
         caption_dropout: probability of the empty caption.
         density_T: relative frequency of each timestep, see `timestep_density`; None: uniform.
-        device: the device of the tensors; normals differ between kinds of devices.
+        device: the device of the tensors. Normal random numbers differ between kinds of devices.
     """
     generator = torch.Generator(device)
     normals = torch.empty(len(positions), 2, *shape, device=device)
@@ -183,7 +183,7 @@ def drop_captions(
     """`(captions, masks)` with the empty caption in the rows of `dropped_B`.
 
     Classifier-free guidance needs training with dropped captions (Ho and Salimans, 2022). `mask_BL`, `empty_L`: True
-    for tokens; None if captions are padded.
+    for tokens; None if the denoiser reads padding tokens too.
     """
     text_BLD = torch.where(dropped_B[:, None, None], empty_LD, text_BLD)
     return text_BLD, None if mask_BL is None else torch.where(dropped_B[:, None], empty_L, mask_BL)
@@ -237,7 +237,7 @@ def row_losses(
 ) -> torch.Tensor:
     """Weighted mean squared error of the denoiser's prediction for each row, (B,).
 
-    `gamma`: see `loss_weights`. `mask_BL`: True for tokens; None if captions are padded.
+    `gamma`: see `loss_weights`. `mask_BL`: True for tokens; None if the denoiser reads padding tokens too.
     """
     noisy = schedule.add_noise(latents_BCHW, draws.noise_BCHW, draws.timesteps_B)
     is_flow = isinstance(schedule, FlowSchedule)
@@ -259,9 +259,8 @@ def row_losses(
 class EMA:
     """Exponential moving average of a model's parameters, plain or sharded (DTensor), in fp32.
 
-    The first step after step `start` starts the average, as a copy of the parameters. Until then, the average takes
-    neither time nor memory, and checkpoints hold the parameters in its place. MosaicML started it near the end of
-    training.
+    Step `start` + 1 begins the average as a copy of the parameters. Until then, the average takes neither time nor
+    memory, and checkpoints hold the parameters in its place. MosaicML started it near the end of training.
 
     Args:
         model: the module with the parameters.
@@ -275,7 +274,10 @@ class EMA:
         self.shadow = None
 
     def update(self, step: int, skipped: bool = False) -> None:
-        """Update the average after the optimizer's step `step`, from 1. `skipped`: whether the step changed nothing."""
+        """Update the average after optimizer step `step`, counted from 1.
+
+        `skipped`: whether the step changed nothing.
+        """
         if step <= self.start:
             return
         if self.shadow is None:
@@ -324,14 +326,14 @@ class EMA:
         return self.parameters() if self.shadow is None else self.shadow
 
     def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
-        """Continue after `step` steps from a `state_dict`, which is copied."""
+        """Continue from a copy of `state`, which `state_dict` returned after `step` steps."""
         self.shadow = None
         if step > self.start:
             self.begin({name: state[name].clone() for name in self.averaged})
 
 
 def lr_multiplier(step: int, warmup_steps: int, max_steps: int, schedule: str = "cosine") -> float:
-    """Factor of the learning rate at step `step`, from 0: linear warm-up, then "cosine" to 0, or "constant"."""
+    """Factor of the learning rate at step `step`, counted from 0: linear warm-up, then "cosine" to 0, or "constant"."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":

@@ -98,7 +98,7 @@ def is_sharded(strategy: str, precision: str) -> bool:
     """Whether `build_model` applies FSDP2.
 
     "ddp" never uses FSDP2. With several ranks, all other strategies do. A single rank has nothing to shard. It uses
-    FSDP2 only for bf16, and if there is a process group: FSDP2 computes in bf16 and keeps fp32 weights.
+    FSDP2 only to compute in bf16 with fp32 weights, and only if there is a process group.
     """
     return strategy != "ddp" and (world_size() > 1 or (precision == "bf16" and dist.is_initialized()))
 
@@ -136,8 +136,8 @@ def shard_size(device: torch.device | str) -> int:
     """Number of consecutive ranks that share one copy of the weights under "hsdp": the ranks of a node.
 
     If nodes differ in size, the number is the greatest common divisor of their sizes, so that no copy spans two nodes.
-    If the divisor is 1, all ranks share one copy, as under "fsdp": a rank's memory may be too small for whole weights.
-    Rank 0 prints the choice.
+    If the divisor is 1, all ranks share one copy, as under "fsdp", because all weights may not fit on one rank. Rank 0
+    prints the choice.
     """
     here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), device=device)
     sizes = [torch.zeros_like(here) for _ in range(world_size())]
@@ -214,8 +214,8 @@ def synchronise_gradients(model: torch.nn.Module, last: bool, strategy: str) -> 
 def autocast(model: torch.nn.Module, precision: str) -> torch.autocast:
     """Context manager for a forward pass: with "bf16", matrix products in bf16; weights and sums stay in fp32.
 
-    It changes nothing for a model that casts itself: one that FSDP2 shards, or one with weights in bf16. Autocast would
-    compute the norms of such a model in fp32.
+    It changes nothing for a model that casts itself: one that FSDP2 shards, or one with weights in bf16. Otherwise
+    autocast would compute the norms of such a model in fp32.
     """
     weight = next(model.parameters())
     casts_itself = isinstance(model, FSDPModule) or weight.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
 """Checkpoints in a run's folder: names them, finds the complete and the damaged ones, keeps the best. No PyTorch.
 
 `checkpoint_io` saves and loads checkpoints. It is a module of its own because it imports PyTorch, which takes seconds.
-Ray's own processes of a run load this module, and not `checkpoint_io`.
+In a run, Ray's own processes load this module but not `checkpoint_io`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
 
 
 def checksums(checkpoint_uri: str) -> dict[str, list]:
-    """The checksums of a checkpoint's pieces (`integrity.Pieces`); {} without any, as in older versions."""
+    """The checksums of a checkpoint's pieces (`integrity.Pieces`); {} if an older version saved it without any."""
     uri = storage.join(checkpoint_uri, PROGRESS)
     return storage.read_json(uri).get("checksums", {}) if storage.exists(uri) else {}
 
@@ -104,7 +104,8 @@ def split_step(run: str) -> tuple[str, int | None]:
 def find_checkpoint(config: TrainingConfig, parameter: str) -> str:
     """URI of the checkpoint that a parameter names by "run" (the newest complete one) or by "run@step".
 
-    The run is one under `config.storage`, or a folder. Raises ValueError if its checkpoint is missing or incomplete.
+    The run is given by its name under `config.storage`, or by its folder. Raises ValueError if its checkpoint is
+    missing or incomplete.
     """
     given = getattr(config, parameter)
     name, step = split_step(given)

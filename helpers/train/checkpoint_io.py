@@ -85,7 +85,7 @@ def async_save(
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """A process group for `async_save`, on all ranks; None without a process group."""
+    """A new process group for `async_save`, on all ranks; None if torch.distributed is not initialised."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 

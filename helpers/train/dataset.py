@@ -1,7 +1,7 @@
 """Chooses the checkpoint from which a run resumes, and makes the run's blocks from that step on.
 
-A process of Ray Train's own calls these functions. It loads PyTorch only if there is a checkpoint to check, or if the
-stream encodes.
+A process of Ray Train's own calls these functions. It loads PyTorch only if there is a checkpoint to check, or if
+images are encoded while the run trains.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def choose_resume_point(config: TrainingConfig) -> dict:
 
     Without one, a run begins at the checkpoint of `continue_from`. Returns {"checkpoint": URI, "step": steps done}; the
     URI is None if the run starts from step 0. Damaged checkpoints are noted as failures. Called once for each group of
-    workers: when the group's dataset is built, or by rank 0 if the group has no dataset. A worker that is being
-    replaced may complete an upload later. The group ignores that checkpoint.
+    workers: when the group's dataset is built, or by rank 0 if the group has no dataset. A worker of the previous group
+    may complete a checkpoint's upload after the choice. The new group ignores that checkpoint.
     """
     uri, sentences = checkpoint.last_sound(config.run_uri)
     for sentence in sentences:

@@ -1,4 +1,4 @@
-"""Finds sick devices among the training workers', excludes their machines, and tells when a preemption is announced."""
+"""Finds sick devices of the training workers, excludes their machines, and tells when a preemption is announced."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 def check_device(device: torch.device) -> str | None:
     """The problem with this worker's device; None if there is none.
 
-    It multiplies matrices of integers that every precision holds exactly: once on a CPU, for a second on a GPU. The
-    right product is known: a Sylvester-Hadamard matrix with n rows, times itself, is n times the identity.
+    It multiplies matrices of integers that every precision holds exactly: once on a CPU, repeatedly for one second on a
+    GPU. The right product is known: a Sylvester-Hadamard matrix with n rows, times itself, is n times the identity.
     """
     on_gpu = device.type == "cuda"
     matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
@@ -39,7 +39,10 @@ def check_device(device: torch.device) -> str | None:
 
 
 def check_links(device: torch.device) -> str | None:
-    """The problem with the links between the workers, by an all-reduce of integers. Call it on all ranks."""
+    """The problem that an all-reduce of integers finds in the links between workers; None if there is none.
+
+    Call it on all ranks.
+    """
     ranks = distributed.world_size()
     numbers = torch.full((2**24 if device.type == "cuda" else 2**10,), distributed.rank() + 1.0, device=device)
     wrong = (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any()
@@ -47,12 +50,13 @@ def check_links(device: torch.device) -> str | None:
 
 
 def end_if_sick(run_uri: str, device: torch.device) -> bool:
-    """Return True if a device or link of any worker computes wrongly.
+    """Return True if a device or link of any worker computes wrongly; a worker whose device does raises RuntimeError.
 
     The caller must then return from the training function. Call it on all ranks.
 
-    The sick workers' machines are excluded, and these workers raise RuntimeError. Ray Train then starts the group
-    again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker raises.
+    The sick workers' machines are excluded. The sick workers raise RuntimeError, and the others return True. Ray Train
+    then starts the group again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker
+    raises.
     """
     problems = {"device": check_device(device), "links": check_links(device)}
     text = " and ".join(filter(None, problems.values()))
@@ -103,9 +107,9 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
 class PreemptionNotice:
     """Tells the workers to save a checkpoint when one of the run's nodes is about to be preempted.
 
-    Each worker asks Ray Train about every `every_seconds` seconds. All workers must ask at the same steps, so they
-    agree on a number of steps between two requests. They choose the number after their first step. They choose it again
-    after their 20th step, because the first steps are slower.
+    Each worker asks Ray Train for a notice once in roughly `every_seconds` seconds. All workers must ask at the same
+    steps, so they agree on a number of steps between two requests. They choose the number after their first step. They
+    choose it again after their 20th step, because the first steps are slower.
     """
 
     def __init__(self, device: torch.device | str, every_seconds: float = 2.0):

@@ -1,6 +1,6 @@
 """A run's failures: the watchdog of a worker, the records of lost workers and checkpoints. Without PyTorch.
 
-Ray Train's controller loads this module; what looks at a worker's device is in `devices`.
+Ray Train's controller loads this module, so the checks of a worker's device, which need PyTorch, are in `devices`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_LOST = 3  # checkpoints in a row, after which a run ends
 class Watchdog:
     """Kills this process when `beat` has not been called for `timeout` seconds.
 
-    A worker that waits forever, in a collective or for a file system, looks alive from outside. The limit is
-    10 * `timeout` before the first beat, which includes compilation and the first batch. It is also 10 * `timeout`
+    A worker that waits forever, in a collective or for a file system, looks alive from outside. Until the first beat
+    the limit is 10 * `timeout`, because that time includes compilation and the first batch. It is also 10 * `timeout`
     after `beat(slow=True)`.
 
     Args:

@@ -60,7 +60,7 @@ class DamagedCheckpoint(ValueError):
     Three kinds of content are not allowed:
         - Metadata that names a class which PyTorch's checkpoints do not contain.
         - Metadata that names a file outside of the checkpoint's folder.
-        - Entries other than tensors that hold more than numbers and texts.
+        - Entries that are not tensors and hold more than numbers and texts.
     """
 
 
@@ -75,7 +75,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class SummingWriter(dcp.FileSystemWriter):
-    """A writer to a local folder that knows afterwards which pieces this rank wrote, for their checksums."""
+    """Writes to a local folder, and remembers which pieces this rank wrote, to compute their checksums."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[list[WriteResult]]:
         written = super().write_data(*args, **kwargs)
@@ -83,7 +83,7 @@ class SummingWriter(dcp.FileSystemWriter):
         return written
 
     def sum_pieces(self) -> Pieces:
-        """The checksums of what this rank has written, and of the metadata where this rank wrote it."""
+        """The checksums of what this rank has written, and of the metadata if this rank wrote it."""
         folder, pieces = pathlib.Path(self.path), {}
         for stored in self.stored:
             pieces.setdefault(stored.relative_path, []).append((stored.offset, stored.length))

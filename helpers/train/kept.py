@@ -9,13 +9,14 @@ Such a run has two sources of steps, one per `trainer.fit()`. They share the ste
 `keep_block` commits each block before the trainers get it. It writes the block's file, then its entry. The entry has
 the format of `encode.job`'s segment entries and is named by the number of the block's first unit. So all rows that a
 checkpoint covers are committed before it is saved. A resumed run encodes all blocks after its checkpoint again. It
-writes only the blocks that are not committed yet: blocks are the same for any first step and any number of workers. A
-file holds one block, a few megabytes; preprocessing writes 1,024 rows or more.
+writes only the blocks that are not committed yet, which is enough because blocks do not depend on the first step or the
+number of workers. A file holds one block, a few megabytes; a file from preprocessing holds 1,024 rows or more.
 
 Order: the first epoch has the order of an online run. Later epochs have the order of a run over stored latents,
-`runs/{run_name}/latents`. In each of them, the row groups are shuffled, then the rows of each chunk. The seed and the
-epoch decide the order. The rows of a row group come from one block. Rows masked in the first epoch are not kept, so
-later epochs may have fewer steps. A row is trained on only at the sizes at which the first epoch encoded it.
+`runs/{run_name}/latents`. In each of these epochs, the row groups are shuffled, then the rows of each chunk (see
+`latents.plan`). The seed and the epoch decide the order. The rows of a row group come from one block. Rows masked in
+the first epoch are not kept, so later epochs may have fewer steps. Later epochs use a row only at the sizes at which
+the first epoch encoded it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def keep_block(rows: pa.Table, *, plan: Plan, **arguments) -> pa.Table:
     All captions of a row are kept; the returned block has the one that the epoch has sampled.
 
     Args:
-        rows: a block: one unit for each of its steps. Rows with unit number -1 are not needed.
+        rows: a block, which has one unit for each of its `plan.block_steps` steps. Rows with unit number -1 only fill
+            up the block and are not kept.
         plan: the run's plan, which gives the number of the block's first unit. Its sources may have empty file lists,
             because no file is read.
         arguments: what `job.Job.write_arguments` returns.
@@ -160,7 +162,7 @@ def write_unmasked(rows: pa.Table, **arguments) -> pa.Table:
 
 
 def finish_epoch(job: Job, plan: Plan, config: TrainingConfig, stream: Callable) -> Manifest:
-    """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read it.
+    """Encode the first epoch's leftover rows and write the manifest; if the job is finished, only read the manifest.
 
     Raises RuntimeError if blocks of the first epoch are not committed.
     """

@@ -100,11 +100,13 @@ def train_loop_per_worker(
 
 
 def prepare_validation(train_step: TrainStep, step: int, evaluate: Callable | None) -> bool:
-    """Whether Ray Train validates the checkpoint of a step. Call it on all ranks.
+    """Whether Ray Train validates the checkpoint of a step; runs `evaluate` first if no GPU is spare.
+
+    Call it on all ranks.
 
     Ray Train's validation is a task beside the training. If no GPU is spare, the task would start when training ends,
-    and all checkpoints would be kept until then. So the workers run the GPU part (`evaluate`) at once, and the task
-    does the rest. The last checkpoint is left to the task, because the trainers' GPUs are free by then.
+    and all checkpoints would be kept until then. So this function runs the GPU part (`evaluate`) on the workers, and
+    the task does the rest. The last checkpoint is left to the task, because the trainers' GPUs are free by then.
     """
     config = train_step.config
     if not config.validates_at(step):

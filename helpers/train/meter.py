@@ -156,7 +156,7 @@ class Meter:
     - `communication_share`: share of the profiled step's time in collectives that do not overlap with compute; None
       before that step, 0 with one worker. `config.profile_step=n` profiles the n-th step after each start of the
       worker; None: no step.
-    - `checkpoint_seconds` that training paused for a checkpoint before this step.
+    - `checkpoint_seconds`: how long training paused for a checkpoint before this step.
     """
 
     def __init__(self, config: TrainingConfig, manifest: Manifest, device: torch.device | str):
@@ -165,7 +165,7 @@ class Meter:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Wrap every step in it. With several workers, rank 0 profiles the step that `profile_step` names."""
+        """Context manager for every step. With several workers, rank 0 profiles the step that `profile_step` names."""
         self.num_steps += 1
         if world_size() == 1 or rank() > 0 or self.num_steps != self.config.profile_step:
             yield
@@ -191,7 +191,7 @@ class Meter:
         checkpoint_seconds: float,
         num_rows: int,
     ) -> dict[str, float | None]:
-        """The columns of one step; `latents`: what it trains on; `num_rows`: unmasked rows of its global batch."""
+        """The columns of one step; `latents`: its column of latents; `num_rows`: unmasked rows of its global batch."""
         rate = num_rows / seconds
         per_worker = rate / world_size()
         return {

@@ -74,7 +74,10 @@ class MetricsLog:
                 self.timer.start()
 
     def flush_in_time(self) -> None:
-        """Flush in a thread, for an object store; print an OSError once. The next line starts another timer."""
+        """Flush; print an OSError once.
+
+        On an object store, a timer's thread calls it. The next line then starts a new timer.
+        """
         self.timer = None
         try:
             self.flush()

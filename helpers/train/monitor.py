@@ -59,7 +59,7 @@ def say_if_finished(config: TrainingConfig) -> bool:
 class RunDisplay:
     """Shows what a run writes to its folder: its steps, evaluations, and lost workers and checkpoints.
 
-    What is there already when the display is made is not shown, except for the metrics.
+    Except for the metrics, it does not show what the folder already holds when the display is made.
 
     Args:
         run_uri: the run's folder.

@@ -53,7 +53,7 @@ def read_result(run_uri: str, step: int) -> dict[str, Any]:
 
 
 def result_in(uri: str) -> dict[str, Any]:
-    """The result in a file; of a damaged file, one that says so."""
+    """The result in a file; if the file is damaged, a result that says so."""
 
     def failed(sentence: str) -> dict[str, Any]:
         return {"step": int(storage.name(uri).removesuffix(".json")), "failed": {"reading": sentence}}

@@ -38,10 +38,10 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
 
     `units_per_step=None` becomes the number of the earlier run, or of the run that `continue_from` names, so that a run
-    goes on with any number of workers. `continue_from` gets its step. `init_from` and `clip_model` get the commits of
-    hub models (`models.pin_model`). So one CLIP computes all scores of a run. `leave_out` gets the list's SHA-256
-    (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the earlier run's (`check_resume`), before
-    data is looked at.
+    goes on with any number of workers. `continue_from` gets a step if it names none (`start.pin_run`). `init_from` and
+    `clip_model` get the commits of hub models (`models.pin_model`). So one CLIP computes all scores of a run.
+    `leave_out` gets the list's SHA-256 (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the
+    earlier run's (`check_resume`), before data is looked at.
     """
     named = {name: parameters.get(name) for name in ("storage", "run_name", "continue_from")}
     earlier = read_earlier(TrainingConfig(**named))
@@ -165,7 +165,7 @@ def check_leave_out(config: TrainingConfig, data: DataSets) -> None:
 def lists_used(config: TrainingConfig) -> list[dict[str, Any]]:
     """The lists that a run had as `leave_out`, one after the other; [] if it had none.
 
-    Each has the "first_step" that it applies to, and the "list" (`withdrawn.record`; None if it was taken away).
+    Each has the "first_step" from which it applies, and the "list" (`withdrawn.record`; None if it was taken away).
     """
     used, now = (read_earlier(config) or {}).get("leave_out", []), withdrawn.record(config.leave_out)
     if now == (used[-1]["list"] if used else None):
@@ -174,7 +174,9 @@ def lists_used(config: TrainingConfig) -> list[dict[str, Any]]:
 
 
 def reconcile_checkpoints(run_uri: str) -> list[str]:
-    """Delete the checkpoints and the list that the next attempt cannot use; returns sentences about the damaged ones.
+    """Delete the checkpoints, and Ray Train's list of them, that the next attempt cannot use.
+
+    Returns sentences about the damaged checkpoints.
 
     Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
     list it starts a new one. So a list that disagrees with the storage is deleted. Damaged folders, and folders that

@@ -1,6 +1,6 @@
 """Checks, before a new run starts, what `continue_from` (a run's whole state) and `init_from` (weights) name. No Ray.
 
-`weights` says what `init_from` takes.
+The module `weights` says what `init_from` takes.
 
 `continue_from` takes a run: "name", "name@step", or the run's folder, also with a step. The new run begins at that step
 with the other run's weights, optimizer and EMA. `max_steps`, the warm-up and the schedule count from the other run's
@@ -71,9 +71,9 @@ def pin_run(config: TrainingConfig, earlier: str | None) -> str:
 
 
 def units_to_keep(config: TrainingConfig, global_batch_size: int | None) -> int | None:
-    """`units_per_step` of the run that `continue_from` names, if its batch has the same size: its place is then kept.
+    """`units_per_step` of the run that `continue_from` names; None if its global batch has another size.
 
-    So another number of workers continues at the same place.
+    With this value, the new run continues at the same place in the data on any number of workers.
     """
     uri = checkpoint.find_checkpoint(config, "continue_from")
     earlier = read_run(uri, f"continue_from={config.continue_from!r}")["parameters"]

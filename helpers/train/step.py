@@ -38,7 +38,7 @@ class Unit:
         positions_U: the rows' positions in the global batch.
         ids: one for each row.
         latents_spec: the column that the moments are from.
-        mask_UL: True for tokens; None: text is padded with tokens.
+        mask_UL: True for tokens; None: the text contains padding tokens, which the denoiser reads.
     """
 
     moments: torch.Tensor
@@ -207,7 +207,9 @@ class TrainStep:
         return losses * keep
 
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:
-        """Train on this worker's units of global batch number `step`, from 0: at least one unit, perhaps a masked one.
+        """Train on this worker's units of global batch number `step`, counted from 0.
+
+        `units` has at least one unit, which may be masked.
 
         Returns {"loss", "grad_norm", "learning_rate", "skipped_steps", "num_kept"}. The loss is the mean over the
         `num_kept` unmasked rows of the whole global batch, before this update. If the loss or the gradient is not
