@@ -6,20 +6,25 @@ Both run the tiny U-Net in one worker with all cores, one unit a step. Through R
 by Ray Data, dealt out by the epoch plan and counted in metrics.jsonl; and a second time, data apart, Ray Train's
 worker takes the bare loop's batch at every step. All rates are by the clock over the steps after the first twenty.
 The three take turns; the ratios of their medians are printed. The goal is 0.97. Wants an otherwise idle machine.
+
+What Ray's processes take meanwhile is printed and stored: the share of a core, by process.
 """
 
+import collections
+import contextlib
 import sys
 import tempfile
 import time
 
+import psutil
 from ray import cloudpickle
 
-from helpers import distributed
+from helpers import distributed, storage
 from helpers.config.notebook import PreprocessingConfig, TrainingConfig
 from helpers.latents import read
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
-from helpers.runtime import session
+from helpers.runtime import progress, session
 from helpers.train import dataset, metrics, profiling, setup, sources
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
@@ -63,11 +68,39 @@ class SameBatch(sources.StepSource):
             yield [batch], 0.0
 
 
-def through_ray(config, make_source=None):
-    """Images a second under Ray Train."""
-    fit(config, source=make_source and make_source(config))
+class Shares:
+    """Share of a core that each process of Ray's takes between the first steps and the last, by its title."""
+
+    def __init__(self, config):
+        self.config, self.seen = config, []  # [(seconds, {process: (command, CPU seconds)})]
+
+    def look(self):
+        log = storage.join(self.config.run_uri, "metrics.jsonl")
+        steps = storage.read_bytes(log).count(b"\n") if storage.exists(log) else 0
+        if WARM_UP <= steps < self.config.max_steps:
+            used = {}
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used[process] = process.cmdline()[:2], sum(process.cpu_times()[:2])
+            self.seen.append((time.monotonic(), used))
+
+    def of_a_core(self):
+        (begin, before), (end, after) = self.seen[0], self.seen[-1]
+        shares = collections.Counter()
+        for process, (command, seconds) in after.items():
+            title = command[-1].split("/")[-1].split(" ")[0] if command else "ended"
+            shares[title] += (seconds - before.get(process, (None, 0))[1]) / (end - begin)
+        return {title: round(share, 3) for title, share in shares.most_common() if share > 0.001}
+
+
+def through_ray(config, shares_of, make_source=None):
+    """Images a second under Ray Train; adds to {run: shares of a core}."""
+    shares = Shares(config)
+    with progress.poll_in_background(shares.look, every=2):
+        fit(config, source=make_source and make_source(config))
     rate, waits = profiling.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
-    print(f"waiting for data {waits:.1%} of the time")
+    shares_of[config.run_name] = shares.of_a_core()
+    print(f"waiting for data {waits:.1%} of the time; shares of a core: {shares_of[config.run_name]}", flush=True)
     return rate
 
 
@@ -87,17 +120,18 @@ def main():
         def without_ray(_):
             return bare(config("bare"), setup.open_run(config("bare")).first)
 
+        shares = {}
         measures = {
             "bare": without_ray,
-            "through Ray": lambda number: through_ray(config(f"round-{number}")),
-            "data apart": lambda number: through_ray(config(f"apart-{number}"), SameBatch),
+            "through Ray": lambda number: through_ray(config(f"round-{number}"), shares),
+            "data apart": lambda number: through_ray(config(f"apart-{number}"), shares, SameBatch),
         }
         rates = record.in_turns(given.rounds, measures)
     names = {"through Ray": "training through Ray against a bare loop", "data apart": "the same, one batch in memory"}
     summary, ratios = {}, {}
     for name, what in names.items():
         ratios[name], summary[what] = record.compare(rates, name, "bare")
-    record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios)
+    record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios, shares_of_a_core=shares)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import hashlib
+import functools
 import os
 import sys
 import threading
@@ -103,13 +104,19 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
 
     In this order: what was encoded when the stream is killed does not last until the step at which the worker dies.
     """
-    flags = [str(tmp_path / name) for name in ("stream", "encoder", "worker")]
+    flags = [str(tmp_path / name) for name in ("stream", "encoder", "worker", "held")]
     config = run_of(raw, "disturbed", max_failures=5)
+    to_be_killed = []  # not empty in the worker that waits for it
+
+    def hold():
+        if to_be_killed:
+            wait_for_ever()
+
     with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=0, at_step=13):
         fit_online(
             raw,
             config,
-            loop=loop_with((wait_for_ever, 13, 0, flags[2])),
+            loop=loop_with((functools.partial(to_be_killed.append, True), 12, 0, flags[2]), (hold, 13, 0, flags[3])),
             latent_encoder=mortal((kill_stream, flags[0]), (die, flags[1])),
         )
     assert all(map(os.path.exists, flags)) and attempts_of(config)[-1] == 9
