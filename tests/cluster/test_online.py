@@ -2,8 +2,8 @@
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import functools
+import hashlib
 import os
 import sys
 import threading
