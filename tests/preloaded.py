@@ -8,6 +8,7 @@ Ray itself, which reads its settings when it is imported, is imported by each fo
 Tests of notebooks, of access and of secrets start their workers as users do.
 """
 
+import contextlib
 import importlib
 import io
 import json
@@ -79,12 +80,16 @@ def ask_for_a_fork():
 
 
 def receive(connection):
+    """`(what is asked for, its open files)`; None if who asks was killed meanwhile."""
     head, files, _, _ = socket.recv_fds(connection, 8, 3)
-    (size,) = struct.unpack("!Q", head)
-    request = b""
-    while len(request) < size:
-        request += connection.recv(size - len(request))
-    return json.loads(request), files
+    size, request = struct.unpack("!Q", head or bytes(8))[0], b""
+    while len(request) < size and (part := connection.recv(1 << 16)):
+        request += part
+    if size and len(request) == size:
+        return json.loads(request), files
+    for file in files:
+        os.close(file)
+    return None
 
 
 def serve():
@@ -101,28 +106,25 @@ def serve():
     asking = {}  # {process of a fork: connection to who asked for it}
     while True:
         for key, _ in selector.select():
+            if key not in selector.get_map().values():  # another one of these has just ended it
+                continue
             if key.fileobj is sys.stdin:
                 os._exit(0)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, files = receive(connection)
+                received = receive(connection)
+                if received is None:
+                    continue
                 process = os.fork()
                 if not process:
-                    for standard, file in enumerate(files):
-                        os.dup2(file, standard)
-                    for other in [connection, *(key.fileobj for key in selector.get_map().values())]:
-                        if other is not sys.stdin:
-                            other.close()
-                    selector.close()
-                for file in files:
+                    become_alone(selector, connection, received[1])
+                    return received[0]
+                for file in received[1]:
                     os.close(file)
-                if not process:
-                    return request
                 asking[process] = connection
                 selector.register(connection, selectors.EVENT_READ, process)
-                ended = io.FileIO(os.pidfd_open(process))
-                selector.register(ended, selectors.EVENT_READ, process)
-            elif key.fileobj is asking.get(key.data):  # it was killed
+                selector.register(io.FileIO(os.pidfd_open(process)), selectors.EVENT_READ, process)
+            elif key.fileobj is asking.get(key.data):  # who asked was killed
                 selector.unregister(key.fileobj)
                 asking.pop(key.data).close()
                 os.kill(key.data, signal.SIGKILL)
@@ -132,8 +134,20 @@ def serve():
                 _, status = os.waitpid(key.data, 0)
                 if connection := asking.pop(key.data, None):
                     selector.unregister(connection)
-                    connection.send(struct.pack("!i", status))
+                    with contextlib.suppress(BrokenPipeError):  # who asked was killed
+                        connection.send(struct.pack("!i", status))
                     connection.close()
+
+
+def become_alone(selector, connection, files):
+    """In a fork: take the files for the standard ones, and close all others."""
+    for standard, file in enumerate(files):
+        os.dup2(file, standard)
+        os.close(file)
+    for other in [connection, *(key.fileobj for key in selector.get_map().values())]:
+        if other is not sys.stdin:
+            other.close()
+    selector.close()
 
 
 def become_worker(arguments, environment, folder, nice):

@@ -12,6 +12,7 @@ What Ray's processes take meanwhile is printed and stored: the share of a core, 
 
 import collections
 import contextlib
+import statistics
 import sys
 import tempfile
 import time
@@ -81,15 +82,15 @@ class Shares:
             used = {}
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    used[process] = process.cmdline()[:2], sum(process.cpu_times()[:2])
+                    used[process] = process.cmdline()[:3] or ["ended"], sum(process.cpu_times()[:2])
             self.seen.append((time.monotonic(), used))
 
     def of_a_core(self):
         (begin, before), (end, after) = self.seen[0], self.seen[-1]
         shares = collections.Counter()
         for process, (command, seconds) in after.items():
-            title = command[-1].split("/")[-1].split(" ")[0] if command else "ended"
-            shares[title] += (seconds - before.get(process, (None, 0))[1]) / (end - begin)
+            program = next((word for word in command if word.endswith((".py", "raylet", "server"))), command[0])
+            shares[program.split("/")[-1]] += (seconds - before.get(process, (None, 0))[1]) / (end - begin)
         return {title: round(share, 3) for title, share in shares.most_common() if share > 0.001}
 
 
@@ -102,6 +103,17 @@ def through_ray(config, shares_of, make_source=None):
     shares_of[config.run_name] = shares.of_a_core()
     print(f"waiting for data {waits:.1%} of the time; shares of a core: {shares_of[config.run_name]}", flush=True)
     return rate
+
+
+def of_processes(shares_of):
+    """The medians over the runs that read, largest first; the smallest ones together."""
+    runs = [shares for name, shares in shares_of.items() if name.startswith("round")]
+    names = dict.fromkeys(name for shares in runs for name in shares)
+    medians = {name: statistics.median(shares.get(name, 0) for shares in runs) for name in names}
+    largest = sorted(medians, key=medians.get, reverse=True)[:4]
+    others = sum(medians.values()) - sum(medians[name] for name in largest)
+    parts = [f"{name.removeprefix('ray::')} {medians[name]:.2f}" for name in largest]
+    return f"{', '.join(parts)}, {len(medians) - len(largest)} others {others:.2f}"
 
 
 def main():
@@ -131,6 +143,7 @@ def main():
     summary, ratios = {}, {}
     for name, what in names.items():
         ratios[name], summary[what] = record.compare(rates, name, "bare")
+    summary["share of a core that processes take meanwhile"] = of_processes(shares)
     record.write("train_through_ray", summary, images_per_second=rates, ratios=ratios, shares_of_a_core=shares)
 
 
