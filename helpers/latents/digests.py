@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from . import schema
+
 KEY = "digests"  # in a file's key-value metadata
 UNKNOWN = -1  # the digest of a file of an earlier version, which is not checked
 MEND = "restore the file from a copy, or encode the data again into another latents_uri"
@@ -25,7 +27,7 @@ def sum_columns(rows: pa.Table) -> dict[str, int]:
 
 def sum_values(column: pa.ChunkedArray) -> int:
     """CRC-32 of the values that are not null, in their order, whatever the array's chunks and offset."""
-    values = column.drop_null().combine_chunks() if column.null_count else column.combine_chunks()
+    values = schema.one_array(column.drop_null() if column.null_count else column)
     buffers, start, stop = values.buffers(), values.offset, values.offset + len(values)
     if not len(values):
         return 0

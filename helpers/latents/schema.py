@@ -197,14 +197,21 @@ def to_binary(array_BX: np.ndarray, valid_B: np.ndarray | None = None, dtype: ty
     return pa.FixedSizeBinaryArray.from_buffers(row_type, len(array_BX), [validity, pa.py_buffer(array_BX.reshape(-1))])
 
 
+def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """The column as one array; several chunks are copied. (`combine_chunks` also copies a single one.)"""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 def from_binary(
     column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...], dtype: type = DTYPE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`(array (B, *shape), valid (B,) bool)` of a `fixed_size_binary` column, without a copy.
+    """`(array (B, *shape), valid (B,) bool)` of a `fixed_size_binary` column; only several chunks are copied.
 
     The values of null rows are arbitrary.
     """
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    column = one_array(column)
     width, itemsize = column.type.byte_width, np.dtype(dtype).itemsize
     values = np.frombuffer(column.buffers()[1], dtype, len(column) * width // itemsize, column.offset * width)
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
@@ -213,9 +220,10 @@ def from_binary(
 def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """`(values (V, *shape) uint8, valid (B,) bool)` of a `large_binary` column of B rows, of which V are not null.
 
-    Nothing is copied. Null rows take no space in such a column. If pictures have several shapes, many rows are null.
+    Only several chunks are copied. Null rows take no space in such a column. If pictures have several shapes, many rows
+    are null.
     """
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    column = one_array(column)
     valid_B = pc.is_valid(column).to_numpy(zero_copy_only=False)
     starts = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else [0, 0]
     start, size = int(starts[0]), int(starts[-1] - starts[0])
