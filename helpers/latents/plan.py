@@ -23,10 +23,9 @@ resolutions that the bucket reaches. An epoch uses each row at one resolution on
 
 Each shape has its own sequence of row groups. A step's shape depends only on the step's number. Each resolution gets
 its share of the steps. Each shape gets steps of its resolution in proportion to its rows. The steps of a shape are
-spread evenly over the epoch. An epoch ends when a resolution runs out. It then leaves out
-at most about a batch of rows of each shape of this resolution. Another resolution may have more rows than its share of
-the steps needs; the epoch leaves out the surplus too. A chunk holds consecutive units, whose steps may have different
-shapes.
+spread evenly over the epoch. An epoch ends when a resolution runs out. It then leaves out at most about a batch of
+rows of each shape of this resolution. Another resolution may have more rows than its share of the steps needs; the
+epoch leaves out the surplus too. A chunk holds consecutive units, whose steps may have different shapes.
 
 If rows have several captions, each epoch samples one for a whole row group, so a task reads one embedding a row.
 """

@@ -54,7 +54,7 @@ def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
     for column in (CAPTION, CAPTION_IDS, EMBEDDINGS):
         names = [numbered(column, number) for number in numbers(column, rows.column_names)]
         if len(names) > 1:
-            chosen = pc.choose(pa.array(numbers_B - 1), *(rows[name].combine_chunks() for name in names))
+            chosen = pc.choose(pa.array(numbers_B - 1), *(one_array(rows[name]) for name in names))
             rows = rows.drop_columns(names[1:]).set_column(rows.column_names.index(column), column, chosen)
     return rows
 

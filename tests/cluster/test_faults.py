@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -140,8 +141,9 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
     config = run_of(run, "unreadable", **ONE_WORKER, hang_timeout=2, max_failures=1)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(config, stream=stream_that_dies)
-    ended = [failure for failure in faults.read_failures(config.run_uri) if "made no step in 2" in failure]
-    assert len(ended) >= 2 and attempts_of(config) == []
+    failures = faults.read_failures(config.run_uri)
+    assert sum(bool(re.search(r"made no step in 2\d s", failure)) for failure in failures) >= 2
+    assert attempts_of(config) == []
 
 
 @slow
