@@ -51,7 +51,7 @@ def must_be(text: str, **limits: Any) -> Any:
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
-Positive = Annotated[float, must_be("more than 0", gt=0)]
+Positive = Annotated[float, must_be("a number of more than 0", gt=0)]
 Shares = Annotated[dict[T, Positive], Field(min_length=1)]
 Text = Annotated[str, must_be("a text"), BeforeValidator(read_path)]
 OptionalText = Annotated[Annotated[Text, Field(min_length=1)] | None, must_be("a text, or None")]

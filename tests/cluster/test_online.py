@@ -347,5 +347,5 @@ def test_a_large_row_group_is_read_once_an_epoch_while_it_is_kept(cluster, tmp_p
     ((asked, read_group),) = kept
     assert asked == most and plan.chunks_per_epoch > 20
     reads = ray.get(read_group.args[0].reads.remote())
-    # Where fewer are kept, a task that a busy machine delays reads its row group again; without a cache every chunk would.
+    # With fewer, a task that a busy machine delays reads its row group again; without a cache, every chunk would.
     assert reads == 4 if most == 4 else 4 <= reads < plan.chunks_per_epoch
