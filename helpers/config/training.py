@@ -58,9 +58,7 @@ Run = Annotated[
     must_be("a run's name or folder, perhaps with @step, or None"),
 ]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
-Gamma = Annotated[
-    Positive | Literal["auto"] | None, must_be("a number of more than 0, None for no weighting, or 'auto'")
-]
+Gamma = Annotated[Positive | Literal["auto"] | None, must_be("a number of more than 0, None for no weights, or 'auto'")]
 Tracker = Literal["tensorboard", "wandb"]
 Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]

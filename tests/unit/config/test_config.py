@@ -34,7 +34,7 @@ ONE = {
     "aspect_ratios": ([[], [0], [1, -2], 1.5, "1", [float("nan")]], "a list of numbers of more than 0"),
     "random_crop": ([0, -0.5, 1.5, "0.8", True, float("nan")], "a share of the shorter side: more than 0, at most 1"),
     "learning_rate": ([0, "fast", float("nan")], "a number of more than 0"),
-    "min_snr_gamma": ([0, "5"], "a number of more than 0, None for no weighting, or 'auto'"),
+    "min_snr_gamma": ([0, "5"], "a number of more than 0, None for no weights, or 'auto'"),
     "hang_timeout": ([0, "soon"], "a number of more than 0"),
     "guidance_scale": ([0.5], "a number of at least 1 (no guidance)"),
     "sampling_steps": ([0, 1001], "a whole number from 1 to 1000"),
