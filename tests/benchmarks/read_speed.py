@@ -11,11 +11,12 @@ says how to set it up). Rates count from the first batch on, whose time, from a 
 The readers take turns. All read from the page cache, where the files are after they were written.
 
 Goals: warm at least 3 times the peer and 0.5 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s. On two
-cores of an AMD, warm reached 2.2 and 2.8 times the peer, and 0.29 of pyarrow's loop. A row is copied four times: into
-its place in the plan's order, into Ray's object store, into the worker's memory, and by pyarrow when it is read. With
-the CRC-32 of its values, reading tasks take about a core, the worker a quarter, Ray's coordinator an eighth; half a
-core stays idle, most of it at the beginning of a pass. Arrow's jemalloc and glibc's allocator were slower than its
-mimalloc (3,000 and 2,700 in place of 4,700 samples a second), whose large pages changed nothing.
+cores of an AMD, warm reached 2.2 and 2.8 times the peer, and 0.29 of pyarrow's loop (0.26 to 0.56 in single rounds). A
+row is copied four times: by pyarrow when it is read, into its place in the plan's order, into Ray's object store, and
+into the worker's memory. With the CRC-32 of its values, reading tasks take about a core, the worker a quarter, Ray's
+coordinator an eighth; half a core stays idle, most of it at the beginning of a pass. Arrow's jemalloc and glibc's
+allocator were slower than its mimalloc (3,000 and 2,700 in place of 4,700 samples a second), whose large pages changed
+nothing.
 """
 
 import json
