@@ -118,7 +118,7 @@ def test_threads_of_a_process_read_a_list_once(make_list, monkeypatch):
     monkeypatch.setattr(storage, "read_bytes", read_while_another_may)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda row_id: withdrawn.is_listed(location, [row_id]).item(), [5] * 8))
-    assert found == [True] * 8 and len(reads) == 1
+    assert found == [True] * 8 and reads.count(withdrawn.split(location)[0]) == 1  # a lease's thread reads too
 
 
 # ---- encoding
