@@ -112,7 +112,7 @@ def test_threads_of_a_process_read_a_list_once(make_list, monkeypatch):
 
     def read_while_another_may(uri):
         reads.append(uri)
-        second.set() if len(reads) > 1 else second.wait(0.2)
+        second.set() if reads.count(uri) > 1 else second.wait(0.2)
         return read(uri)
 
     monkeypatch.setattr(storage, "read_bytes", read_while_another_may)
