@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from xdist.scheduler import LoadFileScheduling
 
+from helpers import cluster as session
 from helpers.latents import schema
 from helpers.latents.manifest import Manifest, encode_embedding
 from helpers.model import sharding
-from helpers.runtime import session
 from tests import preloaded
 from tests.latents import SHAPES, build_segment
 from tests.object_store.s3_server import S3Server

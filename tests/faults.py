@@ -20,10 +20,11 @@ import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
+from helpers import cluster as session
 from helpers import storage
 from helpers.encode import encoder
-from helpers.runtime import session
-from helpers.train import checkpoint, results, resume, setup
+from helpers.production.extras import results
+from helpers.train import checkpoint, resume, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.step import TrainStep

@@ -7,7 +7,8 @@ import sys
 import time
 from unittest import mock
 
-from helpers.raw import images, isolation
+from helpers.production.decode import isolated
+from helpers.raw import images
 
 KILLS, HANGS, RAISES = b"kills its process", b"never ends", b"raises"
 SECONDS = 3.0
@@ -43,7 +44,7 @@ def with_killing_pictures(transform):
         sys.path.insert(0, ROOT)  # by which the worker, and its child, find this module
         from tests import killing_pictures
 
-        seconds = mock.patch.object(isolation, "SECONDS", killing_pictures.SECONDS)
+        seconds = mock.patch.object(isolated, "SECONDS", killing_pictures.SECONDS)
         with seconds, mock.patch.object(images, "make_pixels", killing_pictures.make_pixels):
             return transform(rows, **options)
 

@@ -12,17 +12,18 @@ import types
 
 import numpy as np
 
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.config.parameters import COMMIT
-from helpers.encode import encoder, online, prepare, prepare_online, stages
-from helpers.latents import withdrawn
+from helpers.config import COMMIT, PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare, stages
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, split_units
 from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
-from helpers.runtime import lease
-from helpers.runtime.progress import interruptible
-from helpers.sample.from_checkpoint import pipeline_of_run
+from helpers.notebook import interruptible
+from helpers.online import encode as online
+from helpers.online import prepare as prepare_online
+from helpers.production import lease
+from helpers.production.data import exclusions
+from helpers.sample import pipeline_of_run
 from helpers.train import kept, metrics, setup, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
@@ -175,7 +176,7 @@ def short_run(storage_uri, name, **changes):
 
 def read_alone(plan, num_steps, raw=None, seed=0, leave_out=""):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
-    is_listed = functools.partial(withdrawn.is_listed, leave_out)
+    is_listed = functools.partial(exclusions.is_listed, leave_out)
     read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan, is_listed)
     tables = read_steps(plan, read, 0, num_steps)
     if raw is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from helpers.distributed import local
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.evaluate import validation_loss
 from helpers.latents import schema
 from helpers.model.denoisers import build_denoiser
 from helpers.train import checkpoint_io

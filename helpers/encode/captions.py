@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import transformers
 
-from ..config.preprocessing import PreprocessingConfig
+from ..config import PreprocessingConfig
 from .models import check_class, model_folder
 
 # By the names in `tokenizer_config.json`. `AutoTokenizer` would load PyTorch into each process that transforms rows.

@@ -23,14 +23,13 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from .. import storage
-from ..config.parameters import first_difference
-from ..config.preprocessing import PreprocessingConfig
-from ..latents import withdrawn
+from .. import cluster, storage
+from ..config import PreprocessingConfig, first_difference
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
+from ..notebook import naming_stop
+from ..production import lease
+from ..production.data import exclusions
 from ..raw import inputs
-from ..runtime import lease, retries
-from ..runtime.progress import naming_stop
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 TIMELINE = 60  # points per segment
@@ -251,7 +250,7 @@ class Job:
             for segment in pending:
                 failed = f"The same command resumes the job, whose segment {segment.index} failed"
                 stopped = functools.partial(STOPPED.format, done, total)
-                with retries.in_a_sentence(failed, OSError), naming_stop(stopped):
+                with cluster.in_a_sentence(failed, OSError), naming_stop(stopped):
                     self.run_segment(
                         pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
                     )
@@ -274,11 +273,11 @@ class Job:
                 with contextlib.suppress(OSError):  # it cannot be reached
                     while self.delete_uncommitted():
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
-                if 0 <= self.max_failures < failures or not retries.was_lost(error):
+                if 0 <= self.max_failures < failures or not cluster.was_lost(error):
                     raise
                 limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
                 which = f"failure {failures}{limit}"
-                print(f"Segment {segment.index} is restarted ({which}): {retries.summarize_error(str(error))}")
+                print(f"Segment {segment.index} is restarted ({which}): {cluster.summarize_error(str(error))}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
         """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports."""
@@ -326,7 +325,7 @@ class Job:
             job=self.parameters,
         )
         write_manifest(self.latents_uri, manifest, entries)
-        withdrawn.say_if_unused(self.parameters.get("leave_out"), manifest.rejected)
+        exclusions.say_if_unused(self.parameters.get("leave_out"), manifest.rejected)
         return manifest
 
 

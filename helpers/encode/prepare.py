@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 
-from ..config.preprocessing import PreprocessingConfig
+from ..config import PreprocessingConfig
 from ..distributed import COMPILED_SHAPES
-from ..latents import schema, withdrawn
+from ..latents import schema
 from ..latents.manifest import encode_embedding
 from ..model import denoisers
-from ..raw import checks, inputs, layout
+from ..production.checks import inputs as checks
+from ..production.data import exclusions
+from ..production.readers import detect
+from ..raw import inputs
 from . import captions, encoder, job, models
 
 MOMENTS = {"moments": 2, "mean": 1}
@@ -39,9 +42,9 @@ FOUND = {"input_format", "image_column", "caption_column", "id_column", "maximum
 Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
-def find_input(config: PreprocessingConfig) -> layout.Found:
-    """What the job at `config.latents_uri` will read. Looks only at file names and first rows (`layout.look`)."""
-    return layout.look(config, job.begun_with(config.latents_uri))
+def find_input(config: PreprocessingConfig) -> detect.Found:
+    """What the job at `config.latents_uri` will read. Looks only at file names and first rows (`detect.look`)."""
+    return detect.look(config, job.begun_with(config.latents_uri))
 
 
 def check_early(config: PreprocessingConfig) -> None:
@@ -78,7 +81,7 @@ def prepare_job(config: PreprocessingConfig, rows_per_segment: int | None = None
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     return job.Job(
         config.latents_uri,
-        checked.parameters | leave_out({"leave_out": withdrawn.record(checked.config.leave_out)}),
+        checked.parameters | leave_out({"leave_out": exclusions.record(checked.config.leave_out)}),
         checked.description,
         plan=functools.partial(job.plan_segments, checked.paths, checked.config, rows_per_segment),
         id_type=checked.id_type,
@@ -112,19 +115,19 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
     `begun`: the parameters that the job or online run at `latents_uri` began with; None for a new one. That job or run
-    keeps its columns (`layout.look`) and the commits of its models. If a job is resumed, its files are not checked
+    keeps its columns (`detect.look`) and the commits of its models. If a job is resumed, its files are not checked
     again.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
     pinned = pin_models(config, begun and begun.get("encoder"))
-    pinned = dataclasses.replace(pinned, leave_out=withdrawn.pin(config.leave_out))
+    pinned = dataclasses.replace(pinned, leave_out=exclusions.pin(config.leave_out))
     if config.compile_encoder and (count := sum(map(len, config.shapes.values()))) > COMPILED_SHAPES:
         print(
             f"compile_encoder=True compiles for {COMPILED_SHAPES} shapes, and resolutions and aspect_ratios come to "
             f"{count}: later shapes run as without it."
         )
-    found = layout.look(fit_denoiser(pinned), begun)
+    found = detect.look(fit_denoiser(pinned), begun)
     config, paths, listing = found.config, found.paths, found.listing
     of_first = inputs.id_type_of(checks.first_readable(paths, config)[1], config=config)
     is_resumed = begun is not None and "online" not in begun
@@ -137,7 +140,7 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
         "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,
-        "input_crc32": layout.checksum(listing),
+        "input_crc32": detect.checksum(listing),
         "input_files": begun.get("input_files") if is_resumed else found.counts,  # earlier versions recorded none
     }
     if id_type != of_first:  # a job that goes on reads no other file's type

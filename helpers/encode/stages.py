@@ -23,9 +23,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .. import storage
-from ..config.preprocessing import PreprocessingConfig
-from ..latents import digests, schema, withdrawn
-from ..raw import images, inputs, isolation
+from ..config import PreprocessingConfig
+from ..latents import digests, schema
+from ..production.data import exclusions
+from ..production.decode import isolated
+from ..raw import images, inputs
 from .captions import caption_ids
 
 LOST = "lost_pictures"  # folder under `storage`
@@ -93,7 +95,7 @@ def transform_pictures(
     """
     raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     uri = storage.join(config.storage, LOST)
-    left_out = withdrawn.reject_reasons(config.leave_out, rows[inputs.ID], (row[inputs.IMAGE] for row in raw))
+    left_out = exclusions.reject_reasons(config.leave_out, rows[inputs.ID], (row[inputs.IMAGE] for row in raw))
     reasons = [reason or row_reason(row, lost_pictures(uri)) for row, reason in zip(raw, left_out, strict=True)]
     done = [images.Made({}, reason) for reason in reasons]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
@@ -101,9 +103,9 @@ def transform_pictures(
     good = [number for number, made in enumerate(done) if not made.reason]
     sizing = images.Sizing.of(config, has_sizes=bool(inputs.size_columns(config)))
     work = functools.partial(images.make_pixels, sizing=sizing)
-    results = isolation.run_apart(work, [calls[number] for number in good], isolation.SECONDS)
+    results = isolated.run_apart(work, [calls[number] for number in good], isolated.SECONDS)
     for number, result in zip(good, results, strict=True):
-        if isinstance(result, isolation.Lost):
+        if isinstance(result, isolated.Lost):
             note_lost(uri, raw[number], str(result))
             result = images.Made({}, str(result))
         done[number] = result

@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from .. import storage
-from ..config.training import TrainingConfig
-from . import schema, withdrawn
+from ..config import TrainingConfig
+from ..production.data import exclusions
+from . import schema
 from .manifest import Files, Manifest, RowRange, read_files, read_manifest
 from .parquet import read_parquet, write_table
 from .read import read_repeatedly, read_row_ranges, take_ahead
@@ -58,14 +59,14 @@ def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
             parts = list(pool.map(read, ([one] for one in ranges)))
         if parts:
             tables.append(pa.concat_tables(parts)[:wanted])
-    return withdrawn.drop_listed(config.leave_out, pa.concat_tables(tables)) if tables else None
+    return exclusions.drop_listed(config.leave_out, pa.concat_tables(tables)) if tables else None
 
 
 def drop_cached(config: TrainingConfig) -> None:
     """Delete the rows that `config.leave_out` lists from what `of_run` has cached."""
     uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
     if config.leave_out and storage.exists(uri):
-        write_table(uri, withdrawn.drop_listed(config.leave_out, read_parquet(uri)))
+        write_table(uri, exclusions.drop_listed(config.leave_out, read_parquet(uri)))
 
 
 def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:

@@ -29,8 +29,7 @@ import ray.data
 from ray.actor import ActorHandle
 
 from .. import storage
-from ..runtime import throttle
-from . import digests, schema
+from . import digests, schema, throttle
 from .manifest import Files, RowRange, read_files, read_manifest
 from .parquet import open_parquet
 from .plan import EpochOrder, Plan, Source

@@ -14,12 +14,13 @@ import ray.train.torch
 import torch
 
 from .. import distributed, storage
-from ..config.notebook import TrainingConfig
+from ..config import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
-from ..train import meter, profiling
+from ..production.extras import meter
+from ..train import profiling
 from ..train.step import TrainStep, Unit, to_tensor
 from . import step_costs
 

@@ -20,14 +20,15 @@ import pyarrow as pa
 import ray.train.torch
 import torch
 
-from .. import distributed
-from ..config.notebook import OnlineConfig, TrainingConfig
-from ..encode import encoder, online, prepare
+from .. import distributed, notebook
+from ..config import TrainingConfig
+from ..encode import encoder, prepare
 from ..latents import schema
 from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import Plan, load_plan
 from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
-from ..runtime import progress
+from ..online import encode as online
+from ..online.config import OnlineConfig
 from ..train import dataset, sources
 from ..train.step import TrainStep, Unit
 
@@ -192,7 +193,7 @@ def profile(
     watch = Stopwatch(device)
     encode, train_step = DeviceEncoder(raw, device), TrainStep(short, manifest, device, watch)
     memory = []
-    with progress.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
+    with notebook.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
         for step in range(short.max_steps):
             watch.step = step
             with watch("data"):

@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedConfig, PreTra
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from ..model import denoisers
-from ..train import meter
+from ..production.extras import meter
 from . import published_results
 
 # The frozen networks of Stable Diffusion 2, as their published configs say.

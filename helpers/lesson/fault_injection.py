@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .. import storage
-from ..config.notebook import TrainingConfig
-from ..runtime import progress
+from .. import notebook, storage
+from ..config import TrainingConfig
 from ..train import metrics
 
 
@@ -40,5 +39,5 @@ def inject_worker_failure(config: TrainingConfig, rank: int, at_step: int) -> It
             kill(worker["node_id"], worker["pid"])
             return True
 
-    with progress.poll_in_background(kill_when_reached, every=0.05):
+    with notebook.poll_in_background(kill_when_reached, every=0.05):
         yield

@@ -14,7 +14,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from ..evaluation.drawing import (
+from .drawing import (
     BLUE,
     CYCLE,
     GREEN,

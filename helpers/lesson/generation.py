@@ -23,15 +23,14 @@ import ray
 import torch
 from ray.data import ActorPoolStrategy
 
-from .. import storage
-from ..config.parameters import first_difference
+from .. import cluster, storage
+from ..config import first_difference
 from ..encode import encoder
 from ..encode.models import pin_model
-from ..evaluation import scores
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
-from ..runtime import retries, session
-from ..sample.pipeline import generate, load_pipeline, to_png
+from ..production.extras import scores
+from ..sample import generate, load_pipeline, to_png
 
 PARTS, JOB = "parts", "job.json"
 # Columns of a part.
@@ -182,7 +181,7 @@ def generate_all(
     made, total = 0, sum(len(job.prompts) for job in jobs)
     already = total - sum(len(part["prompts"]) for part in parts)
     for job in jobs:
-        session.check_shared(job.uri, "uri")
+        cluster.check_shared(job.uri, "uri")
         storage.write_json(storage.join(job.uri, JOB), job.values)
     if not parts:
         return 0
@@ -195,7 +194,7 @@ def generate_all(
         accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
-    failed = retries.in_a_sentence("The same command resumes the images, which failed")
+    failed = cluster.in_a_sentence("The same command resumes the images, which failed")
     with failed, contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
         for batch in batches:
             made += int(sum(batch["pictures"]))

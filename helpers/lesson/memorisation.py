@@ -24,7 +24,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from ..latents import schema
 from ..latents.held_out import first, groups_with
 from ..latents.manifest import DataSets, Files, Manifest, read_files

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..config.notebook import PreprocessingConfig, TrainingConfig
+from ..config import PreprocessingConfig, TrainingConfig
 from ..encode.captions import caption_ids
 from ..encode.encoder import Encoder
 from ..train import profiling

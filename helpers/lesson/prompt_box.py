@@ -11,8 +11,8 @@ import ipywidgets as widgets
 import numpy as np
 
 from .. import storage
-from ..config.training import TrainingConfig
-from ..sample.pipeline import generate, load_pipeline
+from ..config import TrainingConfig
+from ..sample import generate, load_pipeline
 from .side_by_side import enlarged_png
 
 MOST_CHARACTERS = 1_000

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 
 from .. import storage
-from ..sample.pipeline import generate, load_pipeline, to_png
+from ..sample import generate, load_pipeline, to_png
 
 QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"

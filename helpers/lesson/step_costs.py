@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from ..model import denoisers
-from ..train.meter import COLLECTIVES, Event, count_forward
+from ..production.extras.meter import COLLECTIVES, Event, count_forward
 
 # Categories of work, by words in the names of GPU kernels and of PyTorch's operations; the first match counts.
 OP_CATEGORIES = {

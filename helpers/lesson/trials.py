@@ -20,13 +20,14 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from ..config.training import TrainingConfig
-from ..evaluation.validation_loss import losses_by_noise
-from ..latents import held_out, withdrawn
+from ..config import TrainingConfig
+from ..evaluate import losses_by_noise
+from ..latents import held_out
 from ..latents.manifest import DataSets, Manifest
 from ..latents.plan import load_plan
 from ..latents.read import latents_reader, read_chunks, worker_units
 from ..model import diffusion
+from ..production.data import exclusions
 from ..train.step import TrainStep, Unit
 
 NUM_ROWS = 256  # held-out rows that errors are measured on
@@ -81,7 +82,7 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     data, steps = DataSets.open(config.proportions), range(config.max_steps)
     plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
-    read = latents_reader(plan, functools.partial(withdrawn.is_listed, config.leave_out))
+    read = latents_reader(plan, functools.partial(exclusions.is_listed, config.leave_out))
     options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": read}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):

@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 import ray
 
 from .. import storage
-from ..config.preprocessing import PreprocessingConfig
+from ..config import PreprocessingConfig
 from ..latents import schema
+from ..production.readers.detect import base_folder, is_bytes, is_text, list_inputs, settled
 from . import filters, readers
 from .images import BadImage
-from .layout import base_folder, is_bytes, is_text, list_inputs, settled
 from .readers import PATH, PLACE, texts
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row

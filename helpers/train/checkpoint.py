@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from .. import storage
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 
 PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ray.data
 
 from .. import storage
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from ..latents.manifest import DataSets
 from ..latents.plan import Plan, load_plan
 from ..latents.read import join_blocks

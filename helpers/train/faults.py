@@ -15,8 +15,7 @@ from collections.abc import Callable
 import ray.train
 from pyarrow import fs
 
-from .. import storage
-from ..runtime import retries
+from .. import cluster, storage
 
 # In a run's folder: why its workers ended it, and the nodes that were excluded since its driver started.
 ENDED, EXCLUDED = "ended.json", "excluded.json"
@@ -108,7 +107,7 @@ class RecordFailures(ray.train.UserCallback):
 
     def after_exception(self, run_context, worker_exceptions):
         errors = [
-            f"worker {rank}: {retries.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
+            f"worker {rank}: {cluster.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
         ]
         write_failure(self.run_uri, "; ".join(errors))
 

@@ -30,15 +30,15 @@ import pyarrow as pa
 import ray
 
 from .. import storage
-from ..config.preprocessing import OnlineConfig
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from ..encode import stages
 from ..encode.job import JOB, SEGMENTS, Job, Segment, segment_entry
-from ..encode.online import CAPTION_NUMBER
 from ..latents import held_out, schema
 from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest
 from ..latents.plan import BucketRows, Plan, Shape, load_plan, plan_run
 from ..latents.read import KEEP, UNIT
+from ..online.config import OnlineConfig
+from ..online.encode import CAPTION_NUMBER
 from . import resume
 from .sources import StepSource
 

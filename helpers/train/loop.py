@@ -16,9 +16,10 @@ import torch
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 from .. import distributed, storage
-from ..config.training import TrainingConfig
-from . import checkpoint_io, devices, faults
-from .meter import Meter
+from ..config import TrainingConfig
+from ..production.extras import sick_devices
+from ..production.extras.meter import Meter
+from . import checkpoint_io, faults
 from .metrics import MetricsLog
 from .resume import restore
 from .sources import StepSource
@@ -45,7 +46,7 @@ def train_loop_per_worker(
     distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
 
     choose_kernels(config)  # before the first matrix product, which fixes cuBLAS's workspace
-    if devices.end_if_sick(config.run_uri, device):
+    if sick_devices.end_if_sick(config.run_uri, device):
         return
     train_step = TrainStep(config, manifest, device)
     step = restore(train_step, source.resume_point)
@@ -55,7 +56,7 @@ def train_loop_per_worker(
     writer = MetricsWriter(log)
     meter = Meter(config, manifest, device)
     checkpoints = CheckpointManager(train_step, config.run_uri, log)
-    preemption = devices.PreemptionNotice(device)
+    preemption = sick_devices.PreemptionNotice(device)
 
     compiled_for = set()  # columns of latents: the denoiser is compiled for each shape
     record_hang = functools.partial(faults.record_hang, config.run_uri, distributed.rank())

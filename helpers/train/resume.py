@@ -9,7 +9,7 @@ import ray.train
 import ray.train.collective
 
 from .. import distributed, storage
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from . import checkpoint, checkpoint_io, weights
 from .step import TrainStep
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import storage
-from ..config.parameters import first_difference
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig, first_difference
 from ..distributed import COMPILED_SHAPES
 from ..encode import models
-from ..latents import digests, held_out, withdrawn
+from ..latents import digests, held_out
 from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest, read_segments
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
-from ..runtime import lease
+from ..production import lease
+from ..production.data import exclusions
 from . import checkpoint, metrics, resume, start, weights
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
@@ -40,7 +40,7 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     `units_per_step=None` becomes the number of the earlier run, or of the run that `continue_from` names, so that a run
     goes on with any number of workers. `continue_from` gets a step if it names none (`start.pin_run`). `init_from` and
     `clip_model` get the commits of hub models (`models.pin_model`). So one CLIP computes all scores of a run.
-    `leave_out` gets the list's SHA-256 (`withdrawn.pin`). Raises ValueError if a fixed parameter differs from the
+    `leave_out` gets the list's SHA-256 (`exclusions.pin`). Raises ValueError if a fixed parameter differs from the
     earlier run's (`check_resume`), before data is looked at.
     """
     named = {name: parameters.get(name) for name in ("storage", "run_name", "continue_from")}
@@ -50,7 +50,7 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     if not (units or begun) and named["continue_from"]:
         units = start.units_to_keep(TrainingConfig(**named), parameters.get("global_batch_size"))
     config = TrainingConfig.from_parameters({**parameters, "units_per_step": units})
-    pinned = {"leave_out": withdrawn.pin(config.leave_out)}
+    pinned = {"leave_out": exclusions.pin(config.leave_out)}
     if config.continue_from:
         pinned["continue_from"] = start.pin_run(config, begun.get("continue_from"))
     if config.init_from and weights.on_hub(config.init_from):
@@ -152,22 +152,22 @@ def check_leave_out(config: TrainingConfig, data: DataSets) -> None:
         - A data set is encoded while the run trains on it.
         - There are more than `LISTED_ROWS` rows. A sentence then says so.
     """
-    manifests, used = data.manifests.values(), withdrawn.record(config.leave_out)
+    manifests, used = data.manifests.values(), exclusions.record(config.leave_out)
     encoded_with_it = any(manifest.job.get("leave_out") == used for manifest in manifests)
     if encoded_with_it or any(manifest.online for manifest in manifests):
         return
     if sum(manifest.written for manifest in manifests) > LISTED_ROWS:
         print(f"leave_out: more than {LISTED_ROWS:,} rows are not searched for its entries before the run.")
     else:
-        withdrawn.check_found(config.leave_out, list(data.manifests))
+        exclusions.check_found(config.leave_out, list(data.manifests))
 
 
 def lists_used(config: TrainingConfig) -> list[dict[str, Any]]:
     """The lists that a run had as `leave_out`, one after the other; [] if it had none.
 
-    Each has the "first_step" from which it applies, and the "list" (`withdrawn.record`; None if it was taken away).
+    Each has the "first_step" from which it applies, and the "list" (`exclusions.record`; None if it was taken away).
     """
-    used, now = (read_earlier(config) or {}).get("leave_out", []), withdrawn.record(config.leave_out)
+    used, now = (read_earlier(config) or {}).get("leave_out", []), exclusions.record(config.leave_out)
     if now == (used[-1]["list"] if used else None):
         return used
     return [*used, {"first_step": resume.last_step(config), "list": now}]

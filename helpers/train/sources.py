@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 import ray.train
 
 from .. import distributed, storage
-from ..config.training import TrainingConfig
-from ..latents import schema, withdrawn
+from ..config import TrainingConfig
+from ..latents import schema
 from ..latents.manifest import DataSets
 from ..latents.parquet import write_table
 from ..latents.plan import plan_run
 from ..latents.read import latents_dataset, worker_units
+from ..production.data import exclusions
 from .dataset import RESUME, Stream, from_resume_point
 from .step import Unit
 
@@ -39,7 +40,7 @@ class StepSource:
     def __init__(
         self, config: TrainingConfig, stream: Stream | None = None, first_step: int = 0, end_step: int | None = None
     ):
-        is_listed = functools.partial(withdrawn.is_listed, config.leave_out)
+        is_listed = functools.partial(exclusions.is_listed, config.leave_out)
         self.stream = stream or functools.partial(latents_dataset, is_listed=is_listed)
         self.config, self.first_step = config, first_step
         self.end_step = config.max_steps if end_step is None else end_step

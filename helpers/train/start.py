@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from .. import storage
-from ..config.parameters import first_difference
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig, first_difference
 from ..model import denoisers
 from . import checkpoint, weights
 

@@ -17,7 +17,7 @@ from torch.backends import cuda
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from ..distributed import sum_over_ranks, world_size
 from ..latents import schema
 from ..latents.manifest import Manifest

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from .. import storage
-from ..config.training import TrainingConfig
+from ..config import TrainingConfig
 from ..encode import models
 from ..model import denoisers
 from . import checkpoint, checkpoint_io

@@ -22,14 +22,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers import sample
+from helpers.config import PreprocessingConfig
 from helpers.encode.encoder import Encoder
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.model.diffusion import EMA
-from helpers.sample import decoder
-from helpers.sample.from_checkpoint import pipeline_of_run
-from helpers.sample.pipeline import generate
+from helpers.sample import generate, pipeline_of_run
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import FLOW, Training, drawn_rows, encode, lesson_recipe, shape_score
 
@@ -102,7 +101,7 @@ def vae(lab):
     scenes = [captioned_shapes.parse(prompt) for prompt in lab.prompts]
     real = [np.asarray(captioned_shapes.draw_scene(scene, number)) for number, scene in enumerate(scenes)]
     moments, _ = Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(real))
-    reconstructed = list(decoder.reconstruct("tiny-sd", moments))
+    reconstructed = list(sample.reconstruct("tiny-sd", moments))
     return {
         "real": (real, lab.prompts),
         "through the VAE": (reconstructed, lab.prompts),

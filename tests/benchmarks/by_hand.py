@@ -14,7 +14,7 @@ import time
 from diffusers import StableDiffusionPipeline
 
 from helpers.lesson import captioned_shapes
-from helpers.sample.pipeline import generate
+from helpers.sample import generate
 from tests import by_hand
 from tests.benchmarks import record
 

@@ -13,11 +13,11 @@ import time
 
 import pyarrow.parquet as pq
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers import cluster
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
-from helpers.runtime import session
 from tests.benchmarks import record
 from tests.pipelines import encode
 
@@ -48,7 +48,7 @@ def through_ray(config):
 
 def main():
     given = record.options(__doc__, rows=12_000, rounds=3)
-    session.connect()
+    cluster.connect()
     with tempfile.TemporaryDirectory() as folder:
         config = PreprocessingConfig(storage=folder)
         captioned_shapes.write_data_set(config.raw_uri, given.rows)

@@ -15,10 +15,10 @@ import time
 
 from ray import cloudpickle
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers import cluster
+from helpers.config import PreprocessingConfig
 from helpers.lesson import captioned_shapes
 from helpers.raw import readers
-from helpers.runtime import session
 from tests.benchmarks import million_rows, record
 from tests.pipelines import encode
 
@@ -56,7 +56,7 @@ def rate(uri, name, count, rows, kind):
 
 def main():
     given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], parts=3)
-    session.connect(num_cpus=max(given.encoders) + 4)
+    cluster.connect(num_cpus=max(given.encoders) + 4)
     rows = given.parts * readers.PART_ROWS  # of each encoder
     with tempfile.TemporaryDirectory() as uri:
         captioned_shapes.write_data_set(PreprocessingConfig(storage=uri).raw_uri, max(given.encoders) * rows)

@@ -21,9 +21,9 @@ import pyarrow as pa
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
+from helpers import cluster
 from helpers.latents.read import build_dataset
-from helpers.runtime import session
-from helpers.runtime.throttle import ExecutionCallback
+from helpers.latents.throttle import ExecutionCallback
 from tests.benchmarks import record
 from tests.unit.latents.test_plan import plan_of
 
@@ -130,7 +130,7 @@ def run(rows, file, trainers, seconds):
 
 def main():
     given = record.options(__doc__, trainers=32, encoders=16, seconds=60.0)
-    session.connect(num_cpus=8)
+    cluster.connect(num_cpus=8)
     # Not `ray.shutdown`, which ends a process whose threads still hold references; coordinators write until the end.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         lines = run(online_rows(given.encoders), pathlib.Path(folder, "seen"), given.trainers, given.seconds)

@@ -20,7 +20,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
 from helpers.model.sharding import build_model

@@ -17,10 +17,10 @@ import time
 import numpy as np
 import torch
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, models, prepare
 from helpers.lesson import estimates
-from helpers.train.meter import peak_flops, peak_memory
+from helpers.production.extras.meter import peak_flops, peak_memory
 from tests.benchmarks import record, roofline
 
 SETTINGS = {"base": {"channels_last": True}, "contiguous": {"channels_last": False}}

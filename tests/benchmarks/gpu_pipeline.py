@@ -14,10 +14,10 @@ import tempfile
 import numpy as np
 import torch
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers import cluster
+from helpers.config import PreprocessingConfig
 from helpers.latents.read import first_latents
 from helpers.lesson import captioned_shapes, fault_injection
-from helpers.runtime import session
 from helpers.train.metrics import read_metrics
 from tests.benchmarks import record
 from tests.pipelines import encode, fit, short_run
@@ -108,7 +108,7 @@ def main():
         return said
 
     results = record.Rows("gpu_pipeline", summarise)
-    session.connect("local", num_cpus=8)
+    cluster.connect("local", num_cpus=8)
     with tempfile.TemporaryDirectory() as storage:
         results.add({"part": "encode"}, lambda: encode_on_gpu(given, storage, on_gpu))
         for deterministic in (True, False):

@@ -17,7 +17,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.lesson import ablations, published_results
 from tests.benchmarks import record, roofline
 

@@ -24,13 +24,12 @@ import time
 
 import numpy as np
 
-from helpers import storage
-from helpers.config.notebook import PreprocessingConfig
+from helpers import cluster, storage
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare
 from helpers.latents.manifest import read_segments
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
-from helpers.runtime import session
 from tests.benchmarks import record
 from tests.pipelines import build_pipeline
 
@@ -103,7 +102,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         config = PreprocessingConfig(storage=folder, resolutions=[64], input_uri=f"{folder}/drawn")
         draw(config.input_uri, given.rows)
-        session.connect()
+        cluster.connect()
         job, progress = prepare.prepare_job(config, given.rows_per_segment), Progress()
         kind = StandInLatentEncoder if given.stand_in else encoder.LatentEncoder
         manifest = job.run(build_pipeline(job, latent_encoder=kind), progress)

@@ -19,10 +19,10 @@ import time
 from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
-from helpers.config.notebook import TrainingConfig
+from helpers import cluster
+from helpers.config import TrainingConfig
 from helpers.latents.read import latents_dataset
 from helpers.lesson import estimates
-from helpers.runtime import session
 from helpers.train import metrics, profiling
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
@@ -82,7 +82,7 @@ def measure(uri, name, num_steps, stream=None):
 
 def main():
     given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], seconds=40.0)
-    session.connect(num_cpus=8)
+    cluster.connect(num_cpus=8)
     trainer_rate, encoder_rate, rows = BATCH / TRAINER_SECONDS, BATCH / ENCODER_SECONDS, []
     with tempfile.TemporaryDirectory() as uri:
         # So wide that each step's rows travel by themselves, as they do at the full size, and not eight steps together.

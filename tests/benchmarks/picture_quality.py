@@ -27,15 +27,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers import sample
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import schema
 from helpers.latents.manifest import Manifest
 from helpers.lesson import captioned_shapes
 from helpers.raw import inputs
-from helpers.sample import decoder
-from helpers.sample.from_checkpoint import pipeline_of_run
-from helpers.sample.pipeline import generate
+from helpers.sample import generate, pipeline_of_run
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import TRAINING, defaults
@@ -122,7 +121,7 @@ def ceilings(number):
     samples = [captioned_shapes.draw_sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
     moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
-    reconstructed = decoder.reconstruct("tiny-sd", moments)
+    reconstructed = sample.reconstruct("tiny-sd", moments)
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 
 

@@ -19,7 +19,7 @@ import resource
 import tempfile
 import time
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import FILES, MANIFEST, DataSets, Manifest
 from helpers.latents.plan import load_plan, plan_run

@@ -27,8 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from helpers.config.notebook import PreprocessingConfig
-from helpers.raw import images, inputs, layout
+from helpers.config import PreprocessingConfig
+from helpers.production.readers import detect
+from helpers.raw import images, inputs
 from tests.benchmarks import record
 
 SHARD = 500  # pictures of a file or folder
@@ -84,7 +85,7 @@ def write_layouts(root, num_rows, side):
 
 
 def ours(folder):
-    found = layout.look(PreprocessingConfig(storage=f"{folder}-storage", input_uri=str(folder)))
+    found = detect.look(PreprocessingConfig(storage=f"{folder}-storage", input_uri=str(folder)))
     config = found.config
     for path in found.paths:
         for rows in inputs.stream_file(path, inputs.used_columns(config), inputs.reader(config)):
@@ -185,9 +186,9 @@ def write_many(root, num_files):
 
 
 def look_at(folder):
-    """`(files read, seconds, MiB at most)` of `layout.look`."""
+    """`(files read, seconds, MiB at most)` of `detect.look`."""
     started = time.perf_counter()
-    found = layout.look(PreprocessingConfig(storage=f"{folder}-storage", input_uri=str(folder)))
+    found = detect.look(PreprocessingConfig(storage=f"{folder}-storage", input_uri=str(folder)))
     seconds = time.perf_counter() - started
     return found.counts["read"], seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 

@@ -16,8 +16,7 @@ import os
 import subprocess
 import sys
 
-from helpers import storage
-from helpers.runtime import session
+from helpers import cluster, storage
 from tests.benchmarks import made_up, read_speed, record
 from tests.object_store import s3_server
 
@@ -51,7 +50,7 @@ def main():
     found = {name: [] for name in STORES}
     uri = "s3://bucket/read-object-store"
     with server() as url:
-        session.connect()
+        cluster.connect()
         made_up.write_latents(uri, given.rows, made_up.SD2_256, read_speed.FILE)
         try:
             for number in range(given.rounds * len(STORES)):

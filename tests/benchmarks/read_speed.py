@@ -33,13 +33,12 @@ import torch
 from ray import cloudpickle
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers import cluster, storage
+from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets
 from helpers.latents.plan import load_plan
 from helpers.latents.read import execution_options, latents_dataset
-from helpers.runtime import session
 from helpers.train.step import Unit
 from tests.benchmarks import made_up, record
 
@@ -143,7 +142,7 @@ def main():
             readers[f"StreamingDataset, {workers} workers"] = lambda *_, options=options: by_peer(*options)
         for _ in range(given.rounds):
             ray.shutdown()
-            session.connect()
+            cluster.connect()
             os.environ["PRETRAIN_LOCAL_RAY"] = "1"  # as in the process that makes a run's dataset
             passes = by_plan(uri, given.rows, times=2)
             results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))

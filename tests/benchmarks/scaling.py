@@ -19,10 +19,9 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
-from helpers import distributed, storage
-from helpers.config.notebook import TrainingConfig
+from helpers import cluster, distributed, storage
+from helpers.config import TrainingConfig
 from helpers.lesson import ablations, network
-from helpers.runtime import session
 from helpers.train import setup
 from tests.benchmarks import record
 
@@ -72,7 +71,7 @@ def main():
         address="local",
         storage=None,
     )
-    session.connect(given.address, max(given.workers) + 1)
+    cluster.connect(given.address, max(given.workers) + 1)
     found, summary = {strategy: {count: [] for count in given.workers} for strategy in given.strategy}, {}
     with tempfile.TemporaryDirectory() as folder:
         for number, strategy, count in itertools.product(range(given.rounds), given.strategy, given.workers):

@@ -16,13 +16,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from helpers.config.notebook import PreprocessingConfig
-from helpers.evaluation import scores
-from helpers.evaluation.scores import CLIP
-from helpers.evaluation.validation_loss import validation_loss
+from helpers import sample
+from helpers.config import PreprocessingConfig
+from helpers.evaluate import validation_loss
 from helpers.lesson import captioned_shapes
-from helpers.sample import decoder
-from helpers.train import results
+from helpers.production.extras import results, scores
+from helpers.production.extras.scores import CLIP
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, lesson_recipe
 
@@ -31,7 +30,7 @@ SCORES = ["validation_loss", "clip_score", "cmmd"]
 
 def score_checkpoints(run, at, prompts, clip):
     """A dict of scores for each of `at` steps."""
-    real = clip.images(list(decoder.reconstruct("tiny-sd", moments_of(run.held_out, run.manifest))))
+    real = clip.images(list(sample.reconstruct("tiny-sd", moments_of(run.held_out, run.manifest))))
     texts, found = clip.texts(prompts), []
     for step in at:
         run.advance(step)

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare, stages
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.evaluate import validation_loss
 from helpers.latents import schema
 from helpers.lesson import captioned_shapes
 from tests.benchmarks import record

@@ -60,7 +60,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.lesson import captioned_shapes
 from tests.benchmarks import picture_quality, record
 

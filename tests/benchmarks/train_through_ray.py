@@ -20,12 +20,11 @@ import time
 import psutil
 from ray import cloudpickle
 
-from helpers import distributed, storage
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers import cluster, distributed, notebook, storage
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents import read
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
-from helpers.runtime import progress, session
 from helpers.train import dataset, metrics, profiling, setup, sources
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
@@ -97,7 +96,7 @@ class Shares:
 def through_ray(config, shares_of, make_source=None):
     """Images a second under Ray Train; adds to {run: shares of a core}."""
     shares = Shares(config)
-    with progress.poll_in_background(shares.look, every=2):
+    with notebook.poll_in_background(shares.look, every=2):
         fit(config, source=make_source and make_source(config))
     rate, waits = profiling.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
     shares_of[config.run_name] = shares.of_a_core()
@@ -118,7 +117,7 @@ def of_processes(shares_of):
 
 def main():
     given = record.options(__doc__, steps=150, rounds=3)
-    session.connect()
+    cluster.connect()
     with tempfile.TemporaryDirectory() as folder:
         data = PreprocessingConfig(storage=folder, resolutions=[64])
         captioned_shapes.write_data_set(data.raw_uri, 4000)

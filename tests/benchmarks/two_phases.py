@@ -10,8 +10,8 @@ weights and of the last ones, seed by seed: a negative difference says that phas
 
 import pandas as pd
 
-from helpers.config.notebook import PreprocessingConfig
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.config import PreprocessingConfig
+from helpers.evaluate import validation_loss
 from helpers.lesson import trials
 from helpers.lesson.step_costs import count_flops
 from tests.benchmarks import record

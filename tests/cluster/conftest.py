@@ -7,7 +7,7 @@ import shutil
 import pytest
 from filelock import FileLock
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from tests.faults import is_evaluated, loop_with, simulated_cluster, wait_until

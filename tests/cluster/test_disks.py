@@ -8,11 +8,12 @@ import threading
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import prepare
 from helpers.latents.manifest import read_files
 from helpers.lesson import captioned_shapes
-from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
+from helpers.production import monitor
+from helpers.train import checkpoint, faults, metrics, resume, setup
 from tests.faults import slow, wait_until
 from tests.pipelines import build_pipeline, fit, short_run
 

@@ -17,15 +17,15 @@ import ray
 import ray.train
 from ray import cloudpickle
 
-from helpers import storage
-from helpers.config.notebook import PreprocessingConfig
+from helpers import notebook, storage
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import read
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.lesson import captioned_shapes
+from helpers.production import monitor
 from helpers.raw import inputs
-from helpers.runtime import progress
-from helpers.train import checkpoint, faults, metrics, monitor, resume, setup
+from helpers.train import checkpoint, faults, metrics, resume, setup
 from tests.faults import (
     assert_same_run,
     attempts_of,
@@ -97,7 +97,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     events = loop_with(stopped, struck, (wait_for_ever, 33, 0, tmp_path / "interrupted"))
     loop = loop_with_cut_off_upload(str(tmp_path / "cut off"), 30, inner=events, attempt=4)
     with pytest.raises(KeyboardInterrupt), monitor.monitor_run(config):
-        with progress.poll_in_background(interrupt, every=0.1):
+        with notebook.poll_in_background(interrupt, every=0.1):
             fit(config, loop=loop)
     said = capsys.readouterr().out
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import prepare, stages
 from helpers.lesson import captioned_shapes
+from helpers.online.config import OnlineConfig
 from helpers.raw import images, inputs, readers
 from tests import own_data
 from tests.unit.raw import test_layouts

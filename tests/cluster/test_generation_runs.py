@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from helpers.evaluation import scores
+from helpers import sample
 from helpers.lesson import captioned_shapes, generation
-from helpers.sample import pipeline
+from helpers.production.extras import scores
 from tests.faults import die, once, slow
 from tests.pipelines import untrained_pipeline
 
@@ -21,7 +21,7 @@ TWO = generation.Placement(num_generators=2)
 @pytest.fixture(scope="module")
 def settings(cluster, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("pipeline"))
-    pipeline.export_pipeline(untrained_pipeline(), folder)
+    sample.export_pipeline(untrained_pipeline(), folder)
     return generation.Settings(folder, resolution=32, steps=2, rows_per_part=2)
 
 
@@ -41,15 +41,13 @@ class Dying(generation.PartGenerator):
 @slow
 def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     """The same scores as those computed in this process from pictures that are made one after the other."""
-    clip, loaded = scores.CLIP(), pipeline.load_pipeline(settings.pipeline)
+    clip, loaded = scores.CLIP(), sample.load_pipeline(settings.pipeline)
     real = clip.images([np.asarray(captioned_shapes.draw_sample(number)[0]) for number in range(50)])
     monkeypatch.setattr(generation, "PartGenerator", dying(str(tmp_path / "killed")))
     table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], TWO, real=real)
     assert (tmp_path / "killed").exists()
     for row in table.itertuples():
-        made = clip.images(
-            pipeline.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale)
-        )
+        made = clip.images(sample.generate(loaded, PROMPTS, resolution=32, steps=2, guidance_scale=row.guidance_scale))
         assert row.clip_score == pytest.approx(scores.clip_score(made, clip.texts(PROMPTS)), abs=0.2)
         assert row.cmmd == pytest.approx(scores.cmmd(made, real), rel=0.02)
 

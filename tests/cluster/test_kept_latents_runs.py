@@ -9,9 +9,9 @@ import pytest
 from ray import cloudpickle
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
+from helpers.online.config import OnlineConfig
 from helpers.train import metrics, step
 from helpers.train.kept import FOLDER
 from tests.faults import attempts_of, die, loop_with, slow

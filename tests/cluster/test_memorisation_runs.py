@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.held_out import first
 from helpers.latents.manifest import read_files, read_manifest

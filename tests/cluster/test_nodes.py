@@ -19,14 +19,16 @@ import torch
 from ray import cloudpickle
 from ray.train import ScalingConfig
 
-from helpers import storage
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import online, prepare_online
-from helpers.evaluation import settings, validation
+from helpers import cluster, storage
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_segments
 from helpers.lesson import captioned_shapes
-from helpers.runtime import session
-from helpers.train import faults, metrics, monitor, results, resume, sources
+from helpers.online import encode as online
+from helpers.online import prepare
+from helpers.online.config import OnlineConfig
+from helpers.production import monitor
+from helpers.production.extras import evaluate, results, settings
+from helpers.train import faults, metrics, resume, sources
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
@@ -271,7 +273,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )
-    prepare_online.prepare_run(raw, config)
+    prepare.prepare_run(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 
@@ -328,12 +330,12 @@ def planned_samples(config, raw):
 
 def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
     node = add_node(nodes)
-    session.check_shared(str(tmp_path))
+    cluster.check_shared(str(tmp_path))
     # A path that each process reads in its own way stands in for a disk of its own.
     monkeypatch.chdir(tmp_path)
     os.mkdir("mine")
     with pytest.raises(ValueError, match=r"storage='/proc/self/cwd/mine' is not shared: the node .* does not see"):
-        session.check_shared("/proc/self/cwd/mine")
+        cluster.check_shared("/proc/self/cwd/mine")
     lose(nodes, node)
 
 
@@ -344,10 +346,10 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     def sample(number):
         return os.getpid(), ray.get_gpu_ids(), number
 
-    pid, gpus, number = session.run_on_device(sample, 3, use_gpu=True)  # on any kind
+    pid, gpus, number = cluster.run_on_device(sample, 3, use_gpu=True)  # on any kind
     assert pid != os.getpid() and len(gpus) == 1 and number == 3
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert session.run_on_device(sample, 3, use_gpu=False)[0] == os.getpid()
+    assert cluster.run_on_device(sample, 3, use_gpu=False)[0] == os.getpid()
     lose(nodes, node)
 
 
@@ -367,10 +369,10 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     def where(*_):
         return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
 
-    found = [session.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
+    found = [cluster.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
     assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
-    found = validation.validate(saved, settings.Evaluation(config), work=where)
+    found = evaluate.validate(saved, settings.Evaluation(config), work=where)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
@@ -380,9 +382,9 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
 
-    monkeypatch.setattr(validation, "score_here", where)
+    monkeypatch.setattr(evaluate, "score_here", where)
     results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
-    assert validation.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
+    assert evaluate.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
         lose(nodes, node)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from PIL import Image, PngImagePlugin
 from ray import cloudpickle
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import stages
 from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, LATE, with_killing_pictures

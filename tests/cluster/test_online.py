@@ -17,15 +17,17 @@ from PIL import Image
 from ray import cloudpickle
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig
-from helpers.encode import encoder, online, prepare_online
+from helpers.encode import encoder
 from helpers.latents import plan as plan_module
 from helpers.latents import read, schema
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import build_dataset, execution_options, join_blocks, worker_units
-from helpers.lesson import baseline, captioned_shapes, fault_injection, looks
-from helpers.raw import index
-from helpers.train import faults, metrics, monitor, setup
+from helpers.lesson import baseline, captioned_shapes, display, fault_injection
+from helpers.online import encode as online
+from helpers.online import index, prepare
+from helpers.online.config import OnlineConfig
+from helpers.production import monitor
+from helpers.train import faults, metrics, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests import killing_pictures
@@ -67,7 +69,7 @@ def run_of(raw, name, **changes):
 
 
 def fit_online(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder):
-    prepare_online.prepare_run(raw, config)
+    prepare.prepare_run(raw, config)
     fit(config, loop=loop, stream=online_stream(raw, seed=config.seed, latent_encoder=latent_encoder))
 
 
@@ -212,7 +214,7 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
     monkeypatch.setattr(read, "BACKPRESSURE_STEPS", 8)
     monkeypatch.setattr(read, "BACKPRESSURE_BYTES", 2**20)
     config, counted = run_of(raw, "held-back", max_steps=5000), tmp_path / "counted"
-    manifest, _ = prepare_online.prepare_run(raw, config)
+    manifest, _ = prepare.prepare_run(raw, config)
     plan = plan_for(config)
     stream = online_stream(raw, latent_encoder=counting(counted))
     rows = stream(plan, 0, config.max_steps)
@@ -260,15 +262,15 @@ def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypat
 def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
     config, _ = straight
     with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
-        prepare_online.prepare_run(OnlineConfig(**{**raw.to_dict(), **change}), config)
+        prepare.prepare_run(OnlineConfig(**{**raw.to_dict(), **change}), config)
         setup.open_run(config)
-    prepare_online.prepare_run(raw, config)
+    prepare.prepare_run(raw, config)
     setup.open_run(config)
 
 
 def test_bad_pictures_are_masked_and_listed(raw, straight):
     table = pq.read_table(raw.raw_uri)
-    bad = looks.read_run_rejects(straight[0].run_uri)
+    bad = display.read_run_rejects(straight[0].run_uri)
     assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
     assert "no caption" in schema_of(straight[0]).rejected  # its columns tell: it is in no batch
     assert set(bad["id"]) <= set(table["hash"].to_pylist())
@@ -288,9 +290,9 @@ def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path
     (tmp_path / "list").write_text(listed)
     config = dataclasses.replace(config, leave_out=str(tmp_path / "list"))
     run = run_of(config, "killing", max_steps=8, checkpoint_every=4, global_batch_size=16, validation_share=0.0)
-    _, config = prepare_online.prepare_run(config, run)
+    _, config = prepare.prepare_run(config, run)
     fit(run, stream=online_stream(config, transform=with_killing_pictures(online.transform_for_epoch)))
-    bad, found = looks.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
+    bad, found = display.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
     reasons = {20: KILLED, 30: "left out by id", 40: "left out by picture"}
     assert dict(zip(bad["id"], bad["reason"], strict=True)) == {rows[row]["hash"]: reasons[row] for row in reasons}
     assert attempts_of(run) == [1] and found["step"].tolist() == list(range(1, 9))
@@ -314,7 +316,7 @@ def test_the_augmentation_changes_with_the_epoch_alone():
 def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     limited = OnlineConfig(storage=raw.storage, resolutions=[32], limit=150, row_filter="width > 64")
     config = run_of(raw, "limited", latents_uri=str(tmp_path / "online"), global_batch_size=16)
-    manifest, _ = prepare_online.prepare_run(limited, config)
+    manifest, _ = prepare.prepare_run(limited, config)
     rejected = sum(manifest.rejected.values())
     assert manifest.read == 150 == manifest.written + manifest.filtered + rejected
     plan = plan_for(config)
@@ -336,7 +338,7 @@ def test_a_large_row_group_is_read_once_an_epoch_while_it_is_kept(cluster, tmp_p
     (path,) = storage.list_files(whole.raw_uri)
     pq.write_table(pq.read_table(path), path, row_group_size=100)
     config = run_of(whole, "once", latents_uri=str(tmp_path / "online"), validation_share=0.0)
-    manifest, _ = prepare_online.prepare_run(whole, config)
+    manifest, _ = prepare.prepare_run(whole, config)
     limited = dataclasses.replace(whole, read_ahead_bytes=int((most + 0.5) * manifest.job["raw_group_bytes"]))
     plan = plan_for(config)
     kept, keep = [], index.keep_row_groups

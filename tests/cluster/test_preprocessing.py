@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare
 from helpers.encode.captions import caption_ids, count_tokens, load_tokenizer, tokenize
 from helpers.latents.manifest import read_files, read_manifest, read_segments
-from helpers.lesson import captioned_shapes, looks
+from helpers.lesson import captioned_shapes, display
 from helpers.raw import images
 from tests import by_hand, pipelines
 from tests.models import CHANNELS, WIDTH, tiny_model
@@ -70,7 +70,7 @@ def test_the_manifest_says_what_a_job_took(finished):
     config, manifest = finished
     on_disk = sum(os.path.getsize(path) for path in storage.list_files(f"{config.latents_uri}/data"))
     assert manifest.work["bytes"] == on_disk and read_segments(config.latents_uri)[0]["encoders"] == 1
-    assert all(looks.stage_rates(manifest, config)["images_per_second"] > 0)
+    assert all(display.stage_rates(manifest, config)["images_per_second"] > 0)
     # One call of the encoder is time too.
     assert 0 < manifest.work["encode_seconds"] <= manifest.work["encoding_seconds"] + 0.1
     assert manifest.work["encoding_seconds"] < manifest.work["seconds"]
@@ -78,21 +78,21 @@ def test_the_manifest_says_what_a_job_took(finished):
 
 def test_a_survey_knows_sizes_and_whole_captions(finished):
     config, _ = finished
-    frame, pictures, captions = looks.dataset_stats(config, num_rows=150)
+    frame, pictures, captions = display.dataset_stats(config, num_rows=150)
     assert len(frame) == 150 and len(pictures) == len(captions) == 12
     unknown = frame[["width", "height"]].isna()
     assert frame["width"].min() >= 1 and unknown.all(axis=1).any()  # spoilt rows are no pictures
     assert count_tokens(["a large red circle", "", "red " * 100], load_tokenizer("tiny-sd")) == [6, 2, 102]
-    again, _, _ = looks.dataset_stats(config, num_rows=150)
-    assert again.equals(frame) and not looks.dataset_stats(config, num_rows=150, seed=1)[0].equals(frame)
+    again, _, _ = display.dataset_stats(config, num_rows=150)
+    assert again.equals(frame) and not display.dataset_stats(config, num_rows=150, seed=1)[0].equals(frame)
 
 
 def test_a_survey_shows_the_rows_that_the_filter_leaves(finished, capsys):
     config, _ = finished
-    whole = looks.dataset_stats(config, num_rows=150)[0]
-    wide = looks.dataset_stats(dataclasses.replace(config, row_filter="width > 64"), num_rows=150)[0]
+    whole = display.dataset_stats(config, num_rows=150)[0]
+    wide = display.dataset_stats(dataclasses.replace(config, row_filter="width > 64"), num_rows=150)[0]
     assert 0 < len(wide) < 150 and wide["width"].dropna().min() > 64 and capsys.readouterr().out == ""
-    none = looks.dataset_stats(dataclasses.replace(config, row_filter="width > 9999"), num_rows=150)[0]
+    none = display.dataset_stats(dataclasses.replace(config, row_filter="width > 9999"), num_rows=150)[0]
     assert none.equals(whole)
     said = "row_filter='width > 9999' leaves none of 150 random rows: they are shown without it.\n"
     assert capsys.readouterr().out == said
@@ -225,7 +225,7 @@ def test_a_preview_of_data_that_no_resolution_fits_says_so(finished):
     with pytest.raises(
         ValueError, match=r"None of the first 16 rows of .*raw can be used at resolutions=\[512\]: give"
     ):
-        looks.preview(large, num_rows=4)
+        display.preview(large, num_rows=4)
 
 
 def test_an_input_without_rows_is_refused(tmp_path):

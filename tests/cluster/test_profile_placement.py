@@ -10,10 +10,10 @@ import ray
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder
-from helpers.evaluation import validation
 from helpers.lesson import full_run
+from helpers.production.extras import evaluate
 from tests.faults import add_node, slow, wait_until
 from tests.pipelines import PREPROCESSING, TRAINING, from_notebook, profile_with_commits, stand_in
 
@@ -65,7 +65,7 @@ def trainer_requests(profile):
         ScalingConfig=ScalingConfig,
         execution_options=lambda *_: None,
         StepSource=lambda config: types.SimpleNamespace(data=types.SimpleNamespace(row_bytes=1), datasets=None),
-        validation=stand_in(validation, validation_config=lambda *_: None),
+        validation=stand_in(evaluate, validation_config=lambda *_: None),
         **{"test_prompts": None, "detector": None},
         **{name: profile.get(name) for name in ("use_gpu", "training_accelerator_type")},
     )

@@ -13,17 +13,16 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
-from helpers import storage
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import prepare_online
-from helpers.evaluation import at_checkpoints, settings
+from helpers import cluster, sample, storage
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents import read
 from helpers.latents.read import latents_dataset
-from helpers.lesson import captioned_shapes, looks
+from helpers.lesson import captioned_shapes, display
 from helpers.model.denoisers import build_denoiser
-from helpers.runtime import session
-from helpers.sample import from_checkpoint, pipeline
-from helpers.train import checkpoint, checkpoint_io, results, resume, setup
+from helpers.online import prepare
+from helpers.online.config import OnlineConfig
+from helpers.production.extras import at_checkpoints, results, settings
+from helpers.train import checkpoint, checkpoint_io, resume, setup
 from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
@@ -190,7 +189,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = from_checkpoint.export_checkpoint(config, resume.last_checkpoint(config), which)
+        uri = sample.export_checkpoint(config, resume.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -240,19 +239,19 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     assert metrics["samples_seen"].iloc[-1] == 16 * 24
     # Step 10 is skipped if step 16 is saved before its evaluation begins.
     assert results.scores(config.run_uri)["step"].iloc[-1] == 16
-    wide = from_checkpoint.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
+    wide = sample.sample(config, ["a red circle"], result.checkpoint, width=80, height=48)
     assert wide[0].shape == (48, 80, 3)
 
 
 def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     config, result = run
-    uri = from_checkpoint.export_checkpoint(config, result.checkpoint)
+    uri = sample.export_checkpoint(config, result.checkpoint)
     opened = StableDiffusionPipeline.from_pretrained(uri)
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
-    mine = from_checkpoint.sample(config, [prompt], result.checkpoint)[0]
+    mine = sample.sample(config, [prompt], result.checkpoint)[0]
     options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    theirs = pipeline.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
+    theirs = sample.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint_io.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
@@ -302,19 +301,19 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path, monkeypat
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     none_held_out = {"prompts": None, "validation_share": 0.0, "validate_every": 0}
-    assert looks.prompts_and_detector(small(data, **none_held_out), 4)[1] is captioned_shapes.agreement
+    assert display.prompts_and_detector(small(data, **none_held_out), 4)[1] is captioned_shapes.agreement
     rows = pa.table({"caption": ["a dog", "a cat"], "hash": [1, 2], "jpg": [b"", b""]})
     pq.write_table(rows, tmp_path / "raw.parquet")
     raw = OnlineConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw.parquet"), resolutions=[32])
     config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), **none_held_out)
-    prepare_online.prepare_run(raw, config)
-    assert looks.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
+    prepare.prepare_run(raw, config)
+    assert display.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
 
 
 def test_one_call_frees_the_disk(tmp_path):
     for folder in ("raw", "latents", "online", "runs", "mine"):
         storage.write_text(tmp_path / folder / "file", "12345")
-    assert session.free_disk(tmp_path) == 20
+    assert cluster.free_disk(tmp_path) == 20
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

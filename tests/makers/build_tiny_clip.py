@@ -21,8 +21,8 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from helpers.evaluation import scores
 from helpers.lesson import captioned_shapes
+from helpers.production.extras import scores
 from tests.makers import build_tiny_sd
 from tests.makers.build_tiny_sd import ATTRIBUTES, SPLIT_SEEDS
 

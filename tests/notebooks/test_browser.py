@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import ray
 
+from helpers import cluster
 from helpers.lesson import side_by_side
-from helpers.runtime import session
 from tests import faults
 from tests.pipelines import draw_and_encode
 
@@ -205,7 +205,7 @@ def cells(no_shared_cluster, tmp_path):
 
 def first_run(folder):
     """Training.ipynb's cells that train and look, and its prompt box; latents of drawn pictures in `folder`/storage."""
-    session.connect("local", num_cpus=2)
+    cluster.connect("local", num_cpus=2)
     draw_and_encode(folder / "storage", 320)
     ray.shutdown()
     pictures = folder / "helpers" / "lesson"

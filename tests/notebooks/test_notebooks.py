@@ -19,8 +19,9 @@ import pytest
 import yaml
 from nbconvert import HTMLExporter
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.model import denoisers
+from helpers.online.config import OnlineConfig
 from tests import execute_notebooks, own_data
 from tests.faults import slow
 from tests.pipelines import defaults

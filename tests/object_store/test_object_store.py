@@ -11,11 +11,11 @@ import pytest
 import ray.train
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
-from helpers.latents import withdrawn
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
+from helpers.production.data import exclusions
 from helpers.train import checkpoint, faults, metrics, resume
 from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
@@ -295,10 +295,10 @@ def test_a_list_of_rows_that_must_go_may_lie_in_the_store(server, tmp_path):
     pq.write_table(pa.table({"id": [7, 9]}), tmp_path / "list")
     storage.write_bytes("s3://bucket/lists/list", (tmp_path / "list").read_bytes())
     for uri in ("s3://bucket/lists/a@b.txt", "s3://bucket/lists/list"):
-        assert withdrawn.is_listed(withdrawn.pin(uri), [7, 8, 9]).tolist() == [True, False, True]
+        assert exclusions.is_listed(exclusions.pin(uri), [7, 8, 9]).tolist() == [True, False, True]
     for uri in ("s3://bucket/lists", "s3://bucket/lists/none"):
         with pytest.raises(ValueError, match=f"^leave_out='{uri}' cannot be read: give a text"):
-            withdrawn.pin(uri)
+            exclusions.pin(uri)
 
 
 # ---- a run
@@ -311,7 +311,7 @@ def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
     """
     listed = read(f"{finished[0].latents_uri}/data")["id"].to_pylist()[::15]
     storage.write_text("s3://bucket/lists/ids.txt", "\n".join(map(str, listed)))
-    leave_out = withdrawn.pin("s3://bucket/lists/ids.txt")
+    leave_out = exclusions.pin("s3://bucket/lists/ids.txt")
     values = {"checkpoint_every": 6, "max_failures": 1, "leave_out": leave_out}
     config = short_run("s3://bucket/sd", "run", max_steps=STEPS, **values)
     server.fail_every = 10

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from helpers.runtime import session
+from helpers import cluster
 from tests.object_store.s3_server import S3Server
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,10 +40,10 @@ def test_only_settings_that_are_no_secrets_go_to_workers(monkeypatch):
     for name in [*secrets, "AZURE_STORAGE_SAS_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL", "HF_HOME"]:
         monkeypatch.setenv(name, f"of {name}")
     monkeypatch.setenv("HF_ENDPOINT", "https://user:password@hub")
-    travelling = session.worker_environment(A="1")["env_vars"]
+    travelling = cluster.worker_environment(A="1")["env_vars"]
     assert travelling.pop("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO") == "1"
     assert set(travelling) == {"A", "AWS_REGION", "AWS_ENDPOINT_URL", "HF_HOME"}
-    assert not [name for name in session.FORWARDED if any(word in name for word in ("KEY", "SECRET", "TOKEN"))]
+    assert not [name for name in cluster.FORWARDED if any(word in name for word in ("KEY", "SECRET", "TOKEN"))]
 
 
 @pytest.mark.slow

@@ -13,12 +13,13 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
-from helpers.evaluation.run_figure import read_evaluated_images
+from helpers.config import TrainingConfig
 from helpers.latents.manifest import read_manifest, read_segments
-from helpers.lesson import generation, looks
-from helpers.runtime import lease
-from helpers.train import checkpoint, faults, monitor, results, setup, tracking, upload
+from helpers.lesson import display, generation
+from helpers.lesson.run_figure import read_evaluated_images
+from helpers.production import lease, monitor
+from helpers.production.extras import results, trackers
+from helpers.train import checkpoint, faults, setup, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
 from tests.unit.encode.test_job import ROWS, failing, job_of
 
@@ -169,7 +170,7 @@ def test_a_segment_whose_entry_is_damaged_is_encoded_again(tmp_path, capsys):
 
 def test_a_damaged_result_or_failure_is_shown_as_that(tmp_path):
     run_uri = str(tmp_path)
-    reader = tracking.EvaluationReader(run_uri)
+    reader = trackers.EvaluationReader(run_uri)
     results.write_result(run_uri, {"step": 10, "clip_score": 0.2})
     uri = half(results.result_uri(run_uri, 20), {"step": 20, "clip_score": 0.9})
     said = f"evaluation of step 20, reading failed: {uri} is damaged or cut short"
@@ -220,7 +221,7 @@ def test_a_finished_run_with_a_tracker_of_an_earlier_version_is_read(tmp_path):
     storage.write_json(storage.join(config.run_uri, "config.json"), {"parameters": values})
     folder = storage.join(config.run_uri, checkpoint.checkpoint_name(10, 1))
     storage.write_json(storage.join(folder, checkpoint.PROGRESS), {"step": 10, "files": {}})
-    assert looks.finished_run(str(tmp_path), "run")[0].trackers == ("tensorboard",)
+    assert display.finished_run(str(tmp_path), "run")[0].trackers == ("tensorboard",)
 
 
 # ---- leases

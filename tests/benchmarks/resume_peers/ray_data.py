@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 from ray.train.torch import TorchTrainer
 
-from helpers.runtime import session
+from helpers import cluster
 from tests.benchmarks import made_up, read_speed
 from tests.benchmarks.resume_peers import ranks
 from tests.benchmarks.resume_peers.this_project import write
@@ -53,7 +53,7 @@ def train_per_worker(given):
 
 
 def train(given):
-    session.connect(num_cpus=given.world + 2)
+    cluster.connect(num_cpus=given.world + 2)
     rows = ray.data.read_parquet(f"{given.data}/data", shuffle=ray.data.FileShuffleConfig(seed=ranks.SEED))
     in_order = ray.data.ExecutionOptions(preserve_order=True)
     TorchTrainer(

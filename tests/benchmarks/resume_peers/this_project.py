@@ -10,10 +10,9 @@ import sys
 import torch.distributed as dist
 from ray import cloudpickle
 
-from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers import cluster, storage
+from helpers.config import TrainingConfig
 from helpers.model.denoisers import load_denoiser_config
-from helpers.runtime import session
 from helpers.train import loop
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
@@ -62,7 +61,7 @@ def train(given):
     place = {"storage": given.run, "run_name": "exact", "num_training_workers": given.world}
     plan = plan_for(TrainingConfig(**data, **recipe, **place))
     config = TrainingConfig(**data, **recipe, **place, max_steps=ranks.EPOCHS * plan.steps_per_epoch)
-    session.connect(num_cpus=given.world + 2)
+    cluster.connect(num_cpus=given.world + 2)
     fit(config, functools.partial(train_and_note, plan=plan, given=given))
 
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import config as parameters
 from helpers import storage
-from helpers.config import parameters
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig, choose_sections, pool_size
+from helpers.config import PreprocessingConfig, TrainingConfig, pool_size
+from helpers.notebook import choose_sections
+from helpers.online.config import OnlineConfig
 from helpers.train import setup
 
 FLOW = {"prediction_type": "flow"}

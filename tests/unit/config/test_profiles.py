@@ -11,14 +11,15 @@ import types
 import pytest
 import yaml
 
+from helpers import config as parameters
+from helpers import notebook as progress
 from helpers import storage
-from helpers.config import parameters
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
-from helpers.lesson import estimates, full_run, looks, published_results
+from helpers.lesson import display, estimates, full_run, published_results
 from helpers.model import denoisers
 from helpers.model.denoisers import load_denoiser_config
-from helpers.runtime import progress
+from helpers.online.config import OnlineConfig
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -76,9 +77,9 @@ def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mende
 
 def test_the_lessons_other_notebooks_refuse_a_misspelt_name_too(monkeypatch, tmp_path):
     shell = types.SimpleNamespace(user_ns={"In": ["", "# Parameters\nother_promts = ['a red circle']\n"]})
-    monkeypatch.setattr(looks, "get_ipython", lambda: shell)
+    monkeypatch.setattr(display, "get_ipython", lambda: shell)
     with pytest.raises(ValueError, match="^other_promts is not a parameter of any notebook: did you mean other_prompt"):
-        looks.finished_run(str(tmp_path), "mine")
+        display.finished_run(str(tmp_path), "mine")
     assert all("looks.finished_run(" in "".join(source for source, _ in code(notebook)) for notebook in LESSONS)
 
 

@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.captions import load_tokenizer, tokenize
 from helpers.encode.job import timeline

@@ -16,16 +16,18 @@ from diffusers import PixArtSigmaPipeline, PRXPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import encoder, prepare, prepare_online
+from helpers import sample
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare
 from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.evaluate import validation_loss
 from helpers.latents import held_out, manifest, read, schema
-from helpers.lesson import looks
+from helpers.lesson import display
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
-from helpers.sample import decoder
+from helpers.online import prepare as prepare_online
+from helpers.online.config import OnlineConfig
 from helpers.train import setup
 from helpers.train.kept import open_job
 from helpers.train.step import TrainStep, Unit
@@ -78,7 +80,7 @@ def test_latents_are_those_of_the_class_itself(model, name):
     shift = getattr(vae.config, "shift_factor", 0)
     torch.testing.assert_close(drawn, (expected - shift) * vae.config.scaling_factor, rtol=1e-3, atol=1e-3)
     assert (shift != 0) == (name == "AutoencoderKL")
-    assert decoder.reconstruct(model(name), found).shape == (3, 32, 32, 3)
+    assert sample.reconstruct(model(name), found).shape == (3, 32, 32, 3)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -380,7 +382,7 @@ def test_a_vae_that_forces_fp32_overflows_neither_in_encoding_nor_in_sampling(tm
         assert half.vae.dtype == (torch.float32 if forced else torch.float16)
         assert half.moments(pixels).isfinite().all() == forced
         vae = type(half.vae).from_pretrained(f"{model}/vae", dtype=torch.float16)
-        found, expected = decoder.decode_latents(vae, latents), decoder.decode_latents(model, latents)
+        found, expected = sample.decode_latents(vae, latents), sample.decode_latents(model, latents)
         assert (np.abs(found.astype(int) - expected).max() <= 2) == forced and vae.dtype == torch.float16
 
 
@@ -405,7 +407,7 @@ def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
     begun = setup.describe_data(manifest.DataSets.open(run.proportions))
     prepare_online.prepare_run(raw, run)
     setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
-    assert len(looks.first_captions(run, 2)) == 2
+    assert len(display.first_captions(run, 2)) == 2
 
 
 def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):

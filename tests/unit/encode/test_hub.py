@@ -13,12 +13,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import captions, encoder, prepare, prepare_online
-from helpers.evaluation import scores
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.encode import captions, encoder, prepare
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
+from helpers.online import prepare as prepare_online
+from helpers.online.config import OnlineConfig
+from helpers.production.extras import scores
 from helpers.train import resume, setup, start, weights
 from tests.faults import ROOT
 from tests.hub_server import MODEL, HubServer

@@ -14,7 +14,7 @@ from ray.exceptions import (
 )
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import prepare
 from helpers.encode.job import TIMELINE, Job, Segment, timeline
 

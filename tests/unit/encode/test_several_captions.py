@@ -8,13 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import encoder, online, prepare, prepare_online, stages
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.encode import encoder, prepare, stages
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Manifest, read_manifest
 from helpers.latents.plan import draw_caption
 from helpers.latents.read import latents_reader
-from helpers.raw import checks, inputs
+from helpers.online import encode as online
+from helpers.online import prepare as prepare_online
+from helpers.online.config import OnlineConfig
+from helpers.production.checks import inputs as checks
+from helpers.raw import inputs
 from helpers.train import setup
 from helpers.train.kept import keep_block
 from tests.latents import plan_for, read_steps, receive_steps, write_job

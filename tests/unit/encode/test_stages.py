@@ -6,7 +6,7 @@ import sys
 import pyarrow as pa
 import pytest
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.encode import captions, stages
 from helpers.latents import schema
 from helpers.raw import inputs

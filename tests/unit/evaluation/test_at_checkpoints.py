@@ -13,13 +13,13 @@ import torch.distributed as dist
 from PIL import Image
 
 from helpers import distributed, storage
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.encode import captions, encoder
-from helpers.evaluation import at_checkpoints, settings, validation
 from helpers.latents.manifest import DataSets, write_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
-from helpers.train import checkpoint, checkpoint_io, results
+from helpers.production.extras import at_checkpoints, evaluate, results, settings
+from helpers.train import checkpoint, checkpoint_io
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
 from tests.latents import SHAPES
@@ -199,7 +199,7 @@ def test_a_task_scores_what_the_trainers_computed(build_run, monkeypatch, counte
     saved = [checkpoint_at(config, step) for step in steps]
     for one, axis in zip(saved, (0, 1, 0), strict=True):
         monkeypatch.setattr(CLIP, "texts", lambda self, texts, axis=axis: np.eye(3)[[axis] * len(texts)])
-        validation.validate(one, settings.Evaluation(config))
+        evaluate.validate(one, settings.Evaluation(config))
     found = results.read_results(config.run_uri)
     assert counted["CLIP"] == 1 and not counted["files.json"]
     # CLIP computes on another number of threads there.
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one(build_run, capsys):
     old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
     incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
     storage.write_text(incomplete, "half")
-    found = validation.validate(old, settings.Evaluation(config))
+    found = evaluate.validate(old, settings.Evaluation(config))
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert (
         results.read_results(config.run_uri) == [found]
@@ -285,8 +285,8 @@ def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
 
 def test_the_best_by_agreement_needs_a_judge(build_run):
     with pytest.raises(ValueError, match="best_by='agreement' needs an agreement function"):
-        validation.validation_config(build_run(best_by="agreement"))
+        evaluate.validation_config(build_run(best_by="agreement"))
     config = build_run(best_by="agreement")
-    made = validation.validation_config(config, PROMPTS, captioned_shapes.agreement)
+    made = evaluate.validation_config(config, PROMPTS, captioned_shapes.agreement)
     assert made.fn.keywords["evaluation"] == settings.Evaluation(config, PROMPTS, captioned_shapes.agreement)
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}

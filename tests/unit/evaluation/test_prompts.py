@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.encode import captions
-from helpers.evaluation.prompts import read_prompts
+from helpers.production.extras.prompts import read_prompts
 
 TWO = ["a red circle", "a blue square, small"]
 

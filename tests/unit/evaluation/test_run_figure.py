@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation.run_figure import run_over_time
-from helpers.train import results
+from helpers.lesson.run_figure import run_over_time
+from helpers.production.extras import results
 from helpers.train.metrics import MetricsLog
 
 PROMPTS = ["a large red circle in the centre on a blue background", "a small white square"]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
-from helpers.evaluation import scores
+from helpers.production.extras import scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

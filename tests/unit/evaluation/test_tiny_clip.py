@@ -4,8 +4,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel
 
-from helpers.evaluation import scores
 from helpers.lesson import captioned_shapes
+from helpers.production.extras import scores
 from tests.makers import build_tiny_clip, build_tiny_sd
 
 FOLDER = build_tiny_clip.FOLDER

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.config.notebook import TrainingConfig
-from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
+from helpers.config import TrainingConfig
+from helpers.evaluate import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, write_manifest
 from helpers.latents.read import read_row_ranges

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from PIL import Image
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job
-from helpers.evaluation.validation_loss import losses_by_noise, validation_loss
+from helpers.evaluate import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, read_files, read_manifest
 from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
-from helpers.lesson import looks
+from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser
+from helpers.production.extras.meter import Meter
 from helpers.raw import images, inputs
 from helpers.train import setup
-from helpers.train.meter import Meter
 from helpers.train.step import TrainStep, Unit
 from tests.latents import read_steps, write_job
 from tests.processes import start_ranks
@@ -279,9 +279,9 @@ def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, caps
 
 def test_a_table_says_what_each_shape_gets_and_what_crops_cut_away():
     stats = pd.DataFrame([*SIZES, (None, None)], columns=["width", "height"], dtype=float)
-    table = looks.shape_table(stats, CONFIG).set_index(["resolution", "shape"])
+    table = display.shape_table(stats, CONFIG).set_index(["resolution", "shape"])
     assert table.loc[64, "images"].to_dict() == {"48x96": 1, "64x64": 2, "96x48": 1, "too small": 3}
     assert table.loc[32, "images"].to_dict() == {"16x48": 2, "32x32": 3, "48x16": 1, "too small": 1}
     assert table.loc[(32, "32x32"), "cut"] == pytest.approx((1 - 64 / 90) / 3)
-    squares = looks.shape_table(stats, dataclasses.replace(CONFIG, aspect_ratios=(1,)))
+    squares = display.shape_table(stats, dataclasses.replace(CONFIG, aspect_ratios=(1,)))
     assert np.average(squares["cut"].dropna()) > np.average(table["cut"].dropna())

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import digests, held_out, schema
 from helpers.latents.manifest import DataSets, read_files, read_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import first_latents, latents_reader
-from helpers.lesson import looks
+from helpers.lesson import display
 from helpers.train import setup
 from tests.latents import read_steps, write_job
 
@@ -154,5 +154,5 @@ def test_latents_of_earlier_versions_are_read_unchecked(latents):
 def test_pictures_with_a_broken_profile_are_counted_among_those_that_are_used(latents):
     manifest = read_manifest(str(latents))
     assert (manifest.written, manifest.noted) == (ROWS, {"broken colour profile": 2})
-    shown = looks.summary(manifest).set_index("reason")["number"]
+    shown = display.summary(manifest).set_index("reason")["number"]
     assert shown["broken colour profile"] == 2

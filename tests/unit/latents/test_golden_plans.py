@@ -13,7 +13,7 @@ import zlib
 import pyarrow as pa
 import pytest
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files, Manifest
 from helpers.latents.plan import plan_run

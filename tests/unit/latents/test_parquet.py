@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data  # registers the extension type whose values Ray unpickles
 
-from helpers.config.notebook import PreprocessingConfig
+from helpers.config import PreprocessingConfig
 from helpers.latents import held_out, read
 from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet
-from helpers.raw import checks, inputs
+from helpers.production.checks import inputs as checks
+from helpers.raw import inputs
 from tests.copy_table import MODULES
 from tests.latents import build_segment
 

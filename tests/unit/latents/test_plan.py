@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files
 from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents import read, schema
 from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.read import (

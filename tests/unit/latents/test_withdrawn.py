@@ -16,12 +16,13 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import stages
-from helpers.latents import held_out, schema, withdrawn
+from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, read_manifest, read_segments, write_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import latents_reader
+from helpers.production.data import exclusions
 from helpers.raw import inputs
 from helpers.train import setup
 from helpers.train.step import TrainStep, Unit
@@ -57,17 +58,17 @@ def make_list(tmp_path):
     ids=["text", "text of Windows", "Parquet", "Parquet with a dictionary"],
 )
 def test_a_list_is_a_text_or_a_parquet_file(make_list, content):
-    location = withdrawn.pin(make_list(content))
+    location = exclusions.pin(make_list(content))
     values = [7, "7", "a b", "ä", SUM, "07", "a", "", None, -7]
-    assert withdrawn.is_listed(location, values).tolist() == [True] * 5 + [False] * 5
-    assert len(withdrawn.load_hashes(location)) == 4 and withdrawn.is_listed(location, []).tolist() == []
+    assert exclusions.is_listed(location, values).tolist() == [True] * 5 + [False] * 5
+    assert len(exclusions.load_hashes(location)) == 4 and exclusions.is_listed(location, []).tolist() == []
 
 
 def test_numbers_and_sums_as_bytes_are_compared_as_text(make_list):
-    numbers = withdrawn.pin(make_list({"id": pa.array([3, 2**62], pa.int64())}, "numbers"))
-    assert withdrawn.is_listed(numbers, [3, "3", 2**62, 4]).tolist() == [True, True, True, False]
-    sums = withdrawn.pin(make_list({"sha256": pa.array([bytes.fromhex(SUM)], pa.binary(32))}, "sums"))
-    assert withdrawn.is_listed(sums, [SUM, SUM[1:]]).tolist() == [True, False]
+    numbers = exclusions.pin(make_list({"id": pa.array([3, 2**62], pa.int64())}, "numbers"))
+    assert exclusions.is_listed(numbers, [3, "3", 2**62, 4]).tolist() == [True, True, True, False]
+    sums = exclusions.pin(make_list({"sha256": pa.array([bytes.fromhex(SUM)], pa.binary(32))}, "sums"))
+    assert exclusions.is_listed(sums, [SUM, SUM[1:]]).tolist() == [True, False]
 
 
 BAD = {
@@ -92,23 +93,23 @@ def test_a_list_that_cannot_be_used_is_refused_before_anything_starts(make_list,
 
 
 def test_a_list_of_more_than_the_allowed_bytes_is_refused(make_list, monkeypatch):
-    monkeypatch.setattr(withdrawn, "MOST_BYTES", 10)
+    monkeypatch.setattr(exclusions, "MOST_BYTES", 10)
     with pytest.raises(ValueError, match="has 12 bytes: give a list of at most 10"):
-        withdrawn.pin(make_list(b"1\n2\n3\n4\n5\n6\n"))
+        exclusions.pin(make_list(b"1\n2\n3\n4\n5\n6\n"))
 
 
 def test_a_list_that_changes_under_a_run_is_noticed(make_list):
     path = make_list(b"1\n")
-    location = withdrawn.pin(path)
-    assert location == f"{path}@{hashlib.sha256(b'1' + bytes([10])).hexdigest()}" == withdrawn.pin(location)
+    location = exclusions.pin(path)
+    assert location == f"{path}@{hashlib.sha256(b'1' + bytes([10])).hexdigest()}" == exclusions.pin(location)
     make_list(b"2\n")
     with pytest.raises(ValueError, match=r"list' has changed \(its SHA-256 is .*\): start the same command again"):
-        withdrawn.is_listed(location, [1])
-    assert withdrawn.pin("") == "" and not withdrawn.is_listed("", [1, 2]).any()
+        exclusions.is_listed(location, [1])
+    assert exclusions.pin("") == "" and not exclusions.is_listed("", [1, 2]).any()
 
 
 def test_threads_of_a_process_read_a_list_once(make_list, monkeypatch):
-    location, read, reads, second = withdrawn.pin(make_list(b"5\n")), storage.read_bytes, [], threading.Event()
+    location, read, reads, second = exclusions.pin(make_list(b"5\n")), storage.read_bytes, [], threading.Event()
 
     def read_while_another_may(uri):
         reads.append(uri)
@@ -117,8 +118,8 @@ def test_threads_of_a_process_read_a_list_once(make_list, monkeypatch):
 
     monkeypatch.setattr(storage, "read_bytes", read_while_another_may)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda row_id: withdrawn.is_listed(location, [row_id]).item(), [5] * 8))
-    assert found == [True] * 8 and reads.count(withdrawn.split(location)[0]) == 1  # a lease's thread reads too
+        found = list(pool.map(lambda row_id: exclusions.is_listed(location, [row_id]).item(), [5] * 8))
+    assert found == [True] * 8 and reads.count(exclusions.split(location)[0]) == 1  # a lease's thread reads too
 
 
 # ---- encoding
@@ -178,13 +179,13 @@ def config(tmp_path, build_latents):
 
 def with_list(config, make_list, ids, name="list"):
     content = "".join(f"{row_id}\n" for row_id in ids).encode()
-    return dataclasses.replace(config, leave_out=withdrawn.pin(make_list(content, name)))
+    return dataclasses.replace(config, leave_out=exclusions.pin(make_list(content, name)))
 
 
 def received(config, first_step=0, num_workers=1):
     """The units of two epochs' steps from `first_step` on, in order."""
     plan = plan_for(config)
-    read = latents_reader(plan, functools.partial(withdrawn.is_listed, config.leave_out))
+    read = latents_reader(plan, functools.partial(exclusions.is_listed, config.leave_out))
     steps = receive_steps(plan, read, first_step, 2 * plan.steps_per_epoch, num_workers)
     return [rows for units in steps for rows in units.values()]
 
@@ -241,8 +242,8 @@ def test_a_resumed_run_may_begin_to_use_a_list_and_change_it_and_its_record_says
         assert [plan.chunk_rows(0)[0][0][1] for plan in plans] == [plans[0].chunk_rows(0)[0][0][1]] * 2
     stored = setup.read_config(config.run_uri)
     assert stored["leave_out"] == [
-        {"first_step": 7, "list": {"sha256": withdrawn.split(lists[0].leave_out)[1], "entries": 2}},
-        {"first_step": 9, "list": {"sha256": withdrawn.split(lists[1].leave_out)[1], "entries": 3}},
+        {"first_step": 7, "list": {"sha256": exclusions.split(lists[0].leave_out)[1], "entries": 2}},
+        {"first_step": 9, "list": {"sha256": exclusions.split(lists[1].leave_out)[1], "entries": 3}},
         {"first_step": 12, "list": None},
     ]
     assert stored["parameters"]["leave_out"] == ""
@@ -263,14 +264,14 @@ def test_a_list_that_the_latents_were_encoded_with_or_a_longer_one_is_taken(conf
     """None of its ids is left in the latents: they are recorded in the manifest, and among the rejected rows."""
     used = with_list(config, make_list, [1000])
     manifest, segments = read_manifest(config.latents_uri), read_segments(config.latents_uri)
-    job = {**manifest.job, "leave_out": withdrawn.record(used.leave_out)}
+    job = {**manifest.job, "leave_out": exclusions.record(used.leave_out)}
     write_manifest(config.latents_uri, dataclasses.replace(manifest, job=job), segments)
     setup.check_leave_out(used, DataSets.open(config.proportions))
     longer = with_list(config, make_list, [1000, 1001], "longer")
     with pytest.raises(ValueError, match="none of its 2 entries"):
         setup.check_leave_out(longer, DataSets.open(config.proportions))
     (tmp_path / "latents/rejects").mkdir()
-    rejected = {"id": [1000], "reason": [withdrawn.BY_ID], "source": ["a"]}
+    rejected = {"id": [1000], "reason": [exclusions.BY_ID], "source": ["a"]}
     pq.write_table(pa.table(rejected), tmp_path / "latents/rejects/000000.parquet")
     setup.check_leave_out(longer, DataSets.open(config.proportions))
 

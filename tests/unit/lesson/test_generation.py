@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.evaluation import scores
 from helpers.lesson import generation
 from helpers.model.denoisers import build_denoiser
-from helpers.sample.pipeline import export_pipeline, generate, load_pipeline
+from helpers.production.extras import scores
+from helpers.sample import export_pipeline, generate, load_pipeline
 from tests.pipelines import untrained_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")

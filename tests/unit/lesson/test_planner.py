@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents import schema
 from helpers.lesson import estimates, full_run, planner, published_results
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.lesson import prompt_box
-from helpers.sample.pipeline import export_pipeline, generate
+from helpers.sample import export_pipeline, generate
 from tests.pipelines import untrained_pipeline
 
 

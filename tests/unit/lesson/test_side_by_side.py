@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from helpers import sample
 from helpers.lesson import side_by_side
 from helpers.lesson.side_by_side import NO_PREFERENCE, SideBySide
-from helpers.sample import pipeline
 from tests.pipelines import untrained_pipeline
 
 NAMES = ("early", "late")
@@ -27,7 +27,7 @@ def shown_models(judging):
 def test_two_pipelines_draw_the_same_prompts(tmp_path):
     folders = [str(tmp_path / name) for name in NAMES]
     for seed, folder in enumerate(folders):
-        pipeline.export_pipeline(untrained_pipeline(seed=seed), folder)
+        sample.export_pipeline(untrained_pipeline(seed=seed), folder)
     pairs = side_by_side.draw_pairs(folders, PROMPTS[:2], resolution=32, steps=1)
     for pair in pairs:
         first, second = pair.by_model

@@ -5,7 +5,7 @@ import torch
 
 from helpers.lesson import step_costs
 from helpers.model.denoisers import build_denoiser
-from helpers.train import meter
+from helpers.production.extras import meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.latents.held_out import first
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import trials

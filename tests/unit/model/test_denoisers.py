@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
 from helpers.latents import schema
 from helpers.latents.manifest import encode_embedding
@@ -17,9 +17,8 @@ from helpers.lesson import ablations, estimates, step_costs
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
-from helpers.sample.card import describe_call
-from helpers.sample.from_checkpoint import pipeline_of_run
-from helpers.sample.pipeline import denoiser_of, export_pipeline, generate
+from helpers.production.card import describe_call
+from helpers.sample import denoiser_of, export_pipeline, generate, pipeline_of_run
 from helpers.train import setup
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES

@@ -6,9 +6,9 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.config.notebook import TrainingConfig
+from helpers import sample
+from helpers.config import TrainingConfig
 from helpers.model import diffusion
-from helpers.sample import pipeline
 
 SHAPE = (4, 8, 8)
 FIELDS = ("posterior_BCHW", "noise_BCHW", "timesteps_B", "dropped_B")
@@ -296,13 +296,13 @@ def predict_perfectly(noisy, timestep, latents, alphas_T):
     [
         ("dpm++", "flow", {"timestep_shift": 2.0}),
         ("unipc", "flow", {}),
-        *((name, "v_prediction", {}) for name in pipeline.SAMPLERS),
-        *((name, "v_prediction", {"zero_terminal_snr": True}) for name in pipeline.SAMPLERS),
+        *((name, "v_prediction", {}) for name in sample.SAMPLERS),
+        *((name, "v_prediction", {"zero_terminal_snr": True}) for name in sample.SAMPLERS),
     ],
 )
 @pytest.mark.parametrize("steps", [2, 20, 61, 350])
 def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(name, kind, options, steps):
-    sampler = pipeline.build_sampler(name, kind, **options)
+    sampler = sample.build_sampler(name, kind, **options)
     sampler.set_timesteps(steps)
     alphas_T = None if kind == "flow" else diffusion.noise_schedule(kind, **options).alphas_cumprod
     latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -321,7 +321,7 @@ def draw_blindly(sampler):
     return noisy
 
 
-@pytest.mark.parametrize("name", pipeline.SAMPLERS)
+@pytest.mark.parametrize("name", sample.SAMPLERS)
 @pytest.mark.parametrize("options", [{}, {"zero_terminal_snr": True}])
 def test_a_sampler_begins_at_the_noisiest_timestep_and_takes_each_once_or_the_number_of_steps_is_refused(name, options):
     refused = []
@@ -332,7 +332,7 @@ def test_a_sampler_begins_at_the_noisiest_timestep_and_takes_each_once_or_the_nu
             assert str(error).startswith(f"sampling_steps={steps}: sampler={name!r} takes ")
             refused.append(steps)
             continue
-        sampler = pipeline.build_sampler(name, "v_prediction", **options)
+        sampler = sample.build_sampler(name, "v_prediction", **options)
         sampler.set_timesteps(steps)
         timesteps = sampler.timesteps.round().tolist()
         assert timesteps[0] == 999 and len(timesteps) == steps and timesteps == sorted(set(timesteps), reverse=True)
@@ -346,7 +346,7 @@ def test_a_sampler_of_flow_begins_once_at_the_noisiest_timestep_or_the_number_of
     flow = {"prediction_type": "flow", "timestep_shift": shift}
     for steps in (1, 2, 20, 61, 331, most):
         config = TrainingConfig(sampler=name, sampling_steps=steps, **flow)
-        sampler = pipeline.build_sampler(config.sampler, "flow", timestep_shift=shift)
+        sampler = sample.build_sampler(config.sampler, "flow", timestep_shift=shift)
         sampler.set_timesteps(steps)
         timesteps = sampler.timesteps.tolist()
         assert (timesteps[0], timesteps.count(999), len(timesteps)) == (999, 1, steps)

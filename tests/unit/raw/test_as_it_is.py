@@ -16,8 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig, TrainingConfig
-from helpers.encode import job, online, prepare, prepare_online, stages
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.encode import job, prepare, stages
+from helpers.online import encode
+from helpers.online import prepare as prepare_online
+from helpers.online.config import OnlineConfig
 from helpers.raw import inputs, readers
 from tests.latents import plan_for
 
@@ -97,7 +100,7 @@ def online_rows(uri, **parameters):
     plan, found = plan_for(training), {}
     for number in range(plan.chunks_per_epoch):
         ((source, ranges),) = plan.chunk_rows(number)[0]
-        raw = online.read_raw(ranges, source, config=config, id_type=pa.type_for_alias(manifest.id_type))
+        raw = encode.read_raw(ranges, source, config=config, id_type=pa.type_for_alias(manifest.id_type))
         done = stages.transform(raw, config=config).select(["id", "caption", "reason"]).to_pylist()
         found |= {row["id"]: (row["caption"] if not row["reason"] else None, row["reason"]) for row in done}
     return found, manifest.rejected

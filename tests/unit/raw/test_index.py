@@ -19,13 +19,17 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig, TrainingConfig
-from helpers.encode import encoder, online, prepare, prepare_online
+from helpers.config import TrainingConfig
+from helpers.encode import encoder, prepare
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
 from helpers.latents.manifest import read_manifest
-from helpers.raw import images, index, inputs, isolation, readers
+from helpers.online import encode, index
+from helpers.online import prepare as prepare_online
+from helpers.online.config import OnlineConfig
+from helpers.production.decode import isolated
+from helpers.raw import images, inputs, readers
 from helpers.train.step import Unit
 from tests.latents import plan_for, read_steps
 
@@ -72,9 +76,9 @@ def planned(raw, training):
 
 def transformed(plan, raw, first_step, num_steps):
     """The transformed rows of some steps."""
-    read = functools.partial(online.read_raw, config=raw)
+    read = functools.partial(encode.read_raw, config=raw)
     for block in read_steps(plan, read, first_step, num_steps):
-        yield online.transform_for_epoch(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
+        yield encode.transform_for_epoch(block.combine_chunks(), config=raw, units_per_epoch=plan.units_per_epoch)
 
 
 KNOWN = {"width_column": "width", "height_column": "height"}
@@ -94,7 +98,7 @@ def decoded(monkeypatch):
     def run_here(function, calls, seconds):
         return [function(*call) for call in calls]
 
-    monkeypatch.setattr(isolation, "run_apart", run_here)
+    monkeypatch.setattr(isolated, "run_apart", run_here)
     monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
     return found
 
@@ -366,7 +370,7 @@ def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
         asked.add((chunk, *group))
         return read_kept(*group)
 
-    read = functools.partial(online.read_raw, config=raw, read_group=read_group)
+    read = functools.partial(encode.read_raw, config=raw, read_group=read_group)
     for chunk in range(plan.chunks_per_epoch):
         assert list(read_module.ChunkReader(plan, chunk, read).blocks(0, plan.steps_per_epoch))
     assert plan.chunks_per_epoch >= 10 and len(asked) > 10

@@ -11,10 +11,13 @@ import sys
 import pyarrow as pa
 import pytest
 
-from helpers.config.notebook import OnlineConfig, PreprocessingConfig
-from helpers.encode import online, stages
+from helpers.config import PreprocessingConfig
+from helpers.encode import stages
 from helpers.latents import read
-from helpers.raw import images, inputs, isolation
+from helpers.online import encode
+from helpers.online.config import OnlineConfig
+from helpers.production.decode import isolated
+from helpers.raw import images, inputs
 from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
 from tests.unit.raw.test_images import encoded, photograph
@@ -24,11 +27,11 @@ work = functools.partial(killing_pictures.make_pixels, sizing=images.Sizing({32:
 
 
 def run(*pictures, seconds=60):
-    return isolation.run_apart(work, [(picture,) for picture in pictures], seconds)
+    return isolated.run_apart(work, [(picture,) for picture in pictures], seconds)
 
 
 def reasons(results):
-    return [str(result) if isinstance(result, isolation.Lost) else result[1] for result in results]
+    return [str(result) if isinstance(result, isolated.Lost) else result[1] for result in results]
 
 
 def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
@@ -41,10 +44,10 @@ def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
 def test_a_process_that_dies_by_itself_costs_nothing():
     """Such as one that the system ends for lack of memory while another picture, or none, is decoded."""
     run(GOOD)
-    first = isolation.child.process
+    first = isolated.child.process
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    assert reasons(run(GOOD, GOOD)) == ["", ""] and isolation.child.process.pid != first.pid
+    assert reasons(run(GOOD, GOOD)) == ["", ""] and isolated.child.process.pid != first.pid
 
 
 def test_a_picture_that_takes_too_long_is_rejected():
@@ -58,7 +61,7 @@ def test_other_errors_are_raised_and_the_next_pictures_are_done():
 
 
 def test_a_child_that_cannot_start_is_an_error(monkeypatch, tmp_path):
-    isolation.forget_child()
+    isolated.forget_child()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(RuntimeError, match="ended with exit code 1"):
@@ -108,9 +111,9 @@ def offline(rows, config, epoch):
 
 
 def of_epoch(rows, config, epoch):
-    rows = rows.append_column(online.SHAPE, pa.repeat("image_latents_32", len(rows)))
+    rows = rows.append_column(encode.SHAPE, pa.repeat("image_latents_32", len(rows)))
     rows = rows.append_column(read.UNIT, pa.repeat(epoch, len(rows)))
-    return online.transform_for_epoch(rows, config=config, units_per_epoch=1)
+    return encode.transform_for_epoch(rows, config=config, units_per_epoch=1)
 
 
 @pytest.mark.parametrize(("kind", "transform"), [(PreprocessingConfig, offline), (OnlineConfig, of_epoch)])
@@ -118,7 +121,7 @@ def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypa
     """By another process that would not lose it: a rerun, or the next epoch, has the same rows."""
     config = kind(storage=str(tmp_path), resolutions=[32])
     rows = rows_of([GOOD, GOOD + HANGS, GOOD + KILLS])
-    monkeypatch.setattr(isolation, "SECONDS", 2.0)
+    monkeypatch.setattr(isolated, "SECONDS", 2.0)
     with monkeypatch.context() as patch:
         patch.setattr(images, "make_pixels", killing_pictures.make_pixels)
         first = transform(rows, config, 0)
@@ -131,5 +134,5 @@ def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypa
 def test_a_process_that_ends_by_itself_is_an_error_not_a_bad_picture():
     """With any exit code: such as a library that calls `exit`."""
     with pytest.raises(RuntimeError, match="ended with exit code 0"):
-        isolation.run_apart(os._exit, [(0,)], 60)
+        isolated.run_apart(os._exit, [(0,)], 60)
     assert reasons(run(GOOD)) == [""]

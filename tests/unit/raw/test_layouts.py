@@ -11,7 +11,8 @@ import pytest
 
 from helpers.encode import job, prepare
 from helpers.latents.manifest import Manifest
-from helpers.raw import inputs, layout, readers
+from helpers.production.readers import detect
+from helpers.raw import inputs, readers
 from tests.unit.raw.test_as_it_is import as_arrow as arrow
 from tests.unit.raw.test_as_it_is import config_of, online_rows, picture, refusal, rows_of, table, tar_of, write
 
@@ -25,11 +26,11 @@ def captioned(numbers, folder="", end="txt"):
 
 
 def found(uri, **parameters):
-    return layout.look(config_of(uri, **parameters))
+    return detect.look(config_of(uri, **parameters))
 
 
 def taken(uri, **parameters):
-    """The parameters that `layout.look` chooses."""
+    """The parameters that `detect.look` chooses."""
     config = found(uri, **parameters).config
     return config.input_format, config.image_column, config.caption_column, config.id_column
 
@@ -60,9 +61,9 @@ def test_captions_beside_pictures_are_read(tmp_path, end):
 
 
 def test_folders_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "UNIT_PICTURES", 4)
+    monkeypatch.setattr(detect, "UNIT_PICTURES", 4)
     path = write(tmp_path / "k", **captioned(range(10)), **{"5#2.jpg": picture(), "5#2.txt": "b"})
-    parts = [os.path.relpath(one, path) for one in layout.list_inputs(str(path))]
+    parts = [os.path.relpath(one, path) for one in detect.list_inputs(str(path))]
     assert parts == ["0.jpg#4", "4.jpg#4", "7.jpg#3"]
     assert both(path) == {f"{n}.jpg": (f"a cat {n}", "") for n in range(10)} | {"5#2.jpg": ("b", "")}
 
@@ -84,7 +85,7 @@ def test_tables_and_captions_beside_pictures_are_read_by_one_name(tmp_path):
     path = write(tmp_path / "f", **files, **captioned("34", "k/"), **{"t/0.txt": "of a table's folder"})
     expected = {"t/metadata.csv:0": ("a", ""), "t/metadata.csv:1": ("b", "")}
     assert both(path) == expected | {f"k/{key}.jpg": (f"a cat {key}", "") for key in "34"}
-    left_out = {layout.WHY_LEFT_OUT[layout.PICTURE]: 1, layout.WHY_LEFT_OUT[layout.SIDE_CAR]: 1}
+    left_out = {detect.WHY_LEFT_OUT[detect.PICTURE]: 1, detect.WHY_LEFT_OUT[detect.SIDE_CAR]: 1}
     assert found(path).counts == {"found": 9, "read": 7, "left_out": left_out}
 
 
@@ -194,7 +195,7 @@ def test_of_two_texts_beside_a_picture_one_is_read_and_one_is_counted(tmp_path):
         "c.jp2": (None, "no image bytes"),
         "d.psd": (None, "format not supported: PSD"),
     }
-    assert found(path).counts == {"found": 10, "read": 9, "left_out": {layout.WHY_LEFT_OUT[layout.SIDE_CAR]: 1}}
+    assert found(path).counts == {"found": 10, "read": 9, "left_out": {detect.WHY_LEFT_OUT[detect.SIDE_CAR]: 1}}
 
 
 def test_pictures_of_one_name_share_their_caption(tmp_path):
@@ -237,7 +238,7 @@ def test_a_table_may_call_its_pictures_differently(tmp_path):
 
 def test_files_that_no_layout_reads_have_the_reason_of_their_kind(tmp_path):
     path = write(tmp_path / "p", **{"a.parquet": table(), "a_stats.json": "{}", "b.tar.gz": "", "c.tgz": ""})
-    tars, texts = (layout.WHY_LEFT_OUT[kind] for kind in (layout.TAR, layout.SIDE_CAR))
+    tars, texts = (detect.WHY_LEFT_OUT[kind] for kind in (detect.TAR, detect.SIDE_CAR))
     assert found(path).counts == {"found": 4, "read": 1, "left_out": {tars: 2, texts: 1}}
 
 
@@ -306,12 +307,12 @@ def test_files_are_read_or_left_out_for_a_reason(tmp_path):
         "found": 13,
         "read": 4,
         "left_out": {
-            layout.WHY_LEFT_OUT[layout.BROKEN]: 2,
-            layout.WHY_LEFT_OUT[layout.SIDE_CAR]: 1,
-            layout.WHY_LEFT_OUT[layout.HIDDEN]: 3,
+            detect.WHY_LEFT_OUT[detect.BROKEN]: 2,
+            detect.WHY_LEFT_OUT[detect.SIDE_CAR]: 1,
+            detect.WHY_LEFT_OUT[detect.HIDDEN]: 3,
             "of no layout": 1,
-            layout.WHY_LEFT_OUT[layout.PICTURE]: 1,
-            layout.WHY_LEFT_OUT[layout.OTHER_TABLE]: 1,
+            detect.WHY_LEFT_OUT[detect.PICTURE]: 1,
+            detect.WHY_LEFT_OUT[detect.OTHER_TABLE]: 1,
         },
     }
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.encode.job import Job, Segment
-from helpers.runtime import lease
+from helpers.production import lease
 from helpers.train import setup
 from tests.benchmarks import made_up
 

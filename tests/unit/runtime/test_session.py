@@ -8,10 +8,10 @@ import types
 import pytest
 import ray
 
-from helpers.config.notebook import TrainingConfig
-from helpers.lesson import looks
-from helpers.runtime import session
-from helpers.runtime import throttle as throttle_module
+from helpers import cluster as session
+from helpers.config import TrainingConfig
+from helpers.latents import throttle as throttle_module
+from helpers.lesson import display
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -142,7 +142,7 @@ def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(mon
 
 def test_a_run_that_was_not_trained_names_the_notebook_to_run_first(tmp_path):
     with pytest.raises(FileNotFoundError, match="run_name='mine' has no checkpoint in .*: run Training.ipynb first"):
-        looks.finished_run(str(tmp_path), "mine")
+        display.finished_run(str(tmp_path), "mine")
 
 
 def test_ray_is_started_in_one_place_which_gives_it_a_token_and_no_secrets():

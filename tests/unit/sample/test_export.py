@@ -14,14 +14,14 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.encode import captions, encoder
 from helpers.latents.manifest import DataSets
 from helpers.lesson import ablations
 from helpers.model import denoisers
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
-from helpers.sample.card import model_card
-from helpers.sample.pipeline import build_pipeline, build_sampler, export_pipeline
+from helpers.production.card import model_card
+from helpers.sample import build_pipeline, build_sampler, export_pipeline
 from tests.faults import slow
 from tests.models import MOST_TOKENS, WIDTH, tiny_model
 from tests.pipelines import untrained_pipeline

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.model.denoisers import load_denoiser_config
 from helpers.train.step import TrainStep
 from tests.steps import BATCH, KEEP, NAN, STEPS, train, with_bits

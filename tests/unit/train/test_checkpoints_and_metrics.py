@@ -10,10 +10,11 @@ import pytest
 import ray
 import torch
 
-from helpers import distributed, storage
-from helpers.config.notebook import TrainingConfig
-from helpers.runtime import drain, retries
-from helpers.train import checkpoint, dataset, devices, faults, resume, setup, sources
+from helpers import cluster, distributed, storage
+from helpers.config import TrainingConfig
+from helpers.production.extras import sick_devices
+from helpers.runtime import drain
+from helpers.train import checkpoint, dataset, faults, resume, setup, sources
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
 from tests.processes import run_script
 
@@ -128,18 +129,18 @@ def test_an_error_is_summarized_in_a_sentence():
         "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
         "": "no message",
     }
-    assert {text: retries.summarize_error(text) for text in sentences} == sentences
+    assert {text: cluster.summarize_error(text) for text in sentences} == sentences
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
     device, multiply = torch.device("cpu"), torch.bmm
-    assert devices.check_device(device) is None
+    assert sick_devices.check_device(device) is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda one, other: multiply(one, other).index_fill_(1, torch.tensor([7]), 0))
-        assert devices.check_device(device) == "multiplies matrices wrongly"
-    assert devices.check_links(device) is None
+        assert sick_devices.check_device(device) == "multiplies matrices wrongly"
+    assert sick_devices.check_links(device) is None
     monkeypatch.setattr(distributed, "sum_over_ranks", lambda numbers: numbers.index_fill_(0, torch.tensor([7]), 0))
-    assert devices.check_links(device) == "got wrong sums from the other workers"
+    assert sick_devices.check_links(device) == "got wrong sums from the other workers"
 
 
 def test_what_an_earlier_call_left_in_the_buffer_is_not_taken_for_gathered_values(monkeypatch):
@@ -188,7 +189,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, compu
         for rank, (device, link) in enumerate(zip(computing, links, strict=True))
     ]
     storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
-    assert devices.exclude(config.run_uri, everyone) == sick
+    assert sick_devices.exclude(config.run_uri, everyone) == sick
     assert sorted(drained) == [f"node {rank}" for rank in sick or []]
     assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
 
@@ -197,7 +198,7 @@ def test_no_machine_is_excluded_while_the_head_is_not_known(tmp_path, monkeypatc
     config = TrainingConfig(storage=str(tmp_path), run_name="sick")
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node 1", "Resources": {}}])
     everyone = [{"device": "wrong", "links": None, "text": "0 is sick", "node": "node 1"}]
-    assert devices.exclude(config.run_uri, everyone) == []
+    assert sick_devices.exclude(config.run_uri, everyone) == []
     assert storage.exists(storage.join(config.run_uri, faults.ENDED))
 
 

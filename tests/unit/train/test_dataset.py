@@ -7,9 +7,9 @@ import sys
 import pytest
 from ray import cloudpickle
 
-from helpers.config.training import TrainingConfig
-from helpers.evaluation import settings, validation
+from helpers.config import TrainingConfig
 from helpers.lesson import captioned_shapes
+from helpers.production.extras import evaluate, settings
 from helpers.train import faults, sources
 
 LOAD = """
@@ -30,7 +30,7 @@ HANDED_OVER = {
     "the process of stored data": source_of,
     "the controller, as callbacks": lambda config: faults.RecordFailures(config.run_uri),
     "the controller, and the task that waits for an evaluation": lambda config: functools.partial(
-        validation.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
+        evaluate.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
     ),
 }
 

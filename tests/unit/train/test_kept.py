@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import storage
-from helpers.config.notebook import OnlineConfig, TrainingConfig
-from helpers.encode import encoder, prepare_online
+from helpers.config import TrainingConfig
+from helpers.encode import encoder
 from helpers.latents import held_out, read, schema
 from helpers.latents.manifest import MANIFEST, read_files, read_manifest, write_manifest
 from helpers.latents.plan import Plan, Shape
+from helpers.online import prepare
+from helpers.online.config import OnlineConfig
 from helpers.train import dataset, kept, resume, sources
 from tests.latents import build_segment, plan_for, read_steps
 from tests.unit.latents.test_plan import bucket_plans, dealt, plans, rows_of
@@ -343,5 +345,5 @@ def test_without_keep_latents_there_is_one_source(start):
 def test_latents_of_random_cuts_are_not_kept(cut, tmp_path):
     config = OnlineConfig(keep_latents=True, **cut)
     with pytest.raises(ValueError, match="^keep_latents=True encodes a picture once, and random_crop=") as error:
-        prepare_online.prepare_run(config, TrainingConfig(latents_uri=str(tmp_path)))
+        prepare.prepare_run(config, TrainingConfig(latents_uri=str(tmp_path)))
     assert str(next(iter(cut.values()))) in str(error.value)

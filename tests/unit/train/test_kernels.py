@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.distributed import local
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.evaluate import validation_loss
 from helpers.model.denoisers import load_denoiser_config
 from helpers.train.step import TrainStep
 from tests.steps import column, held_out, train, units

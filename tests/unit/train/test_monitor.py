@@ -11,13 +11,15 @@ import nbformat
 import numpy as np
 import pytest
 
+from helpers import notebook as runtime_progress
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
+from helpers.notebook import Progress, batch_terminal, poll_in_background, time
+from helpers.production import monitor
+from helpers.production.extras import results
 from helpers.runtime import machines
-from helpers.runtime import progress as runtime_progress
-from helpers.runtime.progress import Progress, batch_terminal, poll_in_background, time
-from helpers.sample.pipeline import to_png
-from helpers.train import checkpoint, faults, metrics, monitor, results
+from helpers.sample import to_png
+from helpers.train import checkpoint, faults, metrics
 
 ROOT = pathlib.Path(__file__).parents[3]
 SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}

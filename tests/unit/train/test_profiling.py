@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
-from helpers.train import meter, setup
-from helpers.train.meter import Meter
+from helpers.production.extras import meter
+from helpers.production.extras.meter import Meter
+from helpers.train import setup
 from helpers.train.profiling import speed_summary, throughput
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
 from helpers.distributed import local
 from helpers.lesson import ablations, estimates
 from helpers.model import sharding

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers.distributed import has_compiler
-from helpers.evaluation.validation_loss import validation_loss
+from helpers.evaluate import validation_loss
 from helpers.model.denoisers import build_denoiser
 from helpers.train import checkpoint_io
 from helpers.train.step import TrainStep

@@ -11,9 +11,11 @@ from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from helpers import storage
-from helpers.config.notebook import TrainingConfig
+from helpers.config import TrainingConfig
+from helpers.production import monitor
+from helpers.production.extras import results
+from helpers.production.extras import trackers as tracking
 from helpers.runtime import machines
-from helpers.train import monitor, results, tracking
 from helpers.train.metrics import MetricsLog
 
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}

@@ -1,0 +1,655 @@
+"""The notebooks' parameters: their types, defaults and checks. No Ray, no torch.
+
+A config is a frozen dataclass, which pydantic checks when it is built. Each field says its type, its default, what it
+is (the comment beside it in the notebooks' parameters cells) and, by the function that makes it, what it fixes. A wrong
+value raises ValueError before anything starts, in one sentence that names the parameter, its value and what to change.
+Building a config reads no storage.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+import pydantic
+from packaging.licenses import canonicalize_license_expression
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from . import storage
+from .storage import resolve
+
+
+def resolve_model(name: str) -> str:
+    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
+    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
+
+
+def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
+    """Of a number of workers, or of a pair of them."""
+    return (workers, workers) if isinstance(workers, int) else tuple(workers)
+
+
+def check_order(pair: tuple[int, int]) -> tuple[int, int]:
+    if pair[0] > pair[1]:
+        raise ValueError("the least number is larger than the most")
+    return pair
+
+
+def read_path(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+# ---- types of parameters that both classes have
+
+
+def must_be(text: str, **limits: Any) -> Any:
+    """`limits` of a value, and the text that completes the sentence "NAME=VALUE must be ..."."""
+    return Field(description=text, **limits)
+
+
+T = TypeVar("T")
+Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
+Positive = Annotated[float, must_be("a number of more than 0", gt=0)]
+Shares = Annotated[dict[T, Positive], Field(min_length=1)]
+Text = Annotated[str, must_be("a text"), BeforeValidator(read_path)]
+OptionalText = Annotated[Annotated[Text, Field(min_length=1)] | None, must_be("a text, or None")]
+Location = Annotated[Text, AfterValidator(lambda uri: resolve(uri) if uri else "")]
+Model = Annotated[Text, AfterValidator(resolve_model)]
+Switch = Annotated[bool, must_be("True or False")]
+Count = Annotated[int, must_be("a whole number of at least 1", ge=1)]
+OptionalCount = Annotated[Count | None, must_be("a whole number of at least 1, or None")]
+CountOrZero = Annotated[int, must_be("a whole number of at least 0", ge=0)]
+Limit = Annotated[int, must_be("a whole number of at least 0, or -1 for no limit", ge=-1)]
+Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_order)]
+Workers = Annotated[Count | Pair, must_be("a whole number of at least 1, or a pair (least, most) of them")]
+Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
+Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
+
+
+# ---- fields: what a parameter fixes, which must then be the same when a job or a run is resumed
+
+
+def parameter(default: Any, text: str, *, fixes: str | None) -> Any:
+    """A field: its default, the comment that stands beside it in each notebook, and what it fixes."""
+    return dataclasses.field(default=default, metadata={"text": text, "fixes": fixes})
+
+
+fixes_rows = functools.partial(parameter, fixes="rows")  # which rows are used, and at which size
+fixes_latents = functools.partial(parameter, fixes="latents")  # what is stored of a row
+fixes_run = functools.partial(parameter, fixes="run")  # what a run learns
+free = functools.partial(parameter, fixes=None)  # nothing: it may change when a job or a run is resumed
+LATENTS_URI = "encoded data; empty: storage/latents"
+COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
+# What may be given to a notebook: `checked` adds the fields of each class.
+NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
+NAMES |= {"other_pipeline", "other_prompts", "online_run_name"}  # of the lesson's other notebooks
+
+
+def checked(cls: type) -> type:
+    """`cls` as a frozen dataclass with checked fields. Pydantic's first finding becomes one plain ValueError."""
+    # strict: True is no 1 and "1e-3" no number; an int may stand for a float.
+    options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
+    validate = cls.__init__
+
+    def __init__(self, **values: Any) -> None:
+        check_commits(values)
+        try:
+            validate(self, **values)
+        except pydantic.ValidationError as error:
+            raise ValueError(describe_error(cls, error.errors()[0], values)) from None
+
+    cls.__init__ = __init__
+    NAMES.update(field.name for field in dataclasses.fields(cls))
+    return cls
+
+
+def check_commits(values: dict[str, Any]) -> None:
+    """Raises ValueError for a model whose commit a profile leaves open."""
+    for name, value in values.items():
+        if isinstance(value, str) and value.endswith(COMMIT):
+            raise ValueError(
+                f"{name}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
+                f"{COMMIT}."
+            )
+
+
+def describe_error(cls: type, error: dict, values: dict) -> str:
+    if not error["loc"]:  # from `__post_init__`, which checks what concerns several fields
+        return str(error["ctx"]["error"])
+    name = error["loc"][0]
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: check its spelling."
+    if error["type"] == "literal_error":
+        return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
+    quoted = f": write {values[name].strip()}, without quotes" if is_quoted(values[name]) else ""
+    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}{quoted}."
+
+
+def is_quoted(value: Any) -> bool:
+    """Whether a value is a text that spells a number, a list, True, False or None."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return not isinstance(ast.literal_eval(value.strip()), str)
+    except (SyntaxError, ValueError):
+        return False
+
+
+def check_names(cells: Sequence[str]) -> None:
+    """Raises ValueError if a parameters cell sets a name that is no parameter. `cells`: those run so far (`In`).
+
+    A cell counts until a later one sets one of its names again: a cell that was mended takes the place of what it was.
+    papermill puts what it is given (`-p`, `-f`) into a cell of its own. Parameters of other notebooks are allowed, as a
+    profile serves all three: `NAMES` has those of all classes imported so far.
+    """
+    seen: set[str] = set()
+    for cell in reversed(cells):
+        names = names_set(cell)
+        if seen.isdisjoint(names):
+            for name in names:
+                if name not in NAMES:
+                    close = difflib.get_close_matches(name, NAMES, 1)
+                    hint = f"did you mean {close[0]}?" if close else "check its spelling."
+                    raise ValueError(f"{name} is not a parameter of any notebook: {hint}")
+        seen.update(names)
+
+
+def names_set(cell: str) -> list[str]:
+    """The names that a parameters cell sets; [] of another cell.
+
+    It consists of assignments alone, and sets a parameter or begins with papermill's comment.
+    """
+    try:
+        statements = ast.parse(cell).body
+    except SyntaxError:  # magic, such as "%time"
+        return []
+    targets = [getattr(statement, "targets", [None])[0] for statement in statements]
+    if not all(isinstance(target, ast.Name) for target in targets):
+        return []
+    names = [target.id for target in targets]
+    return names if cell.startswith("# Parameters\n") or NAMES.intersection(names) else []
+
+
+@checked
+class Parameters:
+    """What all notebooks share."""
+
+    storage: Location = free("storage", "folder or URI of all data and results; on several nodes a shared one")
+    validation_share: Share = fixes_rows(0.02, "share of rows held out for validation, chosen by a hash of their id")
+    leave_out: Location = free("", "file of ids (or SHA-256 of raw images) to leave out, text or Parquet; empty: none")
+    channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
+    max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
+
+    @classmethod
+    def from_parameters(cls, namespace: dict[str, Any]) -> Self:
+        """The config of a notebook's variables (`globals()`) that have the names of parameters.
+
+        Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
+        """
+        check_names(namespace.get("In", ()))
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: namespace[name] for name in names if name in namespace})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def fixed(self, *what: str) -> dict[str, Any]:
+        """{name: value} of the parameters that fix `what`: "rows", "latents" or "run"."""
+        names = [field.name for field in dataclasses.fields(self) if field.metadata["fixes"] in what]
+        return {name: getattr(self, name) for name in names}
+
+    def set_derived(self, **values: Any) -> None:
+        """Set fields that follow from others. Only `__post_init__` may: a config does not change afterwards."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def first_difference(
+    before: dict[str, Any], now: dict[str, Any], names: Iterable[str] | None = None
+) -> tuple[str, Any, Any] | None:
+    """`(name, value before, value now)` of the first entry in which two dicts differ; None if they are equal.
+
+    Values are compared as JSON stores them: a tuple equals a list. An entry that one dict lacks is None there.
+    `names`: the entries to compare; None: all.
+    """
+    before, now = json.loads(json.dumps([before, now], default=dataclasses.asdict))
+    for name in before | now if names is None else names:
+        if before.get(name) != now.get(name):
+            return name, before.get(name), now.get(name)
+    return None
+
+
+def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(values)))
+
+
+Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
+Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
+Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
+Captions = Annotated[Text | Several[Text] | None, must_be("a column, a list of several, or None")]
+LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
+OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
+Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
+InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
+TextCleaning = Literal["none", "lower", "ftfy"]
+EncoderPrecision = Literal["fp32", "fp16", "bf16"]
+Statistics = Literal["moments", "mean"]
+Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
+
+
+def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
+    """Arguments of Ray Data's `ActorPoolStrategy`. With a pair, Ray Data chooses the number of actors in between."""
+    least, most = least_and_most(num_encoders)
+    return {"min_size": least, "max_size": most}
+
+
+@checked
+class PreprocessingConfig(Parameters):
+    """Raw images and captions -> latents."""
+
+    image_column_is_found: ClassVar[bool] = False  # by `layout.look`; no parameter
+
+    # the input
+    input_uri: Location = free("", "raw data: a file, folder or pattern, local or s3://; empty: drawn sample data")
+    input_format: InputFormat = fixes_rows(
+        "auto", '"auto" (what is there), "parquet", "webdataset", "imagefolder", "arrow"'
+    )
+    row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
+    image_column: OptionalText = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
+    caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
+    # `prepare.check` records `num_captions` instead.
+    max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists or lines")
+    id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row's place")
+    limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
+    # the transform
+    resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
+    aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
+    size_multiple: Count = fixes_rows(16, "pixels; sides of shapes other than squares are multiples of it; 64 for SD 2")
+    upscale: Switch = fixes_rows(False, "whether images smaller than a resolution are enlarged; False: left out")
+    max_aspect_ratio: LargestRatio = fixes_rows(None, "maximum of longer side / shorter side, such as 2; None: any")
+    # The default is Pillow's own limit.
+    max_pixels: Count = fixes_rows(89_478_485, "maximum pixels of an image; larger ones are rejected unopened")
+    # The encoder. It fixes the latents too: `prepare.describe_encoder` records it.
+    encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), or a folder or hub id in diffusers layout')
+    encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id; None: the newest, kept on resuming")
+    vae_model: OptionalModel = free(None, "model with another VAE; None: encoder_model")
+    vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
+    text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
+    text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
+    # Captions are encoded for it: `maximum_tokens` and `text_cleaning` follow it by default.
+    unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
+    maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
+    text_cleaning: TextCleaning = fixes_latents("none", 'cleaning of captions: "none", "lower" (case), "ftfy" (repair)')
+    encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
+    encoder_batch_size: Count = free(32, "images per batch of an encoder")
+    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of images")
+    # the output
+    latents: Statistics = fixes_latents("moments", 'output of the VAE: "moments" (mean, std), "mean" (half the space)')
+    latents_uri: Location = free("", LATENTS_URI)
+    # the machines
+    num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")
+    num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
+    gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
+    encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
+    dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
+
+    def __post_init__(self) -> None:
+        self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
+        for part in ("encoder", "vae", "text_encoder"):
+            self.add_revision(f"{part}_model", f"{part}_revision")
+        if len(set(self.caption_columns)) < len(self.caption_columns) or self.caption_column in ("", ()):
+            raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
+        if len(self.caption_columns) > 1 and self.max_captions > 1:
+            raise ValueError(
+                f"max_captions={self.max_captions} is for a column of lists, and caption_column="
+                f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
+            )
+        self.check_shapes()
+
+    def add_revision(self, parameter: str, revision_parameter: str) -> None:
+        """Make the model "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
+        model, revision = getattr(self, parameter), getattr(self, revision_parameter)
+        if revision is None:
+            return
+        if model is None or model == "tiny-sd" or os.path.exists(model):
+            raise ValueError(
+                f"{revision_parameter}={revision!r} is that of a hub id, and {parameter}={model!r} is "
+                f"{'none' if model is None else 'a folder'}: leave it None."
+            )
+        self.set_derived(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
+
+    def model_parameter(self, part: str) -> str:
+        """The parameter that names the model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
+        return "encoder_model" if getattr(self, f"{part}_model") is None else f"{part}_model"
+
+    def model_of(self, part: str) -> str:
+        """The model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
+        return getattr(self, self.model_parameter(part))
+
+    def check_shapes(self) -> None:
+        """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""
+        known = {}
+        for resolution, shapes in self.shapes.items():
+            for shape in shapes:
+                if 0 not in shape and known.setdefault(shape, resolution) == resolution:
+                    continue
+                what = "has a side of 0" if 0 in shape else f"is one of {known[shape]} too"
+                raise ValueError(
+                    f"aspect_ratios={list(self.aspect_ratios)} and size_multiple={self.size_multiple} come to "
+                    f"{shape[0]} x {shape[1]} pixels at resolution {resolution}, which {what}: leave that ratio out, "
+                    "or use a smaller size_multiple."
+                )
+
+    @property
+    def caption_columns(self) -> list[str]:
+        """The columns that `caption_column` names; [] if that is left to `layout.look`."""
+        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column or ())
+
+    @property
+    def num_captions(self) -> int:
+        """The number of captions that are stored of each row; a row that has fewer repeats its own."""
+        return max(len(self.caption_columns), self.max_captions)
+
+    @property
+    def captions_encoded(self) -> int:
+        """The number of captions of each row that the encoders encode."""
+        return self.num_captions
+
+    @property
+    def most_encoders(self) -> int:
+        return least_and_most(self.num_encoders)[1]
+
+    @property
+    def shapes(self) -> dict[int, list[tuple[int, int]]]:
+        """{resolution: (width, height) of each of its shapes, by rising ratio}.
+
+        A shape has about the area of the resolution's square: its width is the resolution times the root of the ratio,
+        and its height the resolution divided by it. Both are rounded to multiples of `size_multiple`.
+        """
+
+        def shape(resolution: int, ratio: float) -> tuple[int, int]:
+            if ratio == 1:
+                return resolution, resolution
+            sides = resolution * ratio**0.5, resolution / ratio**0.5
+            return tuple(int(side / self.size_multiple + 0.5) * self.size_multiple for side in sides)
+
+        return {
+            size: list(dict.fromkeys(shape(size, ratio) for ratio in self.aspect_ratios)) for size in self.resolutions
+        }
+
+    @property
+    def raw_uri(self) -> str:
+        """The folder of the drawn sample data, if no `input_uri` is given."""
+        return storage.join(self.storage, "raw")
+
+    @property
+    def data_uri(self) -> str:
+        """The raw rows' location: `input_uri`, or the drawn sample data."""
+        return self.input_uri or self.raw_uri
+
+
+def read_size(key: Any) -> Any:
+    """JSON has text keys: "64" -> 64."""
+    return int(key) if isinstance(key, str) and key.isdigit() else key
+
+
+def resolve_run(run: str) -> str:
+    """A run's folder as an absolute path or URI; a run's name stays as it is."""
+    return storage.resolve(run) if "/" in run else run
+
+
+Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
+Size = Annotated[Count, BeforeValidator(read_size)]
+SizeShares = Annotated[
+    Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
+]
+# Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
+PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
+RunName = Annotated[Text, must_be("a plain ASCII folder name without slashes or spaces", pattern=PLAIN)]
+Weights = Annotated[
+    Annotated[Model, Field(min_length=1)] | None,
+    must_be("a run, the folder or hub id of a checkpoint, pipeline or denoiser, or None"),
+]
+Run = Annotated[
+    Annotated[Text, Field(min_length=1), AfterValidator(resolve_run)] | None,
+    must_be("a run's name or folder, perhaps with @step, or None"),
+]
+CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
+Gamma = Annotated[Positive | Literal["auto"] | None, must_be("a number of more than 0, None for no weights, or 'auto'")]
+Tracker = Literal["tensorboard", "wandb"]
+Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
+Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
+Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
+Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
+Spdx = Annotated[Text, AfterValidator(canonicalize_license_expression)]
+Licence = Annotated[Spdx | None, must_be("an SPDX id such as 'Apache-2.0' or 'LicenseRef-Name', or None")]
+Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
+Objective = Literal["v_prediction", "epsilon", "flow"]
+Which = Literal["model", "ema"]
+Timesteps = Literal["auto", "uniform", "importance", "logit_normal"]
+Schedule = Literal["cosine", "constant"]
+Strategy = Literal["ddp", "fsdp", "fsdp-full", "hsdp"]
+Precision = Literal["fp32", "bf16"]
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient"]
+Sampler = Literal["auto", "ddim", "dpm++", "euler", "unipc"]
+Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
+Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
+
+
+@checked
+class TrainingConfig(Parameters):
+    """Latents -> a trained denoiser. `loop.train_loop_per_worker` takes it as it is."""
+
+    # the data and the run
+    latents_uri: Mixture = free("", LATENTS_URI)
+    run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
+    init_from: Weights = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
+    init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')
+    init_other_objective: Switch = free(False, "whether init_from may be of another prediction_type")
+    continue_from: Run = fixes_run(None, 'run to continue with its optimizer, EMA, place: "name", "name@step"; None')
+    # the model and its objective
+    unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
+    resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
+    prediction_type: Objective = fixes_run("v_prediction", 'training target: "v_prediction", "epsilon" (noise), "flow"')
+    zero_terminal_snr: Switch = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')
+    caption_shares: CaptionShares = fixes_run(None, "shares of a row's captions, in their order; None: equal shares")
+    caption_dropout: Share = fixes_run(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
+    # "auto" stands for the value in `follow_objective`, which the run's config.json holds in its place.
+    min_snr_gamma: Gamma = fixes_run("auto", 'gamma of the min-SNR loss weights; None: weight 1; "auto": 5, flow None')
+    timestep_sampling: Timesteps = fixes_run(
+        "auto", '"importance", "uniform", "logit_normal" (flow); "auto": by objective'
+    )
+    timestep_shift: Positive = fixes_run(1.0, "flow's shift to noise at the largest resolution; smaller ones get less")
+    ema_start: CountOrZero = fixes_run(0, "first step whose weights are averaged")
+    ema_decay: Share = fixes_run(0.995, "decay of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
+    # the recipe
+    global_batch_size: Count = fixes_run(64, "rows of one optimizer step, over all workers")
+    micro_batch_size: OptionalCount = free(None, "rows of one forward pass; None: a whole unit")
+    units_per_step: OptionalCount = fixes_run(None, "units per global batch; None: the maximum number of workers")
+    max_steps: Count = fixes_run(1000, "optimizer steps")
+    learning_rate: Positive = fixes_run(3e-3, "peak learning rate of AdamW")
+    warmup_steps: CountOrZero = fixes_run(60, "steps over which the learning rate rises to its peak")
+    lr_schedule: Schedule = fixes_run("cosine", 'learning rate after warm-up: "cosine" (to 0 at max_steps), "constant"')
+    adam_beta2: Share = fixes_run(0.99, "AdamW's second decay rate; 0.999 for runs of 100,000 steps")
+    weight_decay: Amount = fixes_run(0.01, "weight decay of AdamW")
+    seed: CountOrZero = fixes_run(0, "seed of weights, data order, noise and timesteps")
+    # the machines
+    num_training_workers: Workers = free(1, "training processes, a GPU each with use_gpu; (least, most): elastic")
+    use_gpu: Switch = free(False, "whether to train and generate images on GPUs")
+    training_accelerator_type: OptionalText = free(None, 'kind of the trainers\' GPUs, such as "A100"; None: any')
+    strategy: Strategy = free("ddp", 'data parallelism: "ddp"; sharded: "fsdp", "fsdp-full", "hsdp"')
+    compile_unet: Switch = free(False, "torch.compile of the denoiser's blocks")
+    precision: Precision = fixes_run("fp32", 'precision of matrix products: "fp32", "bf16"; with fsdp of norms too')
+    cudnn_benchmark: Switch = free(False, "whether cuDNN times its convolutions for each shape, to keep the fastest")
+    attention: AttentionKernel = free("auto", 'attention kernel on a GPU: "auto", "cudnn", "flash", "efficient"')
+    deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow")
+    activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
+    # safety
+    checkpoint_every: Count = free(250, "steps between checkpoints")
+    checkpoints_kept: Count = free(2, "number of newest checkpoints kept; the best one (best_by) is kept as well")
+    validate_every: CountOrZero = free(500, "steps between validations, a multiple of checkpoint_every; 0: never")
+    max_skipped_steps: CountOrZero = free(0, "successive steps that may be skipped for a loss that is not finite")
+    hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
+    trackers: Trackers = free((), '"tensorboard"; "wandb" if it is installed')
+    # the evaluation at checkpoints
+    validation_uri: Location = free("", 'second validation set, encoded (best_by "validation_set_loss"); empty: none')
+    prompts: Prompts = free(None, "texts, or a file, for images at checkpoints; None: captions of held-out rows")
+    guidance_scale: Guidance = free(2.0, "scale of classifier-free guidance; 1: none")
+    sampling_steps: Steps = free(20, "denoising steps per image")
+    sampler: Sampler = free("auto", '"ddim"; in fewer steps "dpm++", "euler", "unipc"; "auto": "ddim", flow "dpm++"')
+    clip_model: Clip = free("tiny-clip", 'CLIP for scores: "tiny-clip" (in helpers), folder or hub id; None: none')
+    best_by: Score = free("validation_loss", 'score of the best checkpoint; "clip_score", "cmmd", "agreement"')
+    licence: Licence = free(None, "SPDX id of the exported model's licence, for its card; None: none is named")
+    profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
+
+    def __post_init__(self) -> None:
+        if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
+            raise ValueError(
+                f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
+            )
+        if self.init_from and self.continue_from:
+            raise ValueError(
+                f"init_from={self.init_from!r} and continue_from={self.continue_from!r} exclude each other: give one."
+            )
+        given = self.units_per_step
+        self.set_derived(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
+        self.follow_objective()
+        if self.most_workers > self.units_per_step:
+            raise ValueError(
+                f"num_training_workers={self.num_training_workers} is more than units_per_step={self.units_per_step}, "
+                "and a worker without a unit only waits: use fewer workers, or more units in a new run."
+            )
+        if self.global_batch_size % self.units_per_step:
+            default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} does not divide into units_per_step={self.units_per_step} "
+                f"equal units{default}: change one of the two."
+            )
+        if self.micro_batch_size and self.unit_rows % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows "
+                "(global_batch_size / units_per_step): change one of the three."
+            )
+        if self.validate_every % self.checkpoint_every:
+            raise ValueError(
+                f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
+                "validation runs on checkpoints, beside the training (0: never)."
+            )
+        self.check_objective()
+        defaults = {"compile_unet": False, "cudnn_benchmark": False, "attention": "auto"}
+        chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
+        if self.deterministic and chosen:
+            raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")
+        if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
+            raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
+        if self.best_by.startswith("validation_set") and not self.validation_uri:
+            raise ValueError(f"best_by={self.best_by!r} needs a validation_uri: give one, or keep the best by another.")
+
+    def follow_objective(self) -> None:
+        """Replace each "auto" by what goes with the objective."""
+        flow = self.prediction_type == "flow"
+        gamma = None if flow or self.zero_terminal_snr else 5.0
+        gamma = gamma if self.min_snr_gamma == "auto" else self.min_snr_gamma
+        sampling = "logit_normal" if flow else "importance" if gamma else "uniform"
+        chosen = {"min_snr_gamma": gamma, "timestep_sampling": sampling, "sampler": "dpm++" if flow else "ddim"}
+        self.set_derived(**{name: value for name, value in chosen.items() if getattr(self, name) == "auto"})
+
+    def check_objective(self) -> None:
+        """Raises ValueError that names all parameters of the objective that do not go together."""
+        flow, kind = self.prediction_type == "flow", f"prediction_type={self.prediction_type!r}"
+        gamma, problems = f"min_snr_gamma={self.min_snr_gamma}", []
+        if flow and self.min_snr_gamma is not None:
+            problems.append(f"{gamma} weights epsilon and v, not {kind}: set it to None.")
+        if flow and self.timestep_sampling == "importance":
+            problems.append(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
+        if not flow and (self.timestep_sampling == "logit_normal" or self.timestep_shift != 1):
+            problems.append(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
+        if self.zero_terminal_snr and self.prediction_type != "v_prediction":
+            problems.append(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+        elif self.zero_terminal_snr and self.min_snr_gamma is not None:
+            problems.append(
+                f"{gamma} with zero_terminal_snr=True gives the last timestep weight 0, and sampling begins there: set "
+                "min_snr_gamma to None, or zero_terminal_snr to False."
+            )
+        if flow and self.sampler not in ("dpm++", "unipc"):
+            problems.append(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
+        fewest, most = self.sampling_steps_taken
+        if not fewest <= self.sampling_steps <= most:
+            problems.append(
+                f"sampling_steps={self.sampling_steps}: sampler={self.sampler!r} takes {fewest} to {most} with "
+                f"timestep_shift={self.timestep_shift:g}, or it does not begin once at the noisiest timestep."
+            )
+        if problems:
+            raise ValueError(" ".join(problems))
+
+    @property
+    def sampling_steps_taken(self) -> tuple[int, int]:
+        """The least and the most steps with which diffusers' sampler begins at the noisiest timestep, once.
+
+        A shift moves flow's first timesteps together. Euler's sampler takes a single step at timestep 0.
+        """
+        most = int(998 / max(1, self.timestep_shift)) if self.prediction_type == "flow" else 999
+        return (2 if self.sampler == "euler" else 1), most
+
+    def resolve_latents(self) -> str | dict[str, float]:
+        """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""
+        if isinstance(self.latents_uri, str):
+            return storage.resolve(self.latents_uri or storage.join(self.storage, "latents"))
+        shares = {storage.resolve(uri): share for uri, share in self.latents_uri.items()}
+        if len(shares) < len(self.latents_uri):
+            raise ValueError(f"latents_uri={self.latents_uri!r} names the same folder twice: give each once.")
+        total = sum(shares.values())
+        uri, least = min(shares.items(), key=lambda item: item[1])
+        if least / total < 1e-3:
+            raise ValueError(f"latents_uri: the proportion {least!r} of {uri} is less than a thousandth: leave it out.")
+        # Not divided again when a resolved mapping comes back from `config.json`: rounding would change it.
+        return shares if abs(total - 1) < 1e-9 else {uri: share / total for uri, share in shares.items()}
+
+    @property
+    def proportions(self) -> dict[str, float]:
+        """{URI of a latents folder: its share of every batch}, also where there is only one."""
+        return self.latents_uri if isinstance(self.latents_uri, dict) else {self.latents_uri: 1.0}
+
+    @property
+    def worker_counts(self) -> range:
+        """All numbers of workers that the run may have, rising."""
+        fewest, most = least_and_most(self.num_training_workers)
+        return range(fewest, most + 1)
+
+    @property
+    def most_workers(self) -> int:
+        return self.worker_counts[-1]
+
+    @property
+    def resolutions(self) -> list[int]:
+        """Every size that is trained at, rising."""
+        return sorted(self.resolution) if isinstance(self.resolution, dict) else [self.resolution]
+
+    @property
+    def resolution_shares(self) -> dict[int, float]:
+        """{size: its share of the steps}; they add up to 1."""
+        shares = self.resolution if isinstance(self.resolution, dict) else {self.resolution: 1.0}
+        return {size: share / sum(shares.values()) for size, share in shares.items()}
+
+    @property
+    def largest_resolution(self) -> int:
+        """What is validated and sampled at."""
+        return self.resolutions[-1]
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows of a unit, the smallest part of a global batch that one worker gets."""
+        return self.global_batch_size // self.units_per_step
+
+    def validates_at(self, step: int) -> bool:
+        """Whether the checkpoint of a step is due for validation: every `validate_every` steps, and the last one."""
+        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.max_steps)
+
+    @property
+    def run_uri(self) -> str:
+        return storage.join(self.storage, "runs", self.run_name)

@@ -1,0 +1,365 @@
+"""What the notebooks show of the pipeline, raw rows, a finished job, held-out prompts, and errors."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import html
+import io
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import ray.train
+from IPython import get_ipython
+from IPython.display import HTML, display
+from PIL import Image
+
+from .. import sample, storage
+from ..config import PreprocessingConfig, TrainingConfig, check_names
+from ..encode import stages
+from ..encode.captions import count_tokens, load_tokenizer
+from ..latents import held_out, schema
+from ..latents.manifest import DataSets, Manifest, read_manifest
+from ..latents.parquet import read_parquet
+from ..latents.read import first_latents
+from ..online.config import OnlineConfig
+from ..production.data import exclusions
+from ..production.extras import at_checkpoints
+from ..production.extras import trackers as tracking
+from ..production.readers import detect
+from ..raw import filters, images, inputs, readers
+from ..train import checkpoint, resume, setup
+from . import captioned_shapes
+
+
+def fold_tracebacks() -> None:
+    """Show an error in this notebook as one sentence, which papermill prints too, and its traceback folded."""
+    if (shell := get_ipython()) is not None:
+        shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
+
+
+def _show_error(shell, kind, error, trace, tb_offset=None):
+    """An error of a Ray task, of a subclass of NameError, gets no note; a cell that was stopped no traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        print(str(error) or "Stopped: this cell did not finish.")
+        return
+    if kind is NameError:
+        error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
+    text = html.escape("".join(traceback.format_exception(kind, error, trace)))
+    display(HTML(f"<details><summary>Traceback</summary><pre>{text}</pre></details>"))
+    shell.showtraceback((kind, error, trace), exception_only=True)
+
+
+def catch_up() -> None:
+    """Run the notebook's cells above the one that calls it, but for the sections. Nothing, if they have been run.
+
+    For a kernel that was restarted after a run: a finished run is not trained again. The notebook's file is the one
+    that JupyterLab or VS Code names; it holds what was saved last.
+    """
+    shell = get_ipython()
+    if "config" in shell.user_ns:
+        return
+    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
+    if not os.path.isfile(path):
+        raise RuntimeError("This kernel does not know its notebook's file: run the cells above, with sections = [].")
+    cells = storage.read_json(path)["cells"]
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        if "looks.catch_up()" in source:
+            return
+        if not source.startswith("# section: "):
+            shell.run_cell(source).raise_error()
+
+
+def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
+    """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
+    workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
+    rows = manifest.read - manifest.filtered
+    seconds = {stage: manifest.work[f"{stage}_seconds"] for stage in workers}
+    rates = [(stage, number * rows / seconds[stage], number) for stage, number in workers.items() if seconds[stage]]
+    return pd.DataFrame(rates, columns=["stage", "images_per_second", "workers"])
+
+
+def dataset_stats(
+    config: PreprocessingConfig, num_rows: int = 2000, seed: int = 0
+) -> tuple[pd.DataFrame, list[Image.Image], list[str]]:
+    """`(frame, pictures, captions)` of a random sample of rows.
+
+    The frame has one row per sample: `tokens` (of the whole caption, with begin and end), `width` and `height` (from
+    the headers; NaN without an image). `pictures` and `captions` are those of twelve rows, decoded.
+    """
+    rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
+    captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
+    sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
+    tokens = count_tokens(captions, load_tokenizer(config.model_of("text_encoder")))
+    frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
+    frame.insert(0, "tokens", tokens)
+    shown = good_rows(rows, config, 12)
+    return frame, [picture for _, picture, _ in shown], [caption for _, _, caption in shown]
+
+
+def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
+    """How many images each shape would get, and how much of them the crop would cut away.
+
+    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for images smaller than
+    theirs), pictures (their number), share, cut (mean share of an image's area that is lost; NaN without images).
+    """
+    sizes = stats[["width", "height"]].dropna().to_numpy()
+    rows = []
+    for resolution, shapes in config.shapes.items():
+        mine = np.array([images.nearest_shape(size, shapes) for size in sizes]).reshape(-1, 2)
+        fits = (sizes >= mine).all(axis=1) | config.upscale
+        ratio = (sizes[:, 0] / sizes[:, 1]) / (mine[:, 0] / mine[:, 1])
+        cut = 1 - np.minimum(ratio, 1 / ratio)
+        for shape in shapes:
+            here = fits & (mine == shape).all(axis=1)
+            rows.append((resolution, "{}x{}".format(*shape), here.sum(), cut[here].mean() if here.any() else np.nan))
+        rows.append((resolution, "too small", (~fits).sum(), np.nan))
+    table = pd.DataFrame(rows, columns=["resolution", "shape", "images", "cut"])
+    table.insert(3, "share", table["images"] / max(1, len(sizes)))
+    return table
+
+
+def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
+    """`[(row id, picture, caption)]` of the first good raw rows, decoded here, before any pipeline is built.
+
+    Raises ValueError if there are none.
+    """
+    rows = inputs.to_raw_rows(inputs.first_rows(config, 4 * num_rows), config)
+    shown = good_rows(rows, config, num_rows)
+    if not shown:
+        raise ValueError(
+            f"None of the first {len(rows)} rows of {config.data_uri} can be used at "
+            f"resolutions={list(config.resolutions)}: give smaller ones, upscale=True, or other data."
+        )
+    return shown
+
+
+def picture_size(data: bytes | None) -> tuple[int, int] | None:
+    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not an image."""
+    if not data:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=images.FORMATS).size
+    except Exception:  # Pillow's parsers raise exceptions of many types; `images.decode` gives the reason
+        return None
+
+
+def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
+    """`[(row id, picture, caption)]` of the first raw rows that the transform accepts."""
+    good = []
+    for start in range(0, len(rows), num_rows):
+        some = rows.slice(start, num_rows)
+        done = stages.transform_pictures(some, config)
+        good += [row for row, made in zip(some.to_pylist(), done, strict=True) if not made.reason]
+        if len(good) >= num_rows:
+            break
+    # A picture that would kill its process is not among them.
+    return [
+        (row[inputs.ID], images.decode(row[inputs.IMAGE], config.max_pixels), row[inputs.CAPTION])
+        for row in good[:num_rows]
+    ]
+
+
+def input_tables(found: detect.Found) -> list[pd.DataFrame]:
+    """The input's files by kind: found = read + left out; and the columns that are taken, with why."""
+    files = pd.DataFrame(found.files, columns=["files", "found", "read", "why they are left out"])
+    files.insert(3, "left out", files["found"] - files["read"])
+    files.loc[files["left out"] == 0, "why they are left out"] = ""
+    return [files, pd.DataFrame(found.columns, columns=["parameter", "taken", "why"])]
+
+
+def summary(manifest: Manifest) -> pd.DataFrame:
+    """What became of a job's files and rows: read = written (online: usable) + rejected (by reason) + filtered."""
+    files = manifest.job.get("input_files") or {"found": 0, "read": 0, "left_out": {}}  # earlier versions counted none
+    rows = [("files found", "", files["found"]), ("files read", "", files["read"])] * bool(files["found"])
+    rows += [("files left out", reason, count) for reason, count in files["left_out"].items()]
+    rows += [("rows read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
+    rows += [("of these", note, count) for note, count in manifest.noted.items()]
+    rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
+    rows += [("filtered", "", manifest.filtered)]
+    return pd.DataFrame(rows, columns=["what", "reason", "number"])
+
+
+def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
+    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
+
+    Trackers that a run of an earlier version had, and that there are no more, are left out. In a notebook: ValueError
+    if a parameters cell sets a name that is no parameter.
+    """
+    if (shell := get_ipython()) is not None:
+        check_names(shell.user_ns["In"])
+    uri = storage.join(storage_uri, "runs", run_name)
+    saved = checkpoint.last_complete(uri)
+    if saved is None:
+        raise FileNotFoundError(
+            f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
+            "run_name, or change them."
+        )
+    values = setup.read_config(uri)["parameters"]
+    trackers = [name for name in values.get("trackers", ()) if name in tracking.TRACKERS]
+    config = TrainingConfig(**{**values, "storage": storage_uri, "trackers": trackers})
+    return config, resume.as_checkpoint(saved)
+
+
+def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
+    """Rejected rows as a frame with columns id, reason, source: all, or those of the first `max_files` files."""
+    files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]
+    tables = list(map(read_parquet, files))
+    columns = [schema.ID, schema.REASON, schema.SOURCE]
+    return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
+
+
+def read_run_rejects(run_uri: str) -> pd.DataFrame:
+    """The bad rows that a run found, each once: a frame with columns id, reason, source.
+
+    If `leave_out` lists none of the rows that the run has encoded, a sentence is printed.
+    """
+    rejects = read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
+    if used := setup.read_config(run_uri).get("leave_out"):
+        exclusions.say_if_unused(used[-1]["list"], rejects["reason"])
+    return rejects
+
+
+def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:
+    """`num_rows` rows as stored in up to 16 random files, with `path`, without those that `row_filter` drops.
+
+    If the filter drops all of them, a sentence is printed, and they are returned unfiltered.
+    """
+    random = np.random.default_rng(seed)
+    paths = inputs.list_inputs(config.data_uri, config.input_format)
+    chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
+    num_each, tables = -(-num_rows // len(chosen)), []
+    for path in chosen:
+        with contextlib.suppress(*[readers.Unreadable] * (len(chosen) > 1)):  # the job leaves such a file out
+            tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
+    rows = inputs.join_alike(tables)
+    rows = rows.take(random.permutation(len(rows))[:num_rows])
+    expression = filters.parse_filter(config.row_filter)
+    kept = rows if expression is None else rows.filter(expression.to_pyarrow())
+    if len(kept) == 0 and len(rows):
+        print(f"row_filter={config.row_filter!r} leaves none of {len(rows):,} random rows: they are shown without it.")
+        return rows
+    return kept
+
+
+def sample_file(
+    path: str, config: PreprocessingConfig, num_rows: int, random: np.random.Generator
+) -> Iterator[pa.Table]:
+    """Tables with the first rows of random row groups of a file, `num_rows` in all.
+
+    A tar's first rows are taken: seeking in it would mean reading all of it.
+    """
+    read, left = inputs.reader(config), num_rows
+    if config.input_format == "webdataset":
+        selections = [None]  # from the beginning
+    else:
+        selections = [[int(group)] for group in random.permutation(len(read.row_groups(path)))]
+    share = max(1, num_rows // min(4, max(1, len(selections))))  # of a row group, which may be the whole file
+    for selection in selections:
+        wanted = min(left, share)
+        for table in read.stream(path, inputs.used_columns(config), selection):
+            yield table[:wanted]
+            left -= len(table[:wanted])
+            wanted -= len(table[:wanted])
+            if wanted == 0:
+                break
+        if left == 0:
+            return
+
+
+def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
+    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; last row "all".
+
+    Reads only the filter's columns (everything in tars, which have no columns), of the whole input or its first `limit`
+    rows. A row counts for each clause that it fails, so the clauses may add up to more than "all".
+    """
+    texts = clauses(config.row_filter)
+    if not texts:
+        raise ValueError("row_filter='' drops nothing: there is nothing to count.")
+    paths = inputs.list_inputs(config.data_uri, config.input_format)
+    readable = [path for path, rows, _ in inputs.rows_to_read(paths, config) if rows]
+    rows = inputs.read_columns(readable, filters.filter_columns(config.row_filter), config)
+    if config.limit is not None:
+        rows = rows.limit(config.limit)
+    count = functools.partial(count_dropped, texts=texts)
+    counted = rows.map_batches(count, batch_format="pyarrow").to_pandas().sum()
+    numbers, dropped = range(len(texts)), int(counted["dropped"])
+    return pd.DataFrame(
+        {
+            "clause": [*texts, "all"],
+            "dropped": [*(int(counted[f"dropped {number}"]) for number in numbers), dropped],
+            "dropped_by_it_alone": [*(int(counted[f"alone {number}"]) for number in numbers), dropped],
+            "of_rows": int(counted["rows"]),
+        }
+    )
+
+
+def clauses(text: str) -> list[str]:
+    """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
+    if filters.parse_filter(text) is None:
+        return []
+    tree = ast.parse(text.strip(), mode="eval").body
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    return [ast.unparse(part) for part in parts]
+
+
+def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
+    """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
+    failed_CB = ~np.array([filters.kept_rows(rows, text) for text in texts])
+    num_failed_B = failed_CB.sum(axis=0)
+    counts = {"rows": len(rows), "dropped": np.count_nonzero(num_failed_B)}
+    for number, failed_B in enumerate(failed_CB):
+        counts[f"dropped {number}"] = np.count_nonzero(failed_B)
+        counts[f"alone {number}"] = np.count_nonzero(failed_B & (num_failed_B == 1))
+    return pa.Table.from_pylist([counts])
+
+
+def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list[str], Callable | None]:
+    """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
+
+    The drawn sample data has captions that no drawn image has, and `captioned_shapes.agreement`. Other data has the
+    captions of held-out rows (of training rows, if nothing is held out), and None. `config.prompts` replaces the
+    prompts.
+    """
+    given = at_checkpoints.resolve_prompts(config)
+    rows = held_out.first(config, num_prompts) if given is None else None
+    captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
+    try:
+        for caption in captions:
+            captioned_shapes.parse(caption)
+    except ValueError:
+        return captions, None
+    return given or captioned_shapes.held_out_prompts(num_prompts), captioned_shapes.agreement
+
+
+def held_out_pictures(training: TrainingConfig) -> tuple[list[np.ndarray], list[str]]:
+    """`(pictures, captions)`: what the latents of held-out rows decode to; of the first rows, if none are held out."""
+    manifest, rows = DataSets.open(training.proportions).first, held_out.of_run(training)
+    if rows is None:
+        rows = first_latents(next(iter(training.proportions)), held_out.NUM_ROWS)
+    pictures, captions = [], []
+    for spec in manifest.latents_at(training.largest_resolution):
+        moments, is_there = spec.decode(rows[spec.name])
+        pictures += list(sample.reconstruct(manifest.vae_model, moments[np.asarray(is_there)]))
+        captions += rows.filter(pa.array(np.asarray(is_there)))[schema.CAPTION].to_pylist()
+    return pictures, captions
+
+
+def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
+    """Captions of the first rows that a run is trained on, encoded before or during it."""
+    uri = next(iter(training.proportions))
+    raw = read_manifest(uri).online
+    if raw is None:
+        return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
+    # Earlier versions recorded a parameter more.
+    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
+    rows = inputs.first_rows(config, num_rows)
+    return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

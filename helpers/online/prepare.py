@@ -1,0 +1,147 @@
+"""What the driver does before an online run: indexes the raw data and encodes the rows held out for validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pyarrow as pa
+import torch
+
+from .. import storage
+from ..config import TrainingConfig, first_difference
+from ..encode import encoder, prepare, stages
+from ..encode.job import Segment, segment_entry
+from ..latents import held_out, schema
+from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
+from ..latents.plan import CHUNK_BYTES
+from ..production import lease
+from . import index
+from .config import OnlineConfig
+from .encode import INDEX
+
+
+def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifest, OnlineConfig]:
+    """Check and index a run's raw data; returns its manifest, and `config` with the commits of its models.
+
+    The manifest is written to `training.latents_uri`. The index is built by a Ray Data job if Ray is connected, else in
+    this process. Encodes an empty caption and, once, the rows held out for validation. Raises FileNotFoundError or
+    ValueError that says what to change.
+    """
+    if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
+        raise ValueError(
+            f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
+            f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
+        )
+    if config.keep_latents and training.continue_from:
+        raise ValueError(
+            f"keep_latents=True begins with an epoch of its own, and continue_from={training.continue_from!r} does not:"
+            " use keep_latents=False, or train on the latents that the other run has kept with Training.ipynb."
+        )
+    uri, share = training.latents_uri, training.validation_share
+    earlier = read_if_there(uri)
+    found = prepare.check(config, earlier and {**earlier.job, "encoder": earlier.encoder})
+    config = found.config
+    with lease.hold(uri, f"latents_uri={uri!r}"):
+        key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)
+        segment = segment_of(key, reports)
+        if segment["read"] == 0:
+            raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")
+        row_bytes, largest = sum(found.listing.values()) / segment["read"], max(report["largest"] for report in reports)
+        job = {
+            **found.parameters,
+            "validation_share": share,
+            "online": config.to_dict(),
+            "raw_row_bytes": round(row_bytes + pixel_bytes(config)),
+            "raw_group_bytes": round(largest * row_bytes),
+        }
+        resolutions, id_type = list(config.resolutions), str(found.id_type)
+        manifest = Manifest.of([segment], **found.description, resolutions=resolutions, id_type=id_type, job=job)
+        check_row_groups(manifest, config)
+        validation_uri = storage.join(uri, held_out.FOLDER)
+        if not is_same_data(read_if_there(uri), manifest):
+            storage.delete(validation_uri)
+            write_manifest(uri, manifest, [segment])
+        if share and read_if_there(validation_uri) is None:
+            write_validation(manifest, config, training)
+    return manifest, config
+
+
+def read_if_there(latents_uri: str) -> Manifest | None:
+    """The manifest of a folder; None if it has none, or one that is damaged and has to be written again."""
+    try:
+        return read_segments(latents_uri) and read_manifest(latents_uri)
+    except (FileNotFoundError, storage.DamagedFile):
+        return None
+
+
+def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
+    """Whether two manifests describe the same rows and encoder.
+
+    Parameters that change neither rows nor encoder, such as the number of workers, are not compared. Counts of the
+    input's files are not compared either, because they include files that are not read.
+    """
+
+    def comparable(manifest: Manifest) -> dict:
+        job = {name: value for name, value in manifest.job.items() if name not in ("online", "input_files")}
+        return {**dataclasses.asdict(manifest), "job": job}
+
+    return earlier is not None and first_difference(comparable(earlier), comparable(manifest)) is None
+
+
+def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
+    """Print a warning if `read_ahead_bytes` does not hold a large row group for each bucket, and one more."""
+    largest = manifest.job["raw_group_bytes"]
+    buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
+    if largest > CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
+        print(
+            f"Row groups have up to {largest / 2**20:,.0f} MiB, and read_ahead_bytes={config.read_ahead_bytes} keeps "
+            f"{config.read_ahead_bytes // largest} of them: each may be read several times an epoch. With "
+            f"{(buckets + 1) * largest} it would be read once for each of the {buckets} buckets that it has rows of."
+        )
+
+
+def segment_of(key: str, reports: list[dict]) -> dict:
+    """The manifest's only segment entry, made from an index. `index.read_indexed_rows` explains its file names."""
+    files = [
+        {"name": f"{key}/{report['name']}", "row_groups": report["row_groups"], "buckets": report["buckets"]}
+        for report in reports
+        if report["row_groups"]
+    ]
+    counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
+    buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
+    counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
+    unreadable = [report["name"] for report in reports if report.get("unreadable")]
+    return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
+
+
+def pixel_bytes(config: OnlineConfig) -> int:
+    """Maximum bytes of a row's pixels between the transform and the encoder."""
+    return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
+
+
+def write_validation(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
+    """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
+    uri, num_rows = training.latents_uri, held_out.NUM_ROWS
+    latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config)
+    segment, reports = Segment(0, [], 0), []
+    if ranges := held_out.first_ranges(manifest, read_files(uri), training.largest_resolution, num_rows):
+        id_type = pa.type_for_alias(manifest.id_type)
+        rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX), id_type=id_type)[:num_rows]
+        segment = dataclasses.replace(segment, rows=len(rows))
+        # On a CPU, use all threads: nothing else runs in this process yet.
+        latent_encoder = encoder.LatentEncoder(**arguments, num_threads=torch.get_num_threads())
+        encoded = latent_encoder(stages.transform(rows, config=config))
+        report = stages.write_latents(
+            encoded,
+            latents_uri=latents_uri,
+            segment_index=segment.index,
+            columns=arguments["columns"],
+            id_type=id_type,
+            validation_share=1.0,
+        )
+        reports.append(report)
+    entry = segment_entry(segment, reports)
+    names = ("encoder", "resolutions", "scaling_factor", "shift_factor", "id_type", "empty_caption_embedding")
+    description = {name: getattr(manifest, name) for name in names}
+    write_manifest(latents_uri, Manifest.of([entry], **description, columns=arguments["columns"], job={}), [entry])

@@ -1,0 +1,133 @@
+"""Finds sick devices of the training workers, excludes their machines, and tells when a preemption is announced."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import ray
+import ray.train
+import ray.train.collective
+import torch
+
+from ... import distributed, storage
+from ...runtime import drain
+from ...train import faults
+
+MOST_EXCLUDED = 2  # nodes
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
+
+
+def check_device(device: torch.device) -> str | None:
+    """The problem with this worker's device; None if there is none.
+
+    It multiplies matrices of integers that every precision holds exactly: once on a CPU, repeatedly for one second on a
+    GPU. The right product is known: a Sylvester-Hadamard matrix with n rows, times itself, is n times the identity.
+    """
+    on_gpu = device.type == "cuda"
+    matrix = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+    while len(matrix) < 256:  # bf16 holds whole numbers up to 256
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrices = matrix.repeat(1024 if on_gpu else 1, 1, 1)
+    expected = (256 * torch.eye(256, dtype=matrix.dtype, device=device)).expand_as(matrices)
+    end = time.monotonic() + (1 if on_gpu else 0)
+    while True:
+        if not torch.equal(torch.bmm(matrices, matrices), expected):
+            return "multiplies matrices wrongly"
+        if time.monotonic() >= end:
+            return None
+
+
+def check_links(device: torch.device) -> str | None:
+    """The problem that an all-reduce of integers finds in the links between workers; None if there is none.
+
+    Call it on all ranks.
+    """
+    ranks = distributed.world_size()
+    numbers = torch.full((2**24 if device.type == "cuda" else 2**10,), distributed.rank() + 1.0, device=device)
+    wrong = (distributed.sum_over_ranks(numbers) != ranks * (ranks + 1) / 2).any()
+    return "got wrong sums from the other workers" if wrong else None
+
+
+def end_if_sick(run_uri: str, device: torch.device) -> bool:
+    """Return True if a device or link of any worker computes wrongly; a worker whose device does raises RuntimeError.
+
+    The caller must then return from the training function. Call it on all ranks.
+
+    The sick workers' machines are excluded. The sick workers raise RuntimeError, and the others return True. Ray Train
+    then starts the group again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker
+    raises.
+    """
+    problems = {"device": check_device(device), "links": check_links(device)}
+    text = " and ".join(filter(None, problems.values()))
+    found = {
+        **problems,
+        "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
+        "node": ray.get_runtime_context().get_node_id(),
+    }
+    everyone = distributed.gather_objects(found)
+    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(run_uri, everyone))
+    if distributed.rank() in (sick or ()):
+        raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
+    return sick is not None
+
+
+def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
+    """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
+
+    In four cases it excludes no node, ends the run with an error that names the sick workers, and returns [].
+        - A sick worker is on the head node, which the driver needs.
+        - Ray's list of nodes does not say which node is the head.
+        - More than `MOST_EXCLUDED` nodes would be excluded, so the check itself may be wrong.
+        - All workers get wrong sums and no device is sick, so the machine that causes the wrong sums is unknown.
+
+    Args:
+        everyone: for each rank {"device", "links": problems or None, "text": a sentence, "node": its id}.
+    """
+    # A device that computes wrongly spoils the sums of all.
+    computing, summing = ([rank for rank, found in enumerate(everyone) if found[what]] for what in ("device", "links"))
+    sick = computing or summing
+    if not sick:
+        return None
+    uri, nodes = storage.join(run_uri, faults.EXCLUDED), {everyone[rank]["node"] for rank in sick}
+    excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
+    heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
+    text = "; ".join(everyone[rank]["text"] for rank in sick)
+    if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
+        error = f"{text}: start the same command again without this machine."
+        faults.write_failure(run_uri, error)
+        faults.end_run(run_uri, error)
+        return []
+    storage.write_json(uri, sorted(excluded))
+    for node in nodes:
+        drain.drain_node(text, node_id=node, address=ray.get_runtime_context().gcs_address)
+    return sick
+
+
+class PreemptionNotice:
+    """Tells the workers to save a checkpoint when one of the run's nodes is about to be preempted.
+
+    Each worker asks Ray Train for a notice once in roughly `every_seconds` seconds. All workers must ask at the same
+    steps, so they agree on a number of steps between two requests. They choose the number after their first step. They
+    choose it again after their 20th step, because the first steps are slower.
+    """
+
+    def __init__(self, device: torch.device | str, every_seconds: float = 2.0):
+        self.device, self.every_seconds = device, every_seconds
+        self.every_steps = None
+        self.step = 0
+        self.answered = None  # node ids of the last notice
+
+    def arrived(self, step_seconds: float) -> bool:
+        """Call after each step, on all workers; True at the first step that sees a new notice."""
+        self.step += 1
+        if self.step in (1, 20):
+            slowest = distributed.max_over_ranks(step_seconds, self.device)
+            self.every_steps = max(1, round(self.every_seconds / slowest))
+        if self.step % self.every_steps:
+            return False
+        info = ray.train.get_preemption_info()
+        if info is None or info.preempted_node_ids == self.answered:
+            return False
+        self.answered = info.preempted_node_ids
+        return True

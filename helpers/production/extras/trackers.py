@@ -1,0 +1,119 @@
+"""A run's metrics, images and parameters in TensorBoard or Weights & Biases.
+
+The driver tracks what the run writes to its folder (`monitor.monitor_run`). Workers are not involved, and a tracker
+that fails does not affect the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ... import storage
+from ...config import TrainingConfig
+from . import results
+
+# `track(step, values)`: values by name are numbers or RGB images, (H, W, 3) uint8 arrays or Pillow's.
+Track = Callable[[int, dict[str, Any]], object]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def tensorboard(config: TrainingConfig) -> Iterator[Track]:
+    """Writes event files to the run's `tensorboard/`, by tensorboardX, which Ray Train installs.
+
+    An object store gets the files at the end.
+    """
+    from tensorboardX import SummaryWriter
+
+    uri = storage.join(config.run_uri, "tensorboard")
+    with contextlib.ExitStack() as stack:
+        folder = uri if storage.is_local(uri) else stack.enter_context(tempfile.TemporaryDirectory())
+        if folder != uri:
+            stack.callback(storage.copy_folder, folder, uri)
+        writer = stack.enter_context(SummaryWriter(folder, flush_secs=10))
+        writer.add_text("parameters", f"```\n{json.dumps(config.to_dict(), indent=1)}\n```")
+
+        def track(step, values):
+            for name, value in values.items():
+                if is_number(value):
+                    writer.add_scalar(name, value, step)
+                else:
+                    writer.add_image(name, np.asarray(value), step, dataformats="HWC")
+
+        yield track
+
+
+@contextlib.contextmanager
+def wandb(config: TrainingConfig) -> Iterator[Track]:
+    """Logs to a run of the project "pretraining"; a resumed run continues it. WANDB_MODE=offline needs no network."""
+    import wandb
+
+    named = dict(project="pretraining", name=config.run_name, id=config.run_name, resume="allow")
+    with wandb.init(**named, config=config.to_dict()) as run:
+        run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a validation's do
+
+        def track(step, values):
+            shown = {name: value if is_number(value) else wandb.Image(value) for name, value in values.items()}
+            run.log({"step": step, **shown})
+
+        yield track
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
+
+
+@contextlib.contextmanager
+def start(config: TrainingConfig) -> Iterator[Track]:
+    """Start `config.trackers`; yields `track(step, values)`, which calls all of them.
+
+    A tracker that is not installed, cannot be reached or fails is reported once and dropped; training continues.
+    """
+    started: dict[str, Track] = {}
+    opened = {name: TRACKERS[name](config) for name in config.trackers}
+
+    def attempt(name, action, *arguments):
+        try:
+            return action(*arguments)
+        except Exception as error:  # tracking must not end the run
+            started.pop(name, None)
+            why = "is not installed" if isinstance(error, ImportError) else "failed"
+            print(f"tracker {name} {why}: {type(error).__name__}: {error}. The run goes on without it.")
+
+    def track(step: int, values: dict[str, Any]) -> None:
+        for name, tracker in list(started.items()):
+            attempt(name, tracker, step, values)
+
+    for name, context in opened.items():
+        tracker = attempt(name, context.__enter__)
+        if tracker:
+            started[name] = tracker
+    try:
+        yield track
+    finally:
+        for name in list(started):
+            attempt(name, opened[name].__exit__, None, None, None)
+
+
+class EvaluationReader:
+    """Reads the results of evaluations that finish after it is created."""
+
+    def __init__(self, run_uri: str):
+        self.folder, self.seen = storage.join(run_uri, "validation"), set()
+        self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Results of evaluations finished since the last call."""
+        uris = storage.list_files(self.folder, ".json")
+        found = {uri: results.result_in(uri) for uri in uris if uri not in self.seen}
+        finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
+        self.seen |= finished.keys()
+        return list(finished.values())

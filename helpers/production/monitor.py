@@ -1,0 +1,187 @@
+"""What the driver does while a run trains: show its progress, record its failures, raise what ended it.
+
+`python -m helpers.train.monitor storage/runs/NAME` shows a run's progress in another terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+import pandas as pd
+import ray.train
+
+from .. import cluster, storage
+from ..config import TrainingConfig
+from ..notebook import Progress, interruptible, naming_stop, poll_in_background
+from ..runtime import machines
+from ..train import checkpoint, faults, resume, setup
+from ..train.metrics import MetricsReader, read_metrics
+from ..train.profiling import throughput
+from . import lease
+from .extras import results, trackers
+
+
+@contextlib.contextmanager
+def raise_end(run_uri: str) -> Iterator[None]:
+    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `faults.end_run`, if a worker called that.
+
+    If training fails otherwise, what Ray Train raises becomes a RuntimeError of one sentence.
+    """
+    ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
+    storage.delete(ended)
+    storage.delete(excluded)
+    with cluster.in_a_sentence("The same command resumes the run, which failed", ray.train.TrainingFailedError):
+        yield
+    if storage.exists(ended):
+        raise RuntimeError(storage.read_json(ended)["error"])
+
+
+def say_if_finished(config: TrainingConfig) -> bool:
+    """Whether a run has done all its steps; if so, print when, and how to train anew.
+
+    A run whose last evaluation is missing is not finished: `trainer.fit()` makes up for it.
+    """
+    step = resume.last_step(config)
+    result = results.read_result(config.run_uri, step)
+    missing = len(result) == 1 or "unfinished" in result or "to_score" in result
+    if step < config.max_steps or (config.validates_at(step) and missing):
+        return False
+    written = storage.version(storage.join(checkpoint.last_complete(config.run_uri), checkpoint.PROGRESS))[1]
+    when = time.strftime("%d %B %Y at %H:%M", time.localtime(written / 1e9))
+    print(
+        f"Nothing to do: the run {config.run_name} finished its {step:,} steps on {when}. To train anew, set run_name "
+        f'to another name in the first cell, such as "{config.run_name}-2", and run the cells from there.'
+    )
+    return True
+
+
+class RunDisplay:
+    """Shows what a run writes to its folder: its steps, evaluations, and lost workers and checkpoints.
+
+    Except for the metrics, it does not show what the folder already holds when the display is made.
+
+    Args:
+        run_uri: the run's folder.
+        max_steps: of the run.
+        track: gets the numbers of each step and evaluation, and the evaluation's images as "evaluation".
+    """
+
+    def __init__(self, run_uri: str, max_steps: int, track: trackers.Track = lambda step, values: None):
+        self.run_uri, self.max_steps, self.track = run_uri, max_steps, track
+        self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
+        self.metrics, self.evaluations = MetricsReader(run_uri), trackers.EvaluationReader(run_uri)
+        self.num_failures = len(faults.read_failures(run_uri))
+        self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
+        self.tracked_uses = self.progress.watch.uses
+
+    def update(self) -> None:
+        """Show what is new."""
+        self.show_failures()
+        self.show_evaluations()
+        self.show_steps()
+
+    def show_failures(self) -> None:
+        failures = faults.read_failures(self.run_uri)
+        for failure in failures[self.num_failures :]:
+            self.progress.message(f"lost: {failure}")
+        self.num_failures = len(failures)
+
+    def show_evaluations(self) -> None:
+        for result in self.evaluations.read():
+            for sentence in results.sentences(result):
+                self.progress.message(sentence)
+            values = results.numeric_values(result)
+            step = values.pop("step")
+            grid_uri = results.grid_uri(self.run_uri, step)
+            if storage.exists(grid_uri):
+                values["evaluation"] = results.read_png(grid_uri)
+                self.progress.picture(storage.read_bytes(grid_uri), f"Images of prompts after step {step}")
+            if values:  # an evaluation that was skipped has none
+                self.track(step, values)
+
+    def show_steps(self) -> None:
+        new = self.metrics.read()
+        if self.metrics.torn:
+            self.progress.message(f"Lines of the metrics that are torn, and left out: {self.metrics.torn}")
+            self.metrics.torn = 0
+        for record in new:
+            values = results.numeric_values(record)
+            self.track(values.pop("step"), values)
+        if not new:
+            return
+        # A step that is repeated after a failure counts once, as the newest.
+        recent = pd.concat([self.recent, pd.DataFrame(new)]).drop_duplicates("step", keep="last")
+        self.recent = recent.tail(10_000)
+        step, loss = new[-1]["step"], self.recent["loss"][-50:].astype(float).mean()
+        images_per_second, _ = throughput(self.recent)
+        self.progress(step, self.max_steps, f"loss {loss:.3f}, {images_per_second:,.0f} images/s")
+        uses = self.progress.watch.uses
+        if uses is not self.tracked_uses:
+            self.track(step, machines.as_values(uses))
+            self.tracked_uses = uses
+
+
+def follow(run_uri: str, every: float = 1.0) -> None:
+    """Print a run's progress until it has done its steps, whoever trains it."""
+    display = RunDisplay(run_uri, setup.read_config(run_uri)["parameters"]["max_steps"])
+    while display.recent.empty or display.recent["step"].iloc[-1] < display.max_steps:
+        display.show_steps()
+        time.sleep(every)
+
+
+@contextlib.contextmanager
+def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
+    """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
+
+    Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
+    metrics and images, and the load of each machine (`machines.as_values`), go to `config.trackers`. The run's lease is
+    held until the block ends. If the storage is unreachable, a warning is printed once and the last display stays.
+
+    An interrupt ends the run and raises KeyboardInterrupt, whose text says at which step the same cell resumes the run.
+    Raises RuntimeError if the run fails, or if its workers end it, as after a loss that is not finite.
+    """
+    warned = False  # that the storage is unreachable
+
+    def poll():
+        nonlocal warned
+        try:
+            display.update()
+            warned = False
+        except OSError as error:  # the workers may go on, so the driver does
+            if not warned:
+                why = f"The run's folder cannot be read, which is tried again every {every:g} s: {error}"
+                display.progress.message(why)
+            warned = True
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(naming_stop(lambda: where_it_stopped(config)))
+        track = stack.enter_context(trackers.start(config))
+        display = RunDisplay(config.run_uri, config.max_steps, track)
+        display.metrics.read()  # steps of an earlier driver
+        display.progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
+        stack.callback(poll)  # the last steps
+        with (
+            lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
+            raise_end(config.run_uri),
+            interruptible(),
+            poll_in_background(poll, every),
+        ):
+            yield
+
+
+def where_it_stopped(config: TrainingConfig) -> str:
+    """What an interrupted run prints: the step after which it stopped, and the step at which the same cell goes on."""
+    steps, saved = read_metrics(config.run_uri)["step"], resume.last_step(config)
+    done = f"after step {steps.iloc[-1]:,}" if len(steps) else "before the first step"
+    kept = f"goes on from the last checkpoint, which is of step {saved:,}" if saved else "begins at step 1"
+    return f"Stopped {done}. Running this cell again {kept}."
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not storage.exists(storage.join(sys.argv[1], "config.json")):
+        sys.exit(f"No run has begun in {' '.join(sys.argv[1:]) or 'no folder'}: give one such as storage/runs/laptop.")
+    with contextlib.suppress(KeyboardInterrupt):
+        follow(sys.argv[1])

@@ -1,0 +1,328 @@
+"""Images from prompts or from a run's checkpoint, by diffusers' pipeline of a denoiser; its export."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import math
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import numpy as np
+import ray.train
+import torch
+import transformers
+from PIL import Image
+
+from . import storage
+from .config import TrainingConfig
+from .encode import captions, encoder
+from .encode.encoder import downsampling, load_vae
+from .encode.models import model_folder
+from .latents.manifest import DataSets, Manifest
+from .model import denoisers, diffusion
+from .model.denoisers import build_denoiser
+from .train import checkpoint, checkpoint_io
+
+MOST_DECODED = 32  # images at a time; more are not faster
+MEMORY_SHARE = 0.8  # share of the free memory for activations: convolutions need work space, and memory is fragmented
+# Numbers per pixel of an image that the decoder holds at the same time: three feature maps with 256 channels at the
+# full resolution. Counted for the VAEs of Stable Diffusion 2 and FLUX: 0.75 GiB for 512 x 512 pixels in fp32.
+# AutoencoderDC holds 578, a smaller AutoencoderKL less.
+NUMBERS_PER_PIXEL = 3 * 256
+
+
+def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) -> int:
+    """The number of images, 1 to `MOST_DECODED`, that are decoded at once in `memory` bytes.
+
+    An image has `num_pixels` pixels; a number of the VAE's precision takes `itemsize` bytes.
+    """
+    image_bytes = NUMBERS_PER_PIXEL * num_pixels * itemsize
+    return int(min(max(1, memory * MEMORY_SHARE / image_bytes), MOST_DECODED))
+
+
+@torch.inference_mode()
+def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
+    """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
+
+    On a GPU, as many images are decoded at once as its free memory holds. A VAE in fp16 that says
+    `force_upcast` decodes in fp32, as in diffusers' pipelines.
+    """
+    vae, images, memory = load_vae(model) if isinstance(model, str) else model, [], math.inf
+    upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast")
+    vae = vae.float() if upcast else vae
+    if vae.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that PyTorch keeps without using it is free, too
+        memory, _ = torch.cuda.mem_get_info(vae.device)
+    num_pixels = latents_BCHW.shape[2] * latents_BCHW.shape[3] * downsampling(vae.config) ** 2
+    for latents in latents_BCHW.split(decoded_at_once(num_pixels, vae.dtype.itemsize, memory)):
+        pixels = vae.decode(latents.to(vae.device, vae.dtype)).sample.float()
+        images.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu())
+    if upcast:
+        vae.half()  # the weights are what they were, bit by bit
+    return torch.cat(images).numpy()
+
+
+def reconstruct(model: str | diffusers.ModelMixin, moments_B2CHW: np.ndarray) -> np.ndarray:
+    """Stored moments -> (B, H, W, 3) uint8 images, decoded from the posterior's mean."""
+    return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))
+
+
+# DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
+# With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
+SAMPLERS = {
+    "ddim": ("DPMSolverMultistepScheduler", {"solver_order": 1}),
+    "dpm++": ("DPMSolverMultistepScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+}
+
+
+def build_sampler(
+    name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
+) -> diffusers.SchedulerMixin:
+    """diffusers' scheduler for a denoiser, which was trained with this objective (see `TrainingConfig`).
+
+    `name`: one of `SAMPLERS`. It begins at the last timestep, with `TrainingConfig.sampling_steps_taken` steps.
+    """
+    class_name, options = SAMPLERS[name]
+    sampler = getattr(diffusers, class_name)
+    if prediction_type == "flow":
+        return sampler(
+            num_train_timesteps=diffusion.NUM_TIMESTEPS,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=timestep_shift,
+            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
+        )
+    schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
+    # "trailing" takes a step too many for 61 steps and others: diffusers rounds a fraction.
+    return sampler.from_config(schedule, timestep_spacing="linspace", **options)
+
+
+def build_pipeline(
+    denoiser: diffusers.ModelMixin,
+    sampler: diffusers.SchedulerMixin,
+    *,
+    vae_model: str,
+    text_encoder_model: str,
+    max_tokens: int,
+    resolution: int,
+) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a denoiser, with the models that encoded its training data.
+
+    Args:
+        denoiser: of a class in `denoisers.ADAPTERS`.
+        sampler: see `build_sampler`.
+        vae_model, text_encoder_model: "tiny-sd", folders or hub ids in diffusers layout.
+        max_tokens: tokens after which a prompt is cut, as the captions were.
+        resolution: side in pixels of the squares that the pipeline generates by default.
+    """
+    adapter = denoisers.adapter_of(denoiser)
+    tokenizer = copy.deepcopy(captions.load_tokenizer(text_encoder_model))
+    tokenizer.model_max_length = max_tokens
+    vae = encoder.load_vae(vae_model)
+    if adapter.shifts and vae.config.get("shift_factor", 0) is None:
+        vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
+    defaults = adapter.set_default_size(denoiser, resolution, resolution // encoder.downsampling(vae.config))
+    models = {
+        "vae": vae,
+        "text_encoder": encoder.load_text_encoder(text_encoder_model),
+        "tokenizer": tokenizer,
+        "scheduler": sampler,
+        adapter.component: denoiser.eval(),
+    }
+    with without_warnings():
+        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
+    return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def generate(
+    pipeline: diffusers.DiffusionPipeline,
+    prompts: list[str],
+    *,
+    resolution: int,
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+    steps: int = 20,
+    guidance_scale: float = 2.0,
+    batch_size: int = 32,
+) -> list[np.ndarray]:
+    """One image per prompt, (H, W, 3) uint8. Image i depends on prompt i and seed + i only.
+
+    Images are squares of `resolution` pixels, unless `width` and `height` are given.
+    """
+    images, vae = [], pipeline.vae.config
+    denoiser = denoiser_of(pipeline)
+    options = denoisers.adapter_of(denoiser).call_options(pipeline.tokenizer.model_max_length)
+    for start in range(0, len(prompts), batch_size):
+        batch = list(prompts[start : start + batch_size])
+        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
+        with denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True):
+            latents = pipeline(
+                batch,
+                height=height or resolution,
+                width=width or resolution,
+                num_inference_steps=steps,
+                guidance_scale=guidance_scale,
+                generator=generators,
+                output_type="latent",
+                **options,
+            ).images
+        latents = latents / vae.scaling_factor + (vae.get("shift_factor") or 0)
+        images += list(decode_latents(pipeline.vae, latents))
+    return images
+
+
+def to_png(image: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(image).save(data, "PNG")
+    return data.getvalue()
+
+
+def save_images(images: list[np.ndarray], uri: str) -> None:
+    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
+    for number, image in enumerate(images):
+        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(image))
+
+
+def export_pipeline(pipeline: diffusers.DiffusionPipeline, uri: str) -> str:
+    """Save a pipeline for `DiffusionPipeline.from_pretrained`, as fp32 safetensors; returns `uri`.
+
+    Older versions of diffusers and transformers load it too, if they have its classes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline.save_pretrained(folder)
+        save_for_older_versions(pipeline, pathlib.Path(folder))
+        storage.copy_folder(folder, uri)
+    return uri
+
+
+def save_for_older_versions(pipeline: diffusers.DiffusionPipeline, folder: pathlib.Path) -> None:
+    """Save again, in a saved pipeline's folder, what older versions name otherwise or do not know."""
+    # Options that nobody gave have the same defaults there, or are not known there.
+    path, unset = folder / "scheduler" / "scheduler_config.json", pipeline.scheduler.config["_use_default_values"]
+    given = {name: value for name, value in json.loads(path.read_text()).items() if name not in unset}
+    path.write_text(json.dumps(given, indent=2))
+    text_encoder, path = pipeline.text_encoder, folder / "text_encoder"
+    if type(text_encoder).__name__ == denoisers.T5GEMMA:
+        (path / "config.json").write_text(json.dumps(whole_config(text_encoder), indent=2))
+    if type(text_encoder).__name__ == denoisers.CLIP:
+        weights = {f"text_model.{name}": tensor for name, tensor in text_encoder.state_dict().items()}
+        text_encoder.save_pretrained(path, state_dict=weights)
+    if isinstance(pipeline.tokenizer, transformers.CLIPTokenizer):
+        pipeline.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))  # vocab.json and merges.txt
+        return
+    index, tokenizer = folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"
+    parts, options = json.loads(index.read_text()), json.loads(tokenizer.read_text())
+    parts["tokenizer"][1] += "Fast"  # the class that reads tokenizer.json there; here both names mean one class
+    options["additional_special_tokens"] = options.pop("extra_special_tokens", [])
+    index.write_text(json.dumps(parts, indent=2))
+    tokenizer.write_text(json.dumps(options, indent=2))
+
+
+def whole_config(text_encoder: transformers.PreTrainedModel) -> dict[str, Any]:
+    """The config.json that diffusers' loader takes for a T5Gemma's encoder: it describes a decoder too."""
+    sizes = text_encoder.config.to_dict()
+    config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=sizes["vocab_size"])
+    return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
+
+
+def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
+    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
+    with contextlib.ExitStack() as stack:
+        if "://" in model:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            storage.copy_folder(model, folder)
+            model = folder
+        folder = model_folder(model, "model_index.json", "*/*")
+        options = {"dtype": dtype, "use_safetensors": True}
+        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
+            options["safety_checker"] = None
+        with without_warnings():
+            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
+    """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
+    with saved.as_directory() as folder:
+        return checkpoint_io.load_weights(folder, build_denoiser(config.unet_config), which)
+
+
+def pipeline_of_run(
+    denoiser: diffusers.ModelMixin, manifest: Manifest, config: TrainingConfig
+) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a run's denoiser, with the models that `manifest` names and the config's sampler."""
+    objective = {"zero_terminal_snr": config.zero_terminal_snr, "timestep_shift": config.timestep_shift}
+    return build_pipeline(
+        denoiser,
+        build_sampler(config.sampler, config.prediction_type, **objective),
+        vae_model=manifest.vae_model,
+        text_encoder_model=manifest.text_encoder_model,
+        max_tokens=manifest.embeddings.shape[0],
+        resolution=config.largest_resolution,
+    )
+
+
+def sample(
+    config: TrainingConfig,
+    prompts: list[str],
+    saved: ray.train.Checkpoint | None,
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Images of prompts from a checkpoint's EMA weights, or from an untrained denoiser if `saved` is None.
+
+    Computes on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width`
+    and `height` are given; see `generate`.
+    """
+    denoiser = build_denoiser(config.unet_config, seed=config.seed) if saved is None else load_denoiser(config, saved)
+    pipeline = pipeline_of_run(denoiser, DataSets.open(config.proportions).first, config)
+    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
+    size = {"resolution": config.largest_resolution, "width": width, "height": height}
+    sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
+    return generate(pipeline, prompts, **size, **sampling, seed=seed)
+
+
+def export_checkpoint(
+    config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
+) -> str:
+    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
+    data = DataSets.open(config.proportions)
+    pipeline = pipeline_of_run(load_denoiser(config, saved, which), data.first, config)
+    uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
+    from .production.card import model_card  # TODO(seam): the notebook writes the card
+
+    storage.write_text(
+        storage.join(uri, "README.md"), model_card(pipeline, config, data, checkpoint.step_of(saved.path))
+    )
+    return uri
