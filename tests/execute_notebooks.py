@@ -3,9 +3,10 @@
 python -m tests.execute_notebooks     # in a clean checkout, on a machine that does nothing else
 
 They run in a clone of the last commit, because they store their data beside them. What they print is then of one
-commit, one machine and one go.
+commit, one machine and one go. Each notebook keeps the checksum of the sources that it was executed with.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -21,7 +22,14 @@ NOTEBOOKS = [
     "helpers/lesson/Evaluation.ipynb",
     "helpers/lesson/Scaling.ipynb",
 ]
+CHECKSUM = "sha256_of_executed_sources"  # of a notebook's metadata
 MOST_LOAD = 0.8  # processes that want a CPU, averaged over the last minute
+
+
+def checksum(notebook):
+    """SHA-256 of a notebook's (JSON) code."""
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def check(load, changes):
@@ -32,12 +40,27 @@ def check(load, changes):
         sys.exit(f"The checkout has changes: commit them first.\n{changes}")
 
 
-def without_times(notebook):
-    """The notebook (JSON) without what papermill and Jupyter note of their own run, which changes every time."""
+def as_committed(notebook):
+    """The executed notebook (JSON) with its checksum, without what papermill and Jupyter note of their own run."""
     notebook["metadata"].pop("papermill", None)
     for cell in notebook["cells"]:
         cell["metadata"] = {name: cell["metadata"][name] for name in ("jupyter", "tags") if cell["metadata"].get(name)}
+    notebook["metadata"][CHECKSUM] = checksum(notebook)
     return notebook
+
+
+def without_outputs(notebook):
+    """The notebook (JSON) as if it had never been executed."""
+    for name in (CHECKSUM, "widgets"):
+        notebook["metadata"].pop(name, None)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    return notebook
+
+
+def write(notebook, path):
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
 def seconds(notebook, left_out="no such cell"):
@@ -63,7 +86,7 @@ def main():
                 f"{name}: {seconds(executed):.0f} s, without its sections {seconds(executed, '# section:'):.0f} s",
                 flush=True,
             )
-            (ROOT / name).write_text(json.dumps(without_times(executed), indent=1, ensure_ascii=False) + "\n")
+            write(as_committed(executed), ROOT / name)
     git("commit", "--quiet", "--all", "--message", "The notebooks, executed in one go")
 
 
