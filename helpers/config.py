@@ -356,11 +356,6 @@ class PreprocessingConfig(Parameters):
         return max(len(self.caption_columns), self.max_captions)
 
     @property
-    def captions_encoded(self) -> int:
-        """The number of captions of each row that the encoders encode."""
-        return self.num_captions
-
-    @property
     def most_encoders(self) -> int:
         return least_and_most(self.num_encoders)[1]
 

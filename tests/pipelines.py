@@ -20,12 +20,11 @@ from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
 from helpers.notebook import interruptible
 from helpers.online import encode as online
-from helpers.online import prepare as prepare_online
 from helpers.production import lease
 from helpers.production.data import exclusions
 from helpers.sample import pipeline_of_run
-from helpers.train import kept, metrics, setup, sources
 from helpers.train import loop as train_loop
+from helpers.train import metrics, setup, sources
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep, Unit
 from tests.latents import plan_for, read_steps
@@ -182,7 +181,7 @@ def read_alone(plan, num_steps, raw=None, seed=0, leave_out=""):
     if raw is None:
         yield from tables
         return
-    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(raw))
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(raw, num_captions=1))
     for table in tables:
         for start in range(0, len(table), plan.block_rows):  # as the blocks travel
             block = table.slice(start, plan.block_rows).combine_chunks()
@@ -262,19 +261,3 @@ def fit(config, loop=train_loop_per_worker, stream=None, source=None, **changes)
     build = trainer_of(ONLINE if source else TRAINING, config, loop, **changes)
     with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
         return build(source or config).fit()
-
-
-def fit_parts(raw, config, loop=train_loop_per_worker, latent_encoder=encoder.LatentEncoder, fitted=None):
-    """Run the trainers of an online run, one after the other; `fitted(source)` is called after each.
-
-    As a cell of the online notebook does.
-    """
-    _, raw = prepare_online.prepare_run(raw, config)
-    setup.open_run(config)
-    stream = online_stream(raw, seed=config.seed, latent_encoder=latent_encoder)
-    build = trainer_of(ONLINE, config, loop)
-    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
-        for source in kept.run_sources(raw, config, stream):
-            build(source).fit()
-            if fitted:
-                fitted(source)

@@ -191,9 +191,12 @@ def fit_denoiser(config: Config) -> Config:
 # ---- the encoder
 
 
-def encoder_arguments(config: PreprocessingConfig) -> dict[str, Any]:
-    """The arguments of `LatentEncoder`, by name. Raises Unsupported as `stored_columns` does."""
-    return {"columns": stored_columns(config, config.captions_encoded), **encoder_options(config)}
+def encoder_arguments(config: PreprocessingConfig, num_captions: int | None = None) -> dict[str, Any]:
+    """The arguments of `LatentEncoder`, by name. Raises Unsupported as `stored_columns` does.
+
+    `num_captions`: captions of each row that are encoded; None: all that are stored. An online run encodes 1.
+    """
+    return {"columns": stored_columns(config, num_captions or config.num_captions), **encoder_options(config)}
 
 
 def encoder_options(config: PreprocessingConfig) -> dict[str, Any]:

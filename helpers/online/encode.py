@@ -33,7 +33,6 @@ from .config import OnlineConfig
 
 INDEX = "index"  # beside the manifest
 SHAPE = "shape"  # column of raw rows: the latents column that the row is trained on
-CAPTION_NUMBER = "caption_number"  # column, if latents are kept: the caption that the row is trained on
 PADS = "fills up a block"  # why a padding row is not decoded
 
 
@@ -75,8 +74,7 @@ def transform_for_epoch(
     """`stages.transform` with crops and captions that depend on (seed, epoch, id): fixed for a row in one epoch.
 
     Rows that only pad a block are not decoded, and `keep` is False for them. If rows have several captions, only the
-    one that is sampled for the epoch is encoded. If latents are kept, all captions are encoded, and `caption_number`
-    names the sampled one.
+    one that is sampled for the epoch is encoded.
 
     Args:
         rows: raw rows with `shape` and `unit`.
@@ -94,11 +92,8 @@ def transform_for_epoch(
     shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
     errors = pc.if_else(pa.array(is_used), rows[inputs.ERROR], PADS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
-    if config.captions_encoded == 1:
-        raw = schema.choose_captions(raw, numbers)
+    raw = schema.choose_captions(raw, numbers)
     done = stages.transform(raw, config=config, crops=crops, shapes=shapes)
-    if config.captions_encoded > 1:
-        done = done.append_column(CAPTION_NUMBER, pa.array(numbers))
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
 
 

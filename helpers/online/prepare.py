@@ -28,16 +28,6 @@ def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifes
     this process. Encodes an empty caption and, once, the rows held out for validation. Raises FileNotFoundError or
     ValueError that says what to change.
     """
-    if config.keep_latents and (config.random_crop < 1 or config.horizontal_flip):
-        raise ValueError(
-            f"keep_latents=True encodes a picture once, and random_crop={config.random_crop}, horizontal_flip="
-            f"{config.horizontal_flip} change the crop in every epoch: use 1 and False, or keep_latents=False."
-        )
-    if config.keep_latents and training.continue_from:
-        raise ValueError(
-            f"keep_latents=True begins with an epoch of its own, and continue_from={training.continue_from!r} does not:"
-            " use keep_latents=False, or train on the latents that the other run has kept with Training.ipynb."
-        )
     uri, share = training.latents_uri, training.validation_share
     earlier = read_if_there(uri)
     found = prepare.check(config, earlier and {**earlier.job, "encoder": earlier.encoder})
@@ -123,7 +113,7 @@ def pixel_bytes(config: OnlineConfig) -> int:
 def write_validation(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     uri, num_rows = training.latents_uri, held_out.NUM_ROWS
-    latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config)
+    latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config, num_captions=1)
     segment, reports = Segment(0, [], 0), []
     if ranges := held_out.first_ranges(manifest, read_files(uri), training.largest_resolution, num_rows):
         id_type = pa.type_for_alias(manifest.id_type)

@@ -11,7 +11,7 @@ import pytest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Manifest, read_manifest
+from helpers.latents.manifest import DataSets, Manifest
 from helpers.latents.plan import draw_caption
 from helpers.latents.read import latents_reader
 from helpers.online import encode as online
@@ -20,7 +20,6 @@ from helpers.online.config import OnlineConfig
 from helpers.production.checks import inputs as checks
 from helpers.raw import inputs
 from helpers.train import setup
-from helpers.train.kept import keep_block
 from tests.latents import plan_for, read_steps, receive_steps, write_job
 from tests.unit.raw.test_index import picture
 
@@ -153,7 +152,7 @@ def online_rows(folder, **changes):
     blocks = pa.concat_tables(read_steps(plan, functools.partial(online.read_raw, config=raw))).combine_chunks()
     draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
     rows = online.transform_for_epoch(blocks, config=raw, **draws)
-    return plan, rows, encoder.LatentEncoder(**prepare.encoder_arguments(raw))(rows)
+    return plan, rows, encoder.LatentEncoder(**prepare.encoder_arguments(raw, num_captions=1))(rows)
 
 
 def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
@@ -162,20 +161,6 @@ def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
     assert "caption_2" not in rows.column_names and "caption_embeddings_2" not in encoded.column_names
     long = np.array([LONG in caption for caption in rows["caption"].to_pylist()])
     assert 0.15 < long.mean() < 0.55  # a half of two thirds
-
-
-def test_kept_latents_hold_all_captions_and_the_drawn_one_goes_on(tmp_path):
-    plan, rows, encoded = online_rows(tmp_path, keep_latents=True)
-    manifest = read_manifest(str(tmp_path / "online"))
-    where = {"latents_uri": str(tmp_path / "kept"), "columns": manifest.columns, "id_type": pa.string()}
-    block = encoded.slice(0, plan.block_rows).combine_chunks()
-    passed = keep_block(block, plan=plan, **where)
-    kept = {row["id"]: row for row in pq.read_table(str(tmp_path / "kept" / "data")).to_pylist()}
-    numbers = dict(zip(block["id"].to_pylist(), block["caption_number"].to_pylist(), strict=True))
-    assert set(numbers.values()) == {1, 2}
-    for row in passed.to_pylist():
-        for column in ("caption", "caption_embeddings"):
-            assert row[column] == kept[row["id"]][schema.numbered(column, numbers[row["id"]])]
 
 
 def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_path):

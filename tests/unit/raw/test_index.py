@@ -174,7 +174,8 @@ def test_shapes_come_from_columns(tmp_path):
             steps = np.unique(mine["unit"].to_numpy() // plan.units_per_step)
             assert all(plan.latents_at(step).name == f"image_latents_{column}" for step in steps)
     # The last unit, encoded with the rows of other shapes beside it, as a trainer takes it.
-    unit, latent_encoder = rows["unit"].to_numpy()[-1], encoder.LatentEncoder(**prepare.encoder_arguments(raw))
+    unit = rows["unit"].to_numpy()[-1]
+    latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(raw, num_captions=1))
     mine = latent_encoder(rows).filter(pc.equal(rows["unit"], unit))
     spec = plan.latents_at(unit // plan.units_per_step)
     taken = Unit.from_arrow(mine, manifest, spec, 0)

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.model.denoisers import adapter_of, build_denoiser, load_denoiser_config
-from helpers.online import prepare
-from helpers.online.config import OnlineConfig
 from helpers.train import checkpoint, checkpoint_io, dataset, setup, start, weights
 from tests.steps import MIDDLE, STEPS, everything, same, save, train
 from tests.unit.model.test_denoisers import SMALL
@@ -145,12 +143,6 @@ def test_a_run_whose_latents_are_gone_is_not_continued(second):
     with pytest.raises(FileNotFoundError, match="^No latents at latents_uri='.*/latents'"):
         setup.open_run(config)
     assert not storage.exists(config.run_uri)
-
-
-def test_an_online_run_that_keeps_latents_continues_no_other(tmp_path):
-    raw = OnlineConfig(storage=tmp_path, keep_latents=True)
-    with pytest.raises(ValueError, match=r"^keep_latents=True begins .* continue_from='a' does not: use [^\n]*\.$"):
-        prepare.prepare_run(raw, TrainingConfig(storage=tmp_path, continue_from="a"))
 
 
 def test_max_steps_grows_with_a_constant_rate_only(second):
