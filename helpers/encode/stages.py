@@ -13,18 +13,17 @@ import itertools
 import json
 import time
 import uuid
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from .. import storage
 from ..config import PreprocessingConfig
-from ..latents import digests, schema
+from ..latents import schema
+from ..latents.parquet import write_latents_file
 from ..production.data import exclusions
 from ..production.decode import isolated
 from ..raw import images, inputs
@@ -162,17 +161,17 @@ def write_latents(
         layout = schema.latents_schema(id_type, columns)
         stored = rows.select(layout.names)
         tables = (stored.filter(pa.array(mask_B)).cast(layout) for mask_B in masks.values())  # one in memory at a time
-        num_bytes, digest = write_parquet(tables, storage.join(latents_uri, "data", name))
+        num_bytes, file_id = write_latents_file(tables, storage.join(latents_uri, "data", name))
         groups = {bucket: schema.row_groups(count) for bucket, count in counts.items()}
         row_groups = list(itertools.chain.from_iterable(groups.values()))
         buckets = {bucket: len(sizes) for bucket, sizes in groups.items()}
-        file = {"name": name, "row_groups": row_groups, "buckets": buckets, "bytes": num_bytes, "digest": digest}
+        file = {"name": name, "row_groups": row_groups, "buckets": buckets, "bytes": num_bytes, "file_id": file_id}
         files = [file]
     good_B = pc.equal(rows[schema.REASON], "")
     bad = rows.filter(pc.invert(good_B))
     if len(bad):
         layout = schema.rejects_schema(id_type)
-        write_parquet([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
+        write_latents_file([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
         rejects = [name]
     calls = rows["encoder_call"].drop_null().to_pylist()
     report = {
@@ -206,23 +205,3 @@ def bucket_masks(rows: pa.Table, columns: list[schema.ColumnSpec], validation_sh
         has = [name for name, is_lacking in zip(names, lacks, strict=True) if not is_lacking]
         masks[schema.bucket_name(has, held_out)] = good_B & (keys == key).all(axis=1)
     return masks
-
-
-def write_parquet(tables: Iterable[pa.Table], uri: str) -> tuple[int, int]:
-    """Write a Parquet file, in which each table begins a row group; returns its bytes and its digest (`digests`).
-
-    Without compression, dictionaries and statistics: 16-bit floats hardly shrink, and reading has nothing to decode.
-    """
-    filesystem, path = storage.open_filesystem(uri)
-    if storage.is_local(uri):
-        filesystem.create_dir(path.rsplit("/", 1)[0])
-    tables, sums, size = iter(tables), [], schema.ROWS_PER_ROW_GROUP
-    first = next(tables)
-    layout = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
-    with storage.naming(uri), pq.ParquetWriter(path, first.schema, filesystem=filesystem, **layout) as file:
-        for table in itertools.chain([first], tables):
-            file.write_table(table, row_group_size=size)
-            sums += [digests.sum_columns(table.slice(start, size)) for start in range(0, len(table), size)]
-        text = json.dumps(sums)
-        file.add_key_value_metadata({digests.KEY: text})
-    return filesystem.get_file_info(path).size, zlib.crc32(text.encode())

@@ -4,7 +4,7 @@
 rows of each of its "row_groups", and its "buckets": {bucket: number of row groups}. The row groups of the first bucket
 come first, then those of the second, and so on. All rows of a bucket have latents in the same columns
 (`schema.bucket_name`). Either all of them are trained on, or all are held out. A file of latents also has its "bytes"
-and "digest" (`digests`).
+and its random "file_id" (`parquet.write_latents_file`).
 
 `manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
 folder that has one is complete.
@@ -24,13 +24,14 @@ import numpy as np
 import pyarrow as pa
 
 from .. import storage
-from . import digests, schema
+from . import schema
 
-SCHEMA_VERSION = 4  # 3 kept the files in manifest.json
+SCHEMA_VERSION = 5
 MANIFEST, FILES = "manifest.json", "files.json"
 MADE_AGAIN = (
     "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
+MEND = "restore the file from a copy, or encode the data again into another latents_uri"
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
 
@@ -197,7 +198,7 @@ class Manifest:
                 f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
                 " encode the data again with Preprocessing.ipynb, into another latents_uri."
             )
-        return cls(**{**values, "columns": [schema.ColumnSpec.from_dict(spec) for spec in values["columns"]]})
+        return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -214,15 +215,15 @@ def encode_embedding(array: np.ndarray) -> str:
 class RowRange(NamedTuple):
     """Consecutive rows of one row group of a file.
 
-    `caption`: the number, from 1, of the caption that they use. `digest`: of the file (`digests`).
+    `file`: the file's number in `Files`. `caption`: the number, from 1, of the caption that the rows use.
     """
 
     file_name: str
     row_group: int
     first_row: int
     num_rows: int
+    file: int
     caption: int = 1
-    digest: int = digests.UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,7 +237,7 @@ class Files:
         first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
         bucket_names: the buckets.
         group_buckets: (row groups,) the number in `bucket_names` of each row group's bucket.
-        digests: (files,) of the files (`digests`).
+        ids: (files,) the files' ids; "" for raw files, which have none.
     """
 
     uri: str
@@ -245,7 +246,7 @@ class Files:
     first_group: np.ndarray
     bucket_names: list[str]
     group_buckets: np.ndarray
-    digests: np.ndarray
+    ids: pa.StringArray
 
     @classmethod
     def of(cls, uri: str, files: list[dict]) -> Files:
@@ -261,7 +262,7 @@ class Files:
             np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
             bucket_names,
             np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
-            np.array([file.get("digest", digests.UNKNOWN) for file in files], np.int64),
+            pa.array([file.get("file_id", "") for file in files], pa.string()),
         )
 
     def groups_of(self, bucket: str) -> np.ndarray:
@@ -271,9 +272,13 @@ class Files:
 
     def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
         """Rows of row group number `group`."""
-        file = np.searchsorted(self.first_group, group, side="right") - 1
+        file = int(np.searchsorted(self.first_group, group, side="right")) - 1
         name, number = self.names[file].as_py(), int(group - self.first_group[file])
-        return RowRange(name, number, int(first_row), int(num_rows), digest=int(self.digests[file]))
+        return RowRange(name, number, int(first_row), int(num_rows), file)
+
+    def groups_in(self, file: int) -> np.ndarray:
+        """The rows of each row group of file number `file`."""
+        return self.group_rows[self.first_group[file] : self.first_group[file + 1]]
 
 
 def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:

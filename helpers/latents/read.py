@@ -29,9 +29,9 @@ import ray.data
 from ray.actor import ActorHandle
 
 from .. import storage
-from . import digests, schema, throttle
-from .manifest import Files, RowRange, read_files, read_manifest
-from .parquet import open_parquet
+from . import schema, throttle
+from .manifest import MEND, Files, RowRange, read_files, read_manifest
+from .parquet import PlainParquetFile, file_id, open_parquet
 from .plan import EpochOrder, Plan, Source
 
 UNIT, KEEP = "unit", "keep"
@@ -314,21 +314,28 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
     """Columns of row ranges of latents files, concatenated.
 
     Consecutive ranges of the same file open it once. Each range gives the number of the caption whose text and
-    embedding are read. Raises ValueError that names the file if it holds other values than were encoded.
+    embedding are read. Raises ValueError that names the file if it is not the one that was encoded, and OSError if it
+    is damaged.
     """
     tables = []
-    for (file_name, digest), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.digest)):
+    for (file_name, number), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.file)):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
         with open_parquet(storage.join(files.uri, "data", file_name), pre_buffer=True) as file:
-            sums = digests.read_sums(file.metadata, digest, file.uri)
+            check_file(file, files, number)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
                 group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
-                if sums:
-                    digests.check_rows(group, sums[rows.row_group], file.uri)
                 group = group.select(stored).rename_columns(columns)
                 tables.append(group.slice(rows.first_row, rows.num_rows))
     return pa.concat_tables(tables)
+
+
+def check_file(file: PlainParquetFile, files: Files, number: int) -> None:
+    """Raises ValueError if an open file is not file number `number` of the data set, as it was encoded."""
+    planned = (files.ids[number].as_py(), files.groups_in(number).tolist())
+    groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    if (file_id(file), groups) != planned:
+        raise ValueError(f"{file.uri} is not the file that was encoded under this name: {MEND}.")
 
 
 def first_latents(latents_uri: str, num_rows: int) -> pa.Table:

@@ -90,16 +90,6 @@ class ColumnSpec:
         if self.resolution is None and self.name.startswith(LATENTS):
             object.__setattr__(self, "resolution", self.size[0])
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ColumnSpec:
-        """A column that a manifest describes. Raises ValueError for 8-bit floats, which earlier versions offered."""
-        if values.get("codec", "fp16") != "fp16":
-            raise ValueError(
-                f"Column {values['name']!r} holds captions in 8-bit floats (text_precision='fp8'), which this version "
-                "does not read: encode the data again with Preprocessing.ipynb, into another latents_uri."
-            )
-        return cls(**{name: value for name, value in values.items() if name != "codec"})
-
     @property
     def row_bytes(self) -> int:
         """Bytes of a row; for a ragged column, of the longest."""

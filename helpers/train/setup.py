@@ -14,8 +14,8 @@ from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..distributed import COMPILED_SHAPES
 from ..encode import models
-from ..latents import digests, held_out
-from ..latents.manifest import MANIFEST, DataSets, Manifest, read_manifest, read_segments
+from ..latents import held_out
+from ..latents.manifest import MANIFEST, MEND, DataSets, Manifest, read_manifest, read_segments
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
@@ -141,7 +141,7 @@ def check_files(latents_uri: str) -> None:
         name, size = file["name"], file.get("bytes")
         if name not in sizes or size not in (None, sizes[name]):
             found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
-            raise ValueError(f"{storage.join(latents_uri, 'data', name)} {found}: {digests.MEND}.")
+            raise ValueError(f"{storage.join(latents_uri, 'data', name)} {found}: {MEND}.")
 
 
 def check_leave_out(config: TrainingConfig, data: DataSets) -> None:

@@ -18,9 +18,10 @@ import pyarrow as pa
 
 from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.encode import prepare, stages
+from helpers.encode import prepare
 from helpers.evaluate import validation_loss
 from helpers.latents import schema
+from helpers.latents.parquet import write_latents_file
 from helpers.lesson import captioned_shapes
 from tests.benchmarks import record
 from tests.benchmarks.picture_quality import Training, drawn_rows, encode, split
@@ -38,7 +39,7 @@ def bytes_on_disk(latents, resolution, rows=128):
         values = random.integers(0, 255, (rows, 2 * math.prod(shape)), np.uint8)  # as fp16
         table[column] = schema.to_binary(values, dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
-        return stages.write_parquet([pa.table(table)], storage.join(folder, "a.parquet"))[0] / rows
+        return write_latents_file([pa.table(table)], storage.join(folder, "a.parquet"))[0] / rows
 
 
 def main():

@@ -35,7 +35,6 @@ ON_THE_SIDE = {
     "metrics.read_record": "a line of metrics.jsonl: a torn one is counted",
     "metrics.flush": "its own line",
     "metrics.__init__": "metrics.jsonl, to which lines are appended",
-    "digests.read_sums": "what a Parquet footer holds, whose checksum was compared",
     "job.segment_entry": "what a task of Ray reports",
     "index.build_index": "what a task of Ray reports",
     "index.read_report": "the metadata of a Parquet file",

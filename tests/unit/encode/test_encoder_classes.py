@@ -304,7 +304,6 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     del values["shift_factor"]
     for column in values["columns"]:
         del column["ragged"]
-        column["codec"] = "fp16"
     assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
     data = manifest.DataSets({made_uri(tmp_path): made}, {made_uri(tmp_path): 1.0})
     assert "shift_factor" not in setup.describe_data(data)[0]

@@ -145,7 +145,7 @@ def test_a_finished_job_takes_another_list_and_an_unfinished_one_does_not(tmp_pa
 def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
     job = job_of(tmp_path)
     storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})
-    with pytest.raises(ValueError, match=r"made with other parameters \(schema_version=None, not 4\): give another"):
+    with pytest.raises(ValueError, match=r"made with other parameters \(schema_version=None, not 5\): give another"):
         job_of(tmp_path)
 
 

@@ -85,8 +85,8 @@ def test_data_whose_files_have_changed_has_another_sum(build_manifest):
     assert len(sums) == 3 and build_manifest(segments=segments()).files_crc32 in sums
 
 
-@pytest.mark.parametrize("version", [3, "4", None])
+@pytest.mark.parametrize("version", [4, "5", None])
 def test_latents_of_another_version_are_refused_with_what_to_do(build_manifest, version):
     values = {**dataclasses.asdict(build_manifest()), "schema_version": version}
-    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 4: encode the data again"):
+    with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 5: encode the data again"):
         Manifest.from_dict(json.loads(json.dumps(values)))

@@ -14,7 +14,7 @@ import ray.data  # registers the extension type whose values Ray unpickles
 from helpers.config import PreprocessingConfig
 from helpers.latents import held_out, read
 from helpers.latents.manifest import RowRange, read_files, write_manifest
-from helpers.latents.parquet import open_parquet, read_parquet
+from helpers.latents.parquet import open_parquet, read_parquet, write_latents_file
 from helpers.production.checks import inputs as checks
 from helpers.raw import inputs
 from tests.copy_table import MODULES
@@ -110,7 +110,7 @@ def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(host
     segment = build_segment([(hostile.name, [1])])
     write_manifest(str(folder), build_manifest(segments=[segment]), [segment])
     with pytest.raises(ValueError, match=REFUSED):
-        read.read_row_ranges([RowRange(hostile.name, 0, 0, 1)], ["hash", "caption"], read_files(str(folder)))
+        read.read_row_ranges([RowRange(hostile.name, 0, 0, 1, 0)], ["hash", "caption"], read_files(str(folder)))
     assert held_out.read_parquet is read_parquet
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_unpickled_but_the_metadata_of_checkpoints():
             ):
                 found.add((module, ast.unparse(node)))
     allowed = {("helpers.train.integrity", "pickle.Unpickler"), ("helpers.train.integrity", "torch.load")}
-    allowed |= {("helpers.raw.isolation", "pickle.load")}  # between a process and its own child
+    allowed |= {("helpers.production.decode.isolated", "pickle.load")}  # between a process and its own child
     arrays = {(module, name) for module, name in found if name == "np.load"}  # without pickles, by NumPy's default
     assert found - arrays == allowed
     for module, _ in arrays:
@@ -166,10 +166,8 @@ def test_uuids_are_read_as_text(tmp_path):
 
 
 def test_a_page_that_was_changed_is_noticed(tmp_path):
-    from helpers.encode.stages import write_parquet
-
     values = pa.array([bytes([number]) * 4096 for number in range(64)], pa.binary(4096))
-    write_parquet([pa.table({"latents": values})], str(tmp_path / "a.parquet"))
+    write_latents_file([pa.table({"latents": values})], str(tmp_path / "a.parquet"))
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     start = data.index(bytes([20]) * 4096)
     data[start : start + 4096] = np.random.default_rng(0).bytes(4096)

@@ -49,7 +49,12 @@ def write_latents(folder, table, build_manifest):
 
 
 def test_row_ranges_are_read_in_their_order(latents_uri):
-    planned = [("b.parquet", 1, 2, 3), ("a.parquet", 2, 0, 5), ("b.parquet", 0, 9, 1), ("a.parquet", 0, 0, 2)]
+    planned = [
+        ("b.parquet", 1, 2, 3, 1),
+        ("a.parquet", 2, 0, 5, 0),
+        ("b.parquet", 0, 9, 1, 1),
+        ("a.parquet", 0, 0, 2, 0),
+    ]
     ranges = [RowRange(*rows) for rows in planned]
     found = read_row_ranges(ranges, [schema.ID, schema.EMBEDDINGS], read_files(latents_uri))
     assert found["id"].to_pylist() == [37, 38, 39, 20, 21, 22, 23, 24, 34, 0, 1]

@@ -62,18 +62,6 @@ def test_columns_without_a_value_are_read_too(column):
     assert found.shape == (len(column), 2) and not present.any()
 
 
-def test_columns_of_earlier_versions_open_unless_they_hold_8_bit_floats():
-    """Which is one sentence."""
-    column = {"name": "caption_embeddings", "shape": [6, 128], "resolution": None}
-    assert schema.ColumnSpec.from_dict({**column, "codec": "fp16"}) == schema.ColumnSpec(column["name"], (6, 128))
-    with pytest.raises(ValueError) as error:
-        schema.ColumnSpec.from_dict({**column, "codec": "fp8"})
-    assert str(error.value) == (
-        "Column 'caption_embeddings' holds captions in 8-bit floats (text_precision='fp8'), which this version does "
-        "not read: encode the data again with Preprocessing.ipynb, into another latents_uri."
-    )
-
-
 # ---- held-out rows
 
 
