@@ -291,7 +291,7 @@ def summarize_error(text: str) -> str:
 
 
 @contextlib.contextmanager
-def in_a_sentence(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def one_line_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Raises RuntimeError, "{what}: {why}", in place of Ray's errors and those of other `kinds`.
 
     Without it, a notebook shows the traceback of each process that an error passed through.

@@ -68,6 +68,10 @@ Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_
 Workers = Annotated[Count | Pair, must_be("a whole number of at least 1, or a pair (least, most) of them")]
 Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
 Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
+Extras = Annotated[
+    dict[str, dict[str, Any] | None],
+    must_be("a mapping of extras to their arguments, or to None, such as {'meter': None}"),
+]
 
 
 # ---- fields: what a parameter fixes, which must then be the same when a job or a run is resumed
@@ -75,13 +79,21 @@ Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)
 
 def parameter(default: Any, text: str, *, fixes: str | None) -> Any:
     """A field: its default, the comment that stands beside it in each notebook, and what it fixes."""
-    return dataclasses.field(default=default, metadata={"text": text, "fixes": fixes})
+    value = {"default_factory": default.copy} if isinstance(default, dict) else {"default": default}
+    return dataclasses.field(**value, metadata={"text": text, "fixes": fixes})
 
 
 fixes_rows = functools.partial(parameter, fixes="rows")  # which rows are used, and at which size
 fixes_latents = functools.partial(parameter, fixes="latents")  # what is stored of a row
 fixes_run = functools.partial(parameter, fixes="run")  # what a run learns
 free = functools.partial(parameter, fixes=None)  # nothing: it may change when a job or a run is resumed
+
+
+def derived(default: Any, *, fixes: str) -> Any:
+    """A field that follows from the models: the constructor takes it, and a notebook cannot set it."""
+    return dataclasses.field(default=default, metadata={"derived": True, "fixes": fixes})
+
+
 LATENTS_URI = "encoded data; empty: storage/latents"
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
@@ -104,8 +116,13 @@ def checked(cls: type) -> type:
             raise ValueError(describe_error(cls, error.errors()[0], values)) from None
 
     cls.__init__ = __init__
-    NAMES.update(field.name for field in dataclasses.fields(cls))
+    NAMES.update(names_of(cls))
     return cls
+
+
+def names_of(cls: type) -> list[str]:
+    """The names of a config's parameters: its fields but for the derived ones."""
+    return [field.name for field in dataclasses.fields(cls) if "derived" not in field.metadata]
 
 
 def check_commits(values: dict[str, Any]) -> None:
@@ -184,6 +201,7 @@ class Parameters:
     leave_out: Location = free("", "file of ids (or SHA-256 of raw images) to leave out, text or Parquet; empty: none")
     channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
+    extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any]) -> Self:
@@ -192,7 +210,7 @@ class Parameters:
         Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
         check_names(namespace.get("In", ()))
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = names_of(cls)
         return cls(**{name: namespace[name] for name in names if name in namespace})
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,6 +240,21 @@ def first_difference(
         if before.get(name) != now.get(name):
             return name, before.get(name), now.get(name)
     return None
+
+
+def refuse_change(
+    what: str, before: dict[str, Any], now: dict[str, Any], remedy: str, names: Iterable[str] | None = None
+) -> None:
+    """Raises ValueError with the first entry in which two dicts differ, as `first_difference` compares them.
+
+    Args:
+        what: what was begun, the subject of the sentence, such as "run_name='a'".
+        remedy: what to change, the end of the sentence.
+        names: the entries to compare; None: all.
+    """
+    if found := first_difference(before, now, names):
+        name, earlier, value = found
+        raise ValueError(f"{what} was begun with {name}={earlier!r}, not {value!r}: {remedy}.")
 
 
 def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
@@ -269,7 +302,6 @@ class PreprocessingConfig(Parameters):
     # the transform
     resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
     aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
-    size_multiple: Count = fixes_rows(16, "pixels; sides of shapes other than squares are multiples of it; 64 for SD 2")
     upscale: Switch = fixes_rows(False, "whether images smaller than a resolution are enlarged; False: left out")
     max_aspect_ratio: LargestRatio = fixes_rows(None, "maximum of longer side / shorter side, such as 2; None: any")
     # The default is Pillow's own limit.
@@ -281,10 +313,9 @@ class PreprocessingConfig(Parameters):
     vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
     text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
-    # Captions are encoded for it: `maximum_tokens` and `text_cleaning` follow it by default.
+    # Captions are encoded for it: `maximum_tokens` follows it by default.
     unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
-    text_cleaning: TextCleaning = fixes_latents("none", 'cleaning of captions: "none", "lower" (case), "ftfy" (repair)')
     encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
     encoder_batch_size: Count = free(32, "images per batch of an encoder")
     compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of images")
@@ -297,6 +328,9 @@ class PreprocessingConfig(Parameters):
     gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
     encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
     dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
+    # Derived by `prepare.fit_denoiser`: sides of shapes other than squares are multiples of `size_multiple` pixels.
+    size_multiple: Count = derived(16, fixes="rows")
+    text_cleaning: TextCleaning = derived("none", fixes="latents")
 
     def __post_init__(self) -> None:
         self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
@@ -340,9 +374,8 @@ class PreprocessingConfig(Parameters):
                     continue
                 what = "has a side of 0" if 0 in shape else f"is one of {known[shape]} too"
                 raise ValueError(
-                    f"aspect_ratios={list(self.aspect_ratios)} and size_multiple={self.size_multiple} come to "
-                    f"{shape[0]} x {shape[1]} pixels at resolution {resolution}, which {what}: leave that ratio out, "
-                    "or use a smaller size_multiple."
+                    f"aspect_ratios={list(self.aspect_ratios)} come to {shape[0]} x {shape[1]} pixels at "
+                    f"resolution {resolution}, which {what}: leave that ratio out."
                 )
 
     @property

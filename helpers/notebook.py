@@ -39,7 +39,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_stop(describe: Callable[[], str]) -> Iterator[None]:
+def with_interrupt_hint(describe: Callable[[], str]) -> Iterator[None]:
     """An interrupt of the block becomes a KeyboardInterrupt with `describe()`, which a notebook shows alone."""
     try:
         yield

@@ -26,7 +26,7 @@ import ray
 from .. import cluster, storage
 from ..config import PreprocessingConfig, first_difference
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
-from ..notebook import naming_stop
+from ..notebook import with_interrupt_hint
 from ..production import lease
 from ..production.data import exclusions
 from ..raw import inputs
@@ -250,7 +250,7 @@ class Job:
             for segment in pending:
                 failed = f"The same command resumes the job, whose segment {segment.index} failed"
                 stopped = functools.partial(STOPPED.format, done, total)
-                with cluster.in_a_sentence(failed, OSError), naming_stop(stopped):
+                with cluster.one_line_error(failed, OSError), with_interrupt_hint(stopped):
                     self.run_segment(
                         pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
                     )

@@ -38,7 +38,8 @@ LEFT_OUT = {
     "text_encoder_class": "CLIPTextModel",
 }
 # Parameters that a job may leave open; what it found in the data or the models is recorded.
-FOUND = {"input_format", "image_column", "caption_column", "id_column", "maximum_tokens", "text_cleaning"}
+FOUND = {"input_format", "image_column", "caption_column", "id_column"}
+FOUND |= {"maximum_tokens", "text_cleaning", "size_multiple"}
 Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
@@ -174,18 +175,22 @@ def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
 
 
 def fit_denoiser(config: Config) -> Config:
-    """The config with `maximum_tokens` and `text_cleaning` as the denoiser's pipeline needs them.
+    """The config with `maximum_tokens`, `text_cleaning` and `size_multiple` as the denoiser needs them.
 
-    A value other than the default stays. Raises ValueError for a `unet_config` or a model that is unknown.
+    `maximum_tokens` and `text_cleaning` stay if they are not the defaults. Raises ValueError for a `unet_config` or a
+    model that is unknown.
     """
-    adapter = denoisers.ADAPTERS[denoisers.load_denoiser_config(config.unet_config)["_class_name"]]
+    denoiser = denoisers.load_denoiser_config(config.unet_config)
+    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     tokens, cleaning = config.maximum_tokens, config.text_cleaning
-    if adapter.masks_padding and tokens is None:
-        with naming_models(config):
+    with naming_models(config):
+        factor = encoder.downsampling(encoder.vae_config(config.model_of("vae")))
+        if adapter.masks_padding and tokens is None:
             tokens = min(adapter.max_tokens, longest_caption(config))
     if cleaning == "none":
         cleaning = adapter.text_cleaning or "none"
-    return dataclasses.replace(config, maximum_tokens=tokens, text_cleaning=cleaning)
+    multiple = factor * adapter.divisor(denoiser)
+    return dataclasses.replace(config, maximum_tokens=tokens, text_cleaning=cleaning, size_multiple=multiple)
 
 
 # ---- the encoder
@@ -227,9 +232,8 @@ def stored_columns(config: PreprocessingConfig, num_captions: int) -> list[schem
         for width, height in sizes:
             if width % factor or height % factor:
                 raise models.Unsupported(
-                    f"resolutions={list(config.resolutions)} and size_multiple={config.size_multiple} come to {width} "
-                    f"x {height} pixels, which the VAE halves {factor.bit_length() - 1} times: use multiples of "
-                    f"{factor}."
+                    f"resolutions={list(config.resolutions)} come to {width} x {height} pixels, which the VAE halves "
+                    f"{factor.bit_length() - 1} times: use multiples of {factor}."
                 )
             shape = MOMENTS[config.latents], vae["latent_channels"], height // factor, width // factor
             columns.append(schema.ColumnSpec(schema.latents_column(width, height), shape, resolution=resolution))

@@ -194,7 +194,7 @@ def generate_all(
         accelerator_type=placement.accelerator_type,
     )
     # Closed explicitly, so that an interrupted cell stops the actors.
-    failed = cluster.in_a_sentence("The same command resumes the images, which failed")
+    failed = cluster.one_line_error("The same command resumes the images, which failed")
     with failed, contextlib.closing(iter(written.iter_batches(batch_size=None))) as batches:
         for batch in batches:
             made += int(sum(batch["pictures"]))

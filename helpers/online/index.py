@@ -66,7 +66,7 @@ def build_index(
     report_of = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():
         tasks = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
-        with cluster.in_a_sentence("The same command resumes the index of the raw data, which failed"):
+        with cluster.one_line_error("The same command resumes the index of the raw data, which failed"):
             done = tasks.map(functools.partial(as_row, report_of=report_of), **inputs.RETRIES).take_all()
         by_name = {report["name"]: report for report in (json.loads(row["report"]) for row in done)}
         reports = [by_name[inputs.name_of(file["path"], config)] for file in files]

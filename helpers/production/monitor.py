@@ -15,7 +15,7 @@ import ray.train
 
 from .. import cluster, storage
 from ..config import TrainingConfig
-from ..notebook import Progress, interruptible, naming_stop, poll_in_background
+from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
 from ..runtime import machines
 from ..train import checkpoint, faults, resume, setup
 from ..train.metrics import MetricsReader, read_metrics
@@ -33,7 +33,7 @@ def raise_end(run_uri: str) -> Iterator[None]:
     ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
     storage.delete(ended)
     storage.delete(excluded)
-    with cluster.in_a_sentence("The same command resumes the run, which failed", ray.train.TrainingFailedError):
+    with cluster.one_line_error("The same command resumes the run, which failed", ray.train.TrainingFailedError):
         yield
     if storage.exists(ended):
         raise RuntimeError(storage.read_json(ended)["error"])
@@ -157,7 +157,7 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
             warned = True
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming_stop(lambda: where_it_stopped(config)))
+        stack.enter_context(with_interrupt_hint(lambda: where_it_stopped(config)))
         track = stack.enter_context(trackers.start(config))
         display = RunDisplay(config.run_uri, config.max_steps, track)
         display.metrics.read()  # steps of an earlier driver

@@ -331,8 +331,8 @@ def shape_problems(
         if height % divisor or width % divisor:
             yield (
                 f"resolution={latents.resolution} makes latents of {width} x {height}, and {which} takes sides that "
-                f"are multiples of {divisor}: encode the data with resolutions and a size_multiple that are multiples "
-                f"of {latents.size[0] // width * divisor}."
+                f"are multiples of {divisor}: encode the data for this unet_config, with resolutions that are "
+                f"multiples of {latents.size[0] // width * divisor}."
             )
 
 

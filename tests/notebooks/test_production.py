@@ -33,7 +33,7 @@ ONE_MACHINE |= dict.fromkeys(["num_encoders", "num_transform_workers", "num_trai
 ONE_MACHINE |= dict.fromkeys(["encoder_accelerator_type", "training_accelerator_type"])
 SMALL_RUN = {"limit": 160, "validation_share": 0.1, "resolution": 32, "resolutions": [32], "global_batch_size": 8}
 SMALL_RUN |= {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 4, "validate_every": 0, "sampling_steps": 2}
-SMALL_RUN |= {"aspect_ratios": [1], "size_multiple": 16, "row_filter": "", "max_captions": 1, "input_format": "auto"}
+SMALL_RUN |= {"aspect_ratios": [1], "row_filter": "", "max_captions": 1, "input_format": "auto"}
 SHRUNK = {**dict.fromkeys(NO_NAME), **dict.fromkeys(MODELS), **ONE_MACHINE, **SMALL_RUN}
 SHRUNK |= {"encoder_model": "tiny-sd", "clip_model": "tiny-clip", "run_name": "a-job", "sections": []}
 

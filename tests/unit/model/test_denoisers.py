@@ -396,7 +396,7 @@ def test_every_preset_can_be_trained(name):
             {"image_latents_72": (2, 4, 9, 9)},
             {"resolution": 72},
             "resolution=72 makes latents of 9 x 9, and unet_config='tiny' takes sides that are multiples of 2: encode "
-            "the data with resolutions and a size_multiple that are multiples of 16",
+            "the data with resolutions that are multiples of 16",
         ),
     ],
 )
