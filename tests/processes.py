@@ -37,7 +37,7 @@ def run_script(script):
 DYING_DRIVER = """
 import os, signal, sys
 from helpers import storage
-from helpers.runtime import lease
+from helpers.production import lease
 folder, times, status = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 held = lease.Lease(folder, "run_name='a'")
 storage.write_json(held.uri, {**held.content, "place": "another host"})

@@ -27,7 +27,6 @@ from .. import cluster, storage
 from ..config import PreprocessingConfig, first_difference
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..notebook import with_interrupt_hint
-from ..production import lease
 from ..production.data import exclusions
 from ..raw import inputs
 
@@ -227,18 +226,24 @@ class Job:
         }
         return arguments if segment is None else {**arguments, "segment_index": segment.index}
 
-    def run(self, pipeline: Pipeline, progress: Callable[[int, int], None] | None = None) -> Manifest:
+    def run(
+        self,
+        pipeline: Pipeline,
+        progress: Callable[[int, int], None] | None = None,
+        guard: contextlib.AbstractContextManager | None = None,
+    ) -> Manifest:
         """Run the missing segments, one at a time; returns the manifest.
 
         `pipeline(segment)`: a lazy dataset, which this job iterates over. `progress(rows, of_rows)`: called as files
-        are written. An interrupted segment's files are deleted. Raises RuntimeError if another driver is running this
-        job (`runtime.lease`), or if a segment failed for good.
+        are written. `guard`: entered for the run; its `check()` is called before files are deleted or committed, and
+        raises if another driver does this job (`production.lease.hold`). An interrupted segment's files are deleted.
+        Raises RuntimeError if a segment failed for good.
         """
         if self.finished:
             manifest = read_manifest(self.latents_uri)
             print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.latents_uri}")
             return manifest
-        with lease.hold(self.latents_uri, f"latents_uri={self.latents_uri!r}") as self.lease:
+        with guard or contextlib.nullcontext() as self.guard:
             self.segments = self.known_segments() or self.segments  # another driver may have worked on it since
             self.save()
             self.delete_uncommitted()
@@ -266,7 +271,7 @@ class Job:
         for failures in itertools.count(1):
             try:
                 entry = self.collect(pipeline(segment), segment, progress)
-                self.lease.check()
+                self.check_guard()
                 storage.write_json(self.uri(SEGMENTS, f"{segment.index:06d}.json"), entry)
                 return
             except BaseException as error:  # an interrupted cell (KeyboardInterrupt) too
@@ -300,9 +305,13 @@ class Job:
                 f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
             )
 
+    def check_guard(self) -> None:
+        if self.guard:
+            self.guard.check()
+
     def delete_uncommitted(self) -> int:
         """Delete this job's files that belong to no committed segment; returns how many."""
-        self.lease.check()
+        self.check_guard()
         kept = set()
         for entry in self.committed().values():
             kept.update(file["name"] for file in entry["files"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -15,24 +16,25 @@ from ..encode.job import Segment, segment_entry
 from ..latents import held_out, schema
 from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
 from ..latents.plan import CHUNK_BYTES
-from ..production import lease
 from . import index
 from .config import OnlineConfig
 from .encode import INDEX
 
 
-def prepare_run(config: OnlineConfig, training: TrainingConfig) -> tuple[Manifest, OnlineConfig]:
+def prepare_run(
+    config: OnlineConfig, training: TrainingConfig, guard: contextlib.AbstractContextManager | None = None
+) -> tuple[Manifest, OnlineConfig]:
     """Check and index a run's raw data; returns its manifest, and `config` with the commits of its models.
 
     The manifest is written to `training.latents_uri`. The index is built by a Ray Data job if Ray is connected, else in
-    this process. Encodes an empty caption and, once, the rows held out for validation. Raises FileNotFoundError or
-    ValueError that says what to change.
+    this process. Encodes an empty caption and, once, the rows held out for validation. `guard`: entered while the
+    folder is written (`production.lease.hold`). Raises FileNotFoundError or ValueError that says what to change.
     """
     uri, share = training.latents_uri, training.validation_share
     earlier = read_if_there(uri)
     found = prepare.check(config, earlier and {**earlier.job, "encoder": earlier.encoder})
     config = found.config
-    with lease.hold(uri, f"latents_uri={uri!r}"):
+    with guard or contextlib.nullcontext():
         key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)
         segment = segment_of(key, reports)
         if segment["read"] == 0:

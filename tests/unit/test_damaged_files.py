@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import time
 import types
 
 import pytest
@@ -17,7 +16,7 @@ from helpers.config import TrainingConfig
 from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson import display, generation
 from helpers.lesson.run_figure import read_evaluated_images
-from helpers.production import lease, monitor
+from helpers.production import monitor
 from helpers.production.extras import results, trackers
 from helpers.train import checkpoint, faults, setup, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
@@ -223,46 +222,6 @@ def test_a_finished_run_with_a_tracker_of_an_earlier_version_is_read(tmp_path):
     assert display.finished_run(str(tmp_path), "run")[0].trackers == ("tensorboard",)
 
 
-# ---- leases
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 0.3)
-
-
-@pytest.mark.parametrize("content", ["", '{"token": "x'])
-@pytest.mark.parametrize("age", [0, 86_400])
-def test_a_damaged_lease_is_taken_over_when_it_is_older_than_a_heartbeat(tmp_path, quick, capsys, content, age):
-    path = tmp_path / "lease.json"
-    path.write_text(content)
-    os.utime(path, (time.time() - age,) * 2)
-    with lease.Lease(str(tmp_path), "run_name='a'") as held:
-        held.check()
-    waited = f"run_name='a' is in use by an unknown process ({path} is damaged): wait until"
-    assert (waited in capsys.readouterr().out) == (age == 0) and not os.listdir(tmp_path)
-
-
-def test_a_damaged_lease_that_its_driver_writes_again_refuses(tmp_path, quick, monkeypatch):
-    path = tmp_path / "lease.json"
-    path.write_text("")
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: storage.write_json(path, {"token": "theirs", "holder": "node-7"})
-    )
-    with pytest.raises(RuntimeError, match="in use by node-7"):
-        lease.Lease(str(tmp_path), "run_name='a'")
-
-
-def test_a_disk_without_links_takes_a_lease_too(tmp_path, quick, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with lease.Lease(str(tmp_path), "run_name='a'") as held:
-        held.check()
-
-
 # ---- a full disk
 
 
@@ -299,17 +258,13 @@ class FullDisk:
 FULL = "cannot be written: No space left on device"
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_no_part(tmp_path, quick, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_leaves_no_part(tmp_path, monkeypatch):
     storage.write_text(tmp_path / "a.json", "old")
     with monkeypatch.context() as patch:
         FullDisk(patch)
         with pytest.raises(OSError, match=rf"{tmp_path}/a.json {FULL}$"):
             storage.write_json(tmp_path / "a.json", {})
-        with pytest.raises(OSError, match=rf"{tmp_path}/run/lease.json {FULL}$"):
-            lease.Lease(str(tmp_path / "run"), "run_name='a'")
-    assert (tmp_path / "a.json").read_text() == "old" and os.listdir(tmp_path) == ["a.json", "run"]
-    with lease.Lease(str(tmp_path / "run"), "run_name='a'") as held:  # when there is room
-        held.check()
+    assert (tmp_path / "a.json").read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
 
 def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
