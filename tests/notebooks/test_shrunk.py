@@ -1,0 +1,46 @@
+"""nbval runs all cells of all notebooks, with every section, shrunk by the values of their parameters alone."""
+
+import subprocess
+import sys
+
+import papermill
+import pytest
+
+from tests.execute_notebooks import NOTEBOOKS, ROOT
+from tests.faults import slow
+
+PREPROCESSING, TRAINING, ONLINE, EVALUATION, SCALING = NOTEBOOKS
+DATA = {"limit": 200, "validation_share": 0.1}
+RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "validate_every": 2, "global_batch_size": 16}
+RUN |= {"sampling_steps": 2, "prompts": ["a red circle", "a blue square"], "validation_share": 0.1}
+SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {}}
+MAIN = [PREPROCESSING, TRAINING, ONLINE]
+READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN}
+
+
+@pytest.fixture(scope="module")
+def run(no_shared_cluster, tmp_path_factory):
+    """A function that runs a notebook once, after those that it reads from, in a folder with the helpers."""
+    folder, done = tmp_path_factory.mktemp("notebooks"), set()
+    (folder / "helpers").symlink_to(ROOT / "helpers")
+
+    def run(name):
+        if name in done:
+            return
+        for other in READS[name]:
+            run(other)
+        copy = folder / name.rpartition("/")[2]
+        papermill.execute_notebook(ROOT / name, copy, SHRUNK[name], prepare_only=True, progress_bar=False)
+        command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=600", "-q", "--durations=12"]
+        ended = subprocess.run([*command, copy.name], cwd=folder, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+        print(ended.stdout)
+        done.add(name)
+
+    return run
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*MAIN, *(pytest.param(name, marks=slow) for name in (EVALUATION, SCALING))])
+def test_a_notebook_runs(run, name):
+    run(name)
