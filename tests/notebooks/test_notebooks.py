@@ -15,7 +15,8 @@ from tests import execute_notebooks
 from tests.execute_notebooks import NOTEBOOKS, ROOT
 
 CONFIGS = (PreprocessingConfig, TrainingConfig, OnlineConfig)
-TEXTS = {field.name: field.metadata["text"] for config in CONFIGS for field in dataclasses.fields(config)}
+FIELDS = {field.name: field for config in CONFIGS for field in dataclasses.fields(config)}
+TEXTS = {name: field.metadata["text"] for name, field in FIELDS.items() if "text" in field.metadata}  # not derived
 
 
 def read(name):
