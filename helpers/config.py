@@ -95,6 +95,7 @@ def derived(default: Any, *, fixes: str) -> Any:
 
 
 LATENTS_URI = "encoded data; empty: storage/latents"
+PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
@@ -140,7 +141,7 @@ def describe_error(cls: type, error: dict, values: dict) -> str:
         return str(error["ctx"]["error"])
     name = error["loc"][0]
     if error["type"] == "unexpected_keyword_argument":
-        return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: check its spelling."
+        return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: see {PARAMETERS_PAGE}."
     if error["type"] == "literal_error":
         return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
     quoted = f": write {values[name].strip()}, without quotes" if is_quoted(values[name]) else ""
@@ -171,8 +172,8 @@ def check_names(cells: Sequence[str]) -> None:
             for name in names:
                 if name not in NAMES:
                     close = difflib.get_close_matches(name, NAMES, 1)
-                    hint = f"did you mean {close[0]}?" if close else "check its spelling."
-                    raise ValueError(f"{name} is not a parameter of any notebook: {hint}")
+                    meant = f" (did you mean {close[0]}?)" if close else ""
+                    raise ValueError(f"{name} is not a parameter{meant}: see {PARAMETERS_PAGE}.")
         seen.update(names)
 
 

@@ -134,8 +134,16 @@ def test_every_parameter_is_checked(kind):
             kind(**{name: object()})
 
 
+def test_a_change_of_what_was_begun_is_refused():
+    before, now = {"a": [1, 2], "b": None, "c": 1}, {"a": (1, 2), "c": 3, "d": 4}
+    parameters.refuse_change("run_name='x'", before, {"a": (1, 2), "c": 1}, "give another")
+    parameters.refuse_change("run_name='x'", before, now, "give another", names=["a", "b"])
+    with pytest.raises(ValueError, match="^run_name='x' was begun with c=1, not 3: give another.$"):
+        parameters.refuse_change("run_name='x'", before, now, "give another")
+
+
 def test_unknown_parameters_are_refused():
-    with pytest.raises(ValueError, match="^learning_rat=1 is not a parameter of TrainingConfig: check its spelling.$"):
+    with pytest.raises(ValueError, match="^learning_rat=1 is not a parameter of TrainingConfig: see"):
         TrainingConfig(learning_rat=1)
 
 

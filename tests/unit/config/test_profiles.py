@@ -60,17 +60,17 @@ def test_preprocessing_has_the_same_defaults_in_code():
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("num_enocders", "did you mean num_encoders?"), ("zzz", "check its spelling.")]
+    ("name", "hint"), [("num_enocders", r" \(did you mean num_encoders\?\): see"), ("zzz", ": see")]
 )
 def test_an_unknown_parameter_is_refused_by_the_first_cell(name, hint):
     cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{name} = 3\n"]
-    with pytest.raises(ValueError, match=rf"^{name} is not a parameter of any notebook: {hint[:-1]}\{hint[-1]}$"):
+    with pytest.raises(ValueError, match=rf"^{name} is not a parameter{hint} .*PARAMETERS\.md"):
         PreprocessingConfig.from_parameters({"In": cells})
 
 
 def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mended():
     cells = ["storage = 'here'\nrun_name = 'a'", "# Skip these\n\nwarmup_step = 10\nseed = 0", "run_name = 'b'"]
-    with pytest.raises(ValueError, match="^warmup_step is not a parameter of any notebook: did you mean warmup_steps"):
+    with pytest.raises(ValueError, match="^warmup_step is not a parameter .did you mean warmup_steps"):
         TrainingConfig.from_parameters({"In": cells})
     mended = [*cells, "# Skip these\n\nwarmup_steps = 10\nseed = 0"]
     assert TrainingConfig.from_parameters({"In": mended, "run_name": "a"}).run_name == "a"
@@ -79,7 +79,7 @@ def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mende
 def test_the_lessons_other_notebooks_refuse_a_misspelt_name_too(monkeypatch, tmp_path):
     shell = types.SimpleNamespace(user_ns={"In": ["", "# Parameters\nother_promts = ['a red circle']\n"]})
     monkeypatch.setattr(display, "get_ipython", lambda: shell)
-    with pytest.raises(ValueError, match="^other_promts is not a parameter of any notebook: did you mean other_prompt"):
+    with pytest.raises(ValueError, match="^other_promts is not a parameter .did you mean other_prompt"):
         display.finished_run(str(tmp_path), "mine")
     assert all("looks.finished_run(" in "".join(source for source, _ in code(notebook)) for notebook in LESSONS)
 
@@ -112,7 +112,7 @@ def test_a_notebook_checks_names_before_it_starts_ray(notebook):
         number for number, source in enumerate(sources) if re.search(r"\.(from_parameters|training_config)\(", source)
     )
     assert "globals()" in sources[checks]
-    assert checks < next(number for number, source in enumerate(sources) if "session.connect(" in source)
+    assert checks < next(number for number, source in enumerate(sources) if "cluster.connect(" in source)
 
 
 # ---- profiles
@@ -271,7 +271,7 @@ def test_what_a_notebook_runs_on_a_gpu_is_on_the_trainers_kind(notebook):
     for source, _ in code(notebook):
         for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
             given = [ast.unparse(node) for node in (call.func, *call.args)]  # also by `partial`
-            if "session.run_on_device" in given:
+            if "cluster.run_on_device" in given:
                 assert {ast.unparse(keyword) for keyword in call.keywords} & {"**hardware", "**kind"}, given
 
 
