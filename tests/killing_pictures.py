@@ -7,7 +7,6 @@ import sys
 import time
 from unittest import mock
 
-from helpers.production.decode import isolated
 from helpers.raw import images
 
 KILLS, HANGS, RAISES = b"kills its process", b"never ends", b"raises"
@@ -42,6 +41,7 @@ def with_killing_pictures(transform):
 
     def with_these(rows, **options):
         sys.path.insert(0, ROOT)  # by which the worker, and its child, find this module
+        from helpers.production.decode import isolated  # not at the top: the child would import pyarrow
         from tests import killing_pictures
 
         seconds = mock.patch.object(isolated, "SECONDS", killing_pictures.SECONDS)

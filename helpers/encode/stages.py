@@ -7,8 +7,6 @@ keep PyTorch's 230 MiB.
 from __future__ import annotations
 
 import collections
-import functools
-import hashlib
 import itertools
 import json
 import time
@@ -48,8 +46,7 @@ def transform(
             empty text, and the ids of an empty text. With `config.maximum_tokens`, ids are filled up with -1, else with
             padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
-            the same resolution fits the picture better. Also null if the picture is smaller than the shape and
-            `config.upscale` is False.
+            the same resolution fits the picture better. Also null if the picture is smaller than the shape.
         note: what is wrong with a picture that is used; empty for most
         transform_seconds: of the call, in its first row
 
@@ -84,56 +81,26 @@ def transform_pictures(
     config: PreprocessingConfig,
     crops: Iterable[images.Crop] | None = None,
     shapes: Iterable[images.Shape] | None = None,
-) -> list[images.Made]:
+) -> list[images.DecodedImage]:
     """`images.make_pixels` of each raw row, in a child process; a row that cannot be used has only a reason.
 
     Rows that `config.leave_out` lists are rejected before anything is decoded.
-
-    A picture that kills the process or takes too long is noted in `lost_pictures` under `storage`. From then on it is
-    rejected for the same reason.
     """
     raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
-    uri = storage.join(config.storage, LOST)
     left_out = exclusions.reject_reasons(config.leave_out, rows[inputs.ID], (row[inputs.IMAGE] for row in raw))
-    reasons = [reason or row_reason(row, lost_pictures(uri)) for row, reason in zip(raw, left_out, strict=True)]
-    done = [images.Made({}, reason) for reason in reasons]
+    reasons = [reason or row_reason(row) for row, reason in zip(raw, left_out, strict=True)]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
     calls = [(row[inputs.IMAGE], crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
-    good = [number for number, made in enumerate(done) if not made.reason]
-    sizing = images.Sizing.of(config, has_sizes=bool(inputs.size_columns(config)))
-    work = functools.partial(images.make_pixels, sizing=sizing)
-    results = isolated.run_apart(work, [calls[number] for number in good], isolated.SECONDS)
-    for number, result in zip(good, results, strict=True):
-        if isinstance(result, isolated.Lost):
-            note_lost(uri, raw[number], str(result))
-            result = images.Made({}, str(result))
-        done[number] = result
-    return done
+    decode = isolated.decoder(storage.join(config.storage, LOST))
+    tried = [call for call, reason in zip(calls, reasons, strict=True) if not reason]
+    decoded = iter(decode(tried, config.shapes))
+    return [images.DecodedImage({}, reason) if reason else next(decoded) for reason in reasons]
 
 
-def row_reason(row: dict[str, Any], lost: dict[str, str]) -> str:
-    """Why a raw row cannot be used, as far as is known before its picture is decoded. `lost`: see `lost_pictures`."""
+def row_reason(row: dict[str, Any]) -> str:
+    """Why a raw row cannot be used, as far as is known before its image is decoded."""
     reason = inputs.text_reason(row[inputs.ID], row[inputs.CAPTION]) or row[inputs.ERROR]
-    if not reason and not row[inputs.IMAGE]:
-        return "no image bytes"
-    return reason or (lost.get(picture_key(row[inputs.IMAGE]), "") if lost else "")
-
-
-@functools.cache
-def lost_pictures(uri: str) -> dict[str, str]:
-    """{`picture_key`: why it is rejected} of the pictures noted in a folder; read once per process."""
-    return {storage.name(path): storage.read_json(path)["reason"] for path in storage.list_files(uri)}
-
-
-def note_lost(uri: str, row: dict[str, Any], reason: str) -> None:
-    """Add a row's picture to `lost_pictures`."""
-    key = picture_key(row[inputs.IMAGE])
-    lost_pictures(uri)[key] = reason
-    storage.write_json(storage.join(uri, key), {"id": row[inputs.ID], "reason": reason})
-
-
-def picture_key(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+    return reason or ("" if row[inputs.IMAGE] else "no image bytes")
 
 
 def write_latents(

@@ -113,7 +113,7 @@ def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFram
     rows = []
     for resolution, shapes in config.shapes.items():
         mine = np.array([images.nearest_shape(size, shapes) for size in sizes]).reshape(-1, 2)
-        fits = (sizes >= mine).all(axis=1) | config.upscale
+        fits = (sizes >= mine).all(axis=1)
         ratio = (sizes[:, 0] / sizes[:, 1]) / (mine[:, 0] / mine[:, 1])
         cut = 1 - np.minimum(ratio, 1 / ratio)
         for shape in shapes:
@@ -135,7 +135,7 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
     if not shown:
         raise ValueError(
             f"None of the first {len(rows)} rows of {config.data_uri} can be used at "
-            f"resolutions={list(config.resolutions)}: give smaller ones, upscale=True, or other data."
+            f"resolutions={list(config.resolutions)}: choose a smaller resolution, or give other data."
         )
     return shown
 
@@ -162,10 +162,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
         if len(good) >= num_rows:
             break
     # A picture that would kill its process is not among them.
-    return [
-        (row[inputs.ID], images.decode(row[inputs.IMAGE], config.max_pixels), row[inputs.CAPTION])
-        for row in good[:num_rows]
-    ]
+    return [(row[inputs.ID], images.decode(row[inputs.IMAGE]), row[inputs.CAPTION]) for row in good[:num_rows]]
 
 
 def input_tables(found: detect.Found) -> list[pd.DataFrame]:

@@ -156,9 +156,9 @@ def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str
         return [schema.latents_column(resolution) for resolution in config.resolutions], ""
     if not all(side is not None and side > 0 for side in size):  # null, NaN
         return [], "no width or height"
-    if size[0] * size[1] > config.max_pixels:
+    if size[0] * size[1] > images.MAX_PIXELS:
         return [], "too many pixels"
-    shapes, reason = images.reached_shapes(size, images.Sizing.of(config))
+    shapes, reason = images.reached_shapes(size, config.shapes)
     return [schema.latents_column(*shape) for shape in shapes], reason
 
 

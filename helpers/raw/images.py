@@ -1,16 +1,15 @@
-"""Encoded bytes -> an RGB picture of a given shape. Pure functions, of plain values that can be pickled."""
+"""Encoded bytes -> an RGB image of a given shape. Pure functions, of plain values that can be pickled."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import math
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageMode, ImageOps
@@ -25,25 +24,26 @@ UNSUPPORTED = {
 }
 # WebP and AVIF: Pillow cannot open them if they were cut short.
 CUT_SHORT = re.compile(rb"RIFF....WEBP|....ftyp.{0,64}?avi[fs]", re.DOTALL)
-MAX_PIXELS = Image.MAX_IMAGE_PIXELS  # 89,478,485: Pillow's own limit against decompression bombs
+MAX_PIXELS = 89_478_485  # Pillow's own limit against decompression bombs
 MAX_DECODED_BYTES = 2**29
 MAX_SCANS = 100  # of a JPEG: each scan takes a pass over all pixels, and may have few bytes
 BITS_PER_SAMPLE = 258  # a TIFF tag
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with a length, or the end; not within pixels
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
-RESTARTS = [bytes([0xFF, 0xD0 + number % 8]) for number in range(20)]  # a JPEG's markers between its parts
 PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
-NOTE, BROKEN_PROFILE = "note", "broken colour profile"  # in `Image.info`, what is wrong with a picture that is used
+NOTE, BROKEN_PROFILE = "note", "broken colour profile"  # in `Image.info`, what is wrong with an image that is used
 PROBE = Image.fromarray(np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(64, 64, 3))
 
 Shape = tuple[int, int]  # width, height
-Crop = Callable[[Image.Image, float], Image.Image]  # a picture and the crop's width over its height -> the crop
+Shapes = dict[int, list[Shape]]  # resolution -> its shapes
+Crop = Callable[[Image.Image, float], Image.Image]  # an image and the crop's width over its height -> the crop
+Call = tuple[bytes | None, Crop, Shape | None]  # the arguments of `make_pixels`
 
 
-class Made(NamedTuple):
-    """What became of a picture: its (H, W, 3) uint8 pixels by shape, or the `reason` why it cannot be used.
+class DecodedImage(NamedTuple):
+    """(H, W, 3) uint8 pixels by shape, or the `reason` why an image cannot be used.
 
-    `note`: what is wrong with a picture that is used.
+    `note`: what is wrong with an image that is used.
     """
 
     pixels: dict[Shape, np.ndarray]
@@ -52,10 +52,10 @@ class Made(NamedTuple):
 
 
 class BadImage(ValueError):
-    """A picture cannot be used; the text is the reason that `rejects/` and the report give."""
+    """An image cannot be used; the text is the reason that `rejects/` and the report give."""
 
 
-def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode(data: bytes | None) -> Image.Image:
     """Encoded bytes -> an upright sRGB `PIL.Image` (EXIF orientation applied, first frame, alpha over white).
 
     Raises `BadImage`: "no image bytes", "not an image", "format not supported: HEIC" (and others of `UNSUPPORTED`),
@@ -64,7 +64,7 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     if not data:
         raise BadImage("no image bytes")
-    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own check: some formats tell their size only while decoding
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # some formats tell their size only while decoding
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken EXIF and the like; the bomb warning is the size check below
         try:
@@ -75,14 +75,14 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
             name = next((name for name, magic in UNSUPPORTED.items() if magic.match(data)), None)
             otherwise = "broken image" if CUT_SHORT.match(data) else "not an image"
             raise BadImage(f"format not supported: {name}" if name else otherwise) from None
-        if image.width * image.height > max_pixels:
+        if image.width * image.height > MAX_PIXELS:
             raise BadImage("too many pixels")
         if decoded_bytes(image) > MAX_DECODED_BYTES:
             raise BadImage("too many bytes when decoded")
         if image.format in ("JPEG", "MPO") and sum(1 for _ in scans(data)) > MAX_SCANS:
             raise BadImage("too many scans")
         try:
-            image = load_whole(image, data)
+            image.load()
             ImageOps.exif_transpose(image, in_place=True)
         except (SyntaxError, ValueError, KeyError, TypeError, struct.error):
             pass  # broken EXIF: the pixels are there, only the orientation is unknown
@@ -99,7 +99,7 @@ def decode(data: bytes | None, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """A picture of one of `FORMATS`, opened. What is wrong in a PNG's texts or profile does not matter."""
+    """An image of one of `FORMATS`, opened. What is wrong in a PNG's texts or profile does not matter."""
     ImageFile.LOAD_TRUNCATED_IMAGES = data.startswith(b"\x89PNG")  # here this concerns chunks without pixels
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
@@ -107,31 +107,8 @@ def open_image(data: bytes) -> Image.Image:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def load_whole(image: Image.Image, data: bytes) -> Image.Image:
-    """An opened picture with its pixels. A JPEG may lack its end marker; raises OSError if pixels are missing too."""
-    try:
-        image.load()
-        return image
-    except OSError:
-        if image.format not in ("JPEG", "MPO"):
-            raise
-    # Nothing of a channel comes later than a scan that has its highest frequency (63), exactly (0).
-    channels = sum(scan[0] for scan in scans(data) if scan[-2] == 63 and scan[-1] % 16 == 0)
-    # Decoders make up missing pixels, of what follows. If all are there, what follows changes none. One of two orders
-    # of restart markers is read on, whichever a decoder waits for.
-    tails, random = [b""], np.random.default_rng(0)
-    for first in (0, 4, 0, 4):
-        tails.append(b"".join(random.bytes(4096).replace(b"\xff", b"") + mark for mark in RESTARTS[first:]))
-    files = (io.BytesIO(data.rstrip(b"\xff") + tail + END_OF_IMAGE) for tail in tails)
-    found = Image.open(next(files), formats=["JPEG"])
-    pixels = found.tobytes()
-    if channels < len(found.getbands()) or any(Image.open(file).tobytes() != pixels for file in files):
-        raise OSError("pixels are missing")
-    return found
-
-
 def decoded_bytes(image: Image.Image) -> int:
-    """Bytes of an opened picture's pixels in the depth that its file has, from its header; Pillow may keep fewer."""
+    """Bytes of an opened image's pixels in the depth that its file has, from its header; Pillow may keep fewer."""
     mode = ImageMode.getmode(image.mode)
     pixel_bits = 8 * len(mode.bands) * np.dtype(mode.typestr).itemsize
     if image.format == "PNG" and image.tile:
@@ -143,7 +120,7 @@ def decoded_bytes(image: Image.Image) -> int:
 
 
 def scans(data: bytes) -> Iterator[bytes]:
-    """The header of each scan of a JPEG's first picture."""
+    """The header of each scan of a JPEG's first image."""
     found = JPEG_MARKER.search(data, 2)
     while found and found[0] != END_OF_IMAGE:
         end = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
@@ -153,7 +130,7 @@ def scans(data: bytes) -> Iterator[bytes]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow mode -> sRGB, by the picture's ICC profile; 16-bit and float greys in 8 bits, alpha over white."""
+    """Any Pillow mode -> sRGB, by the image's ICC profile; 16-bit and float greys in 8 bits, alpha over white."""
     transform, _ = srgb_transform(image.info.get("icc_profile"))
     is_grey = ImageMode.getmode(image.mode).basemode == "L"
     fitting = ("L", "RGB") if is_grey else ("CMYK",) if image.mode == "CMYK" else ("RGB",)
@@ -221,86 +198,71 @@ def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
 
 
 def random_crop(
-    picture: Image.Image, ratio: float, *, seeds: Sequence[int], smallest: float, may_mirror: bool
+    image: Image.Image, ratio: float, *, seeds: Sequence[int], smallest: float, may_mirror: bool
 ) -> Image.Image:
-    """A crop of a picture, whose width is `ratio` times its height, drawn from `seeds`.
+    """A crop of an image, whose width is `ratio` times its height, sampled from `seeds`.
 
     Its sides are at least the share `smallest` of the largest crop's; 1: the centre crop. `may_mirror`: half are
     mirrored.
     """
     random = np.random.default_rng(seeds)
     if smallest == 1:
-        cut = center_crop(picture, ratio)
+        cut = center_crop(image, ratio)
     else:
         share = random.uniform(smallest, 1)
-        largest = min(picture.width, picture.height * ratio), min(picture.height, picture.width / ratio)
+        largest = min(image.width, image.height * ratio), min(image.height, image.width / ratio)
         width, height = (max(1, round(side * share)) for side in largest)
-        left = int(random.integers(0, picture.width - width + 1))
-        top = int(random.integers(0, picture.height - height + 1))
-        cut = picture.crop((left, top, left + width, top + height))
+        left = int(random.integers(0, image.width - width + 1))
+        top = int(random.integers(0, image.height - height + 1))
+        cut = image.crop((left, top, left + width, top + height))
     return ImageOps.mirror(cut) if may_mirror and random.random() < 0.5 else cut
 
 
 def resize(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """A picture resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
+    """An image resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
     size = width, width if height is None else height
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizing:
-    """Which shapes are made of pictures, from the parameters of a `PreprocessingConfig` of the same names.
-
-    `shapes`: those of each resolution. `has_sizes`: whether columns give each picture's width and height.
-    """
-
-    shapes: dict[int, list[Shape]]
-    max_pixels: int = MAX_PIXELS
-    max_aspect_ratio: float | None = None
-    upscale: bool = False
-    has_sizes: bool = False
-
-    @classmethod
-    def of(cls, config: Any, has_sizes: bool = False) -> Sizing:
-        """That of a `PreprocessingConfig`."""
-        return cls(config.shapes, config.max_pixels, config.max_aspect_ratio, config.upscale, has_sizes)
+def decode_all(calls: Iterable[Call], shapes: Shapes) -> list[DecodedImage]:
+    """`make_pixels` of each call. `production.decode.isolated` has a function of the same arguments."""
+    return [make_pixels(*call, shapes=shapes) for call in calls]
 
 
-def make_pixels(data: bytes | None, crop: Crop = center_crop, wanted: Shape | None = None, *, sizing: Sizing) -> Made:
-    """The pixels of an encoded picture.
+def make_pixels(
+    data: bytes | None, crop: Crop = center_crop, wanted: Shape | None = None, *, shapes: Shapes
+) -> DecodedImage:
+    """The pixels of an encoded image, in the nearest shape of each resolution that the image reaches.
 
-    `wanted`: the one shape to make; the picture is bad if it is smaller, or nearer to another shape.
+    `wanted`: the only shape to make. The image is bad if it does not reach that shape, or if another shape is nearer.
     """
     try:
-        picture = decode(data, sizing.max_pixels)
+        image = decode(data)
     except BadImage as bad:
-        return Made({}, str(bad))
-    shapes, reason = reached_shapes(picture.size, sizing)
-    if wanted and wanted not in shapes:
-        if sizing.has_sizes:
-            reason = "its width or height column is wrong"
-        return Made({}, reason or f"smaller than {wanted[0]} pixels")
-    shapes = [wanted] if wanted else shapes
+        return DecodedImage({}, str(bad))
+    reached, reason = reached_shapes(image.size, shapes)
+    if wanted and wanted not in reached:
+        is_smaller = image.width < wanted[0] or image.height < wanted[1]
+        wrong = f"smaller than {wanted[0]} pixels" if is_smaller else "its width or height column is wrong"
+        return DecodedImage({}, reason or wrong)
+    reached = [wanted] if wanted else reached
     # One decode for all shapes, and one crop for all shapes of one ratio.
-    crops = {ratio: crop(picture, ratio) for ratio in {width / height for width, height in shapes}}
-    resized = {shape: resize(crops[shape[0] / shape[1]], *shape) for shape in shapes}
-    pixels = {shape: to_pixels(image) for shape, image in resized.items()}
-    return Made(pixels, reason, picture.info.get(NOTE, ""))
+    crops = {ratio: crop(image, ratio) for ratio in {width / height for width, height in reached}}
+    pixels = {shape: to_pixels(resize(crops[shape[0] / shape[1]], *shape)) for shape in reached}
+    return DecodedImage(pixels, reason, image.info.get(NOTE, ""))
 
 
 def nearest_shape(size: Shape, shapes: Sequence[Shape]) -> Shape:
-    """The one of `shapes` whose centre crop cuts the least away from a picture of this size."""
+    """The one of `shapes` whose centre crop cuts the least away from an image of this size."""
     ratio = size[0] / size[1]
     return min(shapes, key=lambda shape: abs(math.log(ratio * shape[1] / shape[0])))
 
 
-def reached_shapes(size: Shape, sizing: Sizing) -> tuple[list[Shape], str]:
-    """`(the nearest shape of each resolution that a picture of this size reaches, why there is none)`."""
-    if sizing.max_aspect_ratio is not None and max(size) > sizing.max_aspect_ratio * min(size):
-        return [], f"longer than {sizing.max_aspect_ratio:g} times its shorter side"
-    nearest = [nearest_shape(size, shapes) for shapes in sizing.shapes.values()]
-    reached = [shape for shape in nearest if sizing.upscale or (size[0] >= shape[0] and size[1] >= shape[1])]
-    return reached, "" if reached else f"smaller than {min(sizing.shapes)} pixels"
+def reached_shapes(size: Shape, shapes: Shapes) -> tuple[list[Shape], str]:
+    """`(the nearest shape of each resolution that an image of this size reaches, why there is none)`."""
+    nearest = [nearest_shape(size, of_resolution) for of_resolution in shapes.values()]
+    reached = [shape for shape in nearest if size[0] >= shape[0] and size[1] >= shape[1]]
+    return reached, "" if reached else f"smaller than {min(shapes)} pixels"
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""Calls of a function in a child process: one that kills its process, or takes too long, costs its own result alone.
+"""A decoder in a child process: an image that kills the process, or takes too long, costs its own row alone.
 
-The child imports this module and those of the function and its arguments, nothing else. It ends when its parent does.
+`decoder(lost_uri)` takes the place of `raw.images.decode_all` in `encode.stages.transform`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import pickle
 import signal
@@ -15,9 +17,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from typing import IO, Any
+from typing import IO
 
-SECONDS = 120.0  # that a call may take
+from ... import storage
+from ...raw import images
+from .child import serve
+
+SECONDS = 120.0  # that an image may take
 LOCK = threading.Lock()
 
 
@@ -25,12 +31,51 @@ class Lost(Exception):
     """Why a call has no result: its process was killed, also when it was tried again, or it took too long."""
 
 
+def decoder(lost_uri: str) -> Callable[[Iterable[images.Call], images.Shapes], list[images.DecodedImage]]:
+    """A function like `images.decode_all`, which can be pickled.
+
+    `lost_uri`: the folder that lists images that killed their process or took too long. They are rejected for the same
+    reason from then on, without being tried.
+    """
+    return functools.partial(decode_isolated, lost_uri=lost_uri)
+
+
+def decode_isolated(calls: Iterable[images.Call], shapes: images.Shapes, *, lost_uri: str) -> list[images.DecodedImage]:
+    calls, lost = list(calls), crashes(lost_uri)
+    reasons = [lost.get(image_key(data)) if lost and data else None for data, *_ in calls]
+    tried = [call for call, reason in zip(calls, reasons, strict=True) if reason is None]
+    results = iter(run_apart(functools.partial(images.make_pixels, shapes=shapes), tried, SECONDS))
+    found = []
+    for (data, *_), reason in zip(calls, reasons, strict=True):
+        result = images.DecodedImage({}, reason) if reason else next(results)
+        if isinstance(result, Lost):
+            record_crash(lost_uri, data, str(result))
+            result = images.DecodedImage({}, str(result))
+        found.append(result)
+    return found
+
+
+@functools.cache
+def crashes(lost_uri: str) -> dict[str, str]:
+    """{`image_key`: why it is rejected} of the images recorded in a folder; read once per process."""
+    return {storage.name(path): storage.read_json(path)["reason"] for path in storage.list_files(lost_uri)}
+
+
+def record_crash(lost_uri: str, data: bytes, reason: str) -> None:
+    crashes(lost_uri)[image_key(data)] = reason
+    storage.write_json(storage.join(lost_uri, image_key(data)), {"reason": reason})
+
+
+def image_key(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
 class Child:
-    """A process that runs `serve`, and the socket to it."""
+    """A process that runs `child.serve`, and the socket to it."""
 
     def __init__(self):
         self.socket, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
+        command = [sys.executable, "-P", "-c", f"from {serve.__module__} import serve; serve()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with theirs:
             # In a session of its own, or the interrupt of a notebook's cell would end it.
@@ -63,13 +108,13 @@ def forget_child() -> None:
 os.register_at_fork(after_in_child=forget_child)
 
 
-def run_apart(function: Callable, calls: Iterable[tuple], seconds: float) -> list:
+def run_apart(function: Callable, calls: list[tuple], seconds: float) -> list:
     """`function(*call)` of each call, or a `Lost` in its place; what the function raises is raised.
 
     Function, arguments and results are pickled. A call whose process is killed is tried again, as the first of a new
     process: it may have been killed by what an earlier call left behind, or for lack of memory.
     """
-    calls, results, suspect = list(calls), [], None
+    results, suspect = [], None
     with LOCK:
         while len(results) < len(calls):
             found, signal_number = attempt(function, calls[len(results) :], seconds)
@@ -104,7 +149,7 @@ def attempt(function: Callable, calls: list[tuple], seconds: float) -> tuple[lis
         if not is_done:
             exit_code, child = child.stop(), None
             if exit_code >= 0:
-                raise RuntimeError(f"A process that decodes pictures ended with exit code {exit_code}.")
+                raise RuntimeError(f"A process that decodes images ended with exit code {exit_code}.")
         file.seek(start)
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the last one may be cut
             while True:
@@ -118,32 +163,3 @@ def attempt(function: Callable, calls: list[tuple], seconds: float) -> tuple[lis
 def shared_file() -> IO:
     """A file of which two processes can have a descriptor; in memory, if the system (Linux) has such files."""
     return os.fdopen(os.memfd_create("calls"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
-
-
-def serve() -> None:
-    """The child's loop: the results of a file's calls are appended to it, one by one.
-
-    The system ends the process by SIGALRM after `seconds` of one call.
-    """
-    connection = socket.socket(fileno=os.dup(0))  # the first descriptor closes only when the process has ended
-    with contextlib.suppress(ConnectionError):  # the parent has ended
-        while files := socket.recv_fds(connection, 1, 1)[1]:
-            with os.fdopen(files[0], "r+b") as file:
-                file.seek(0)
-                function, calls, seconds = pickle.load(file)
-                file.seek(0, os.SEEK_END)
-                for call in calls:
-                    pickle.dump(timed(function, call, seconds), file, pickle.HIGHEST_PROTOCOL)
-                    file.flush()  # for the parent, if a later call kills this process
-            connection.send(b".")
-
-
-def timed(function: Callable, call: tuple, seconds: float) -> Any:
-    """`function(*call)`, or what it raises."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        return function(*call)
-    except Exception as error:
-        return error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -199,7 +199,8 @@ def test_columns_that_lie_are_found_at_decoding(tmp_path):
         rows = rows.filter(rows["keep"])
         assert (rows["pixels_48x24"].is_valid().to_numpy() == (rows["reason"].to_numpy() == "")).all()
         reasons.update(rows["reason"].to_pylist())
-    assert set(reasons) == {"", "its width or height column is wrong"}
+    wrong = ("smaller than", "its width or height column is wrong")
+    assert all(reason.startswith(wrong) for reason in reasons if reason)
     assert reasons[""] == pytest.approx(sum(reasons.values()) / 5, abs=8)  # one picture of five is as its columns say
 
 

@@ -22,8 +22,9 @@ from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
 from tests.unit.raw.test_images import encoded, photograph
 
+SHAPES = {32: [(32, 32)]}
 GOOD = encoded(photograph(64, 64), "PNG")
-work = functools.partial(killing_pictures.make_pixels, sizing=images.Sizing({32: [(32, 32)]}))
+work = functools.partial(killing_pictures.make_pixels, shapes=SHAPES)
 
 
 def run(*pictures, seconds=60):
@@ -37,7 +38,7 @@ def reasons(results):
 def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
     found = run(GOOD, GOOD + KILLS, GOOD, b"", GOOD + KILLS, GOOD + KILLS, GOOD, b"broken")
     assert reasons(found) == ["", KILLED, "", "no image bytes", KILLED, KILLED, "", "not an image"]
-    expected = images.make_pixels(GOOD, sizing=work.keywords["sizing"])[0]
+    expected = images.make_pixels(GOOD, shapes=SHAPES)[0]
     assert all((found[place][0][32, 32] == expected[32, 32]).all() for place in (0, 2, 6))
 
 
@@ -70,11 +71,11 @@ def test_a_child_that_cannot_start_is_an_error(monkeypatch, tmp_path):
 
 PARENT = """
 import os, signal
-from helpers.raw import isolation
+from helpers.production.decode import isolated
 from tests import killing_pictures
 
-isolation.run_apart(killing_pictures.make_nothing, [(b"",)], 60)
-print(isolation.child.process.pid, flush=True)
+isolated.run_apart(killing_pictures.make_nothing, [(b"",)], 60)
+print(isolated.child.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -86,10 +87,10 @@ def test_the_child_ends_when_its_parent_is_killed():
 
 
 LOADED = """
-from helpers.raw import isolation
+from helpers.production.decode import isolated
 from tests import killing_pictures
 
-(found,) = isolation.run_apart(killing_pictures.loaded_modules, [(b"",)], 60)
+(found,) = isolated.run_apart(killing_pictures.loaded_modules, [(b"",)], 60)
 print({"pyarrow", "ray", "torch", "pandas"} & found, "PIL" in found)
 """
 
@@ -125,7 +126,7 @@ def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(images, "make_pixels", killing_pictures.make_pixels)
         first = transform(rows, config, 0)
-    stages.lost_pictures.cache_clear()
+    isolated.crashes.cache_clear()
     again = transform(rows, config, 1)
     assert first["reason"].to_pylist() == ["", "took longer than 2 s to decode", KILLED] == again["reason"].to_pylist()
     assert again["pixels_32"].is_valid().to_pylist() == [True, False, False]
