@@ -1,7 +1,7 @@
 """Pixels and token ids -> latents and caption embeddings: the actor of the encoding stage, and the networks in it.
 
-`LatentEncoder` works on the project's columns, `Encoder` on any dict of arrays. In preprocessing and in online runs,
-only this module runs the VAE's encoder and the text encoder. The trainers hold only the denoiser.
+In preprocessing and in online runs, only this module runs the VAE's encoder and the text encoder. The trainers hold
+only the denoiser.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import pathlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 import torch
 import transformers
 
-from ..distributed import COMPILED_SHAPES, has_compiler
 from ..latents import schema
 from .models import check_class, model_folder
 
@@ -37,19 +36,49 @@ class LatentEncoder:
     """The Ray Data actor that turns transformed rows (`stages.transform`) into rows with latents and embeddings.
 
     For `map_batches(LatentEncoder, batch_format="pyarrow", fn_constructor_kwargs=prepare.encoder_arguments(config))`.
+    `encode_images` and `encode_captions` take plain NumPy arrays. The networks are on the GPU if there is one.
 
     Args:
+        model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
         columns: the tensor columns to make of each row.
-        options: the arguments of `Encoder`.
+        precision: "fp32", "fp16" or "bf16", in which the networks compute on a GPU. On a CPU they compute in fp32,
+            because half precision is tens of times slower there. A VAE that overflows in fp16 computes in fp32
+            (`load_vae`).
+        text_encoder_model: as `model`, for the text encoder; None: `model`.
+        num_threads: threads of PyTorch on a CPU.
+        batch_size: rows that go through the networks at a time; None: all rows of a call.
+        compile: whether to `torch.compile` the VAE's encoder, once for each shape, which needs a C++ compiler. Give
+            `batch_size` too: smaller batches are then filled up to it with black images. Without `batch_size`, each new
+            number of rows is compiled again.
+        channels_last: whether the VAE's memory layout is (B, H, W, C).
     """
 
-    def __init__(self, columns: list[schema.ColumnSpec], **options: Any):
-        self.encoder, self.columns = Encoder(**options), columns
-        self.name = uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
-        # A clock that all encoders share about, and that never goes back: the wall clock may be set while they run.
-        self.clock_start = time.time() - time.perf_counter()
-        resolutions = [spec.resolution for spec in columns if spec.resolution]
-        self.several_shapes = len(resolutions) > len(set(resolutions))
+    def __init__(
+        self,
+        model: str,
+        columns: Sequence[schema.ColumnSpec] = (),
+        *,
+        precision: str = "fp32",
+        text_encoder_model: str | None = None,
+        num_threads: int = 1,
+        batch_size: int | None = None,
+        compile: bool = False,
+        channels_last: bool = False,
+    ):
+        # `torch.device == "cuda"` is always False: compare the type.
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
+        self.vae = load_vae(model, dtype).to(self.device)
+        self.text_encoder = load_text_encoder(text_encoder_model or model, dtype).to(self.device)
+        if channels_last:
+            self.vae.to(memory_format=torch.channels_last)
+        if compile:
+            torch._dynamo.config.recompile_limit = 64  # shapes; further ones run as without torch.compile
+            self.vae.encoder.compile(dynamic=False)
+        self.batch_size, self.fills_up = batch_size, compile
+        self.columns, self.name = columns, uuid.uuid4().hex[:8]  # tells encoders apart in the job's report
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """The same rows with stored columns in place of pixels and token ids, and with `encoder_call`.
@@ -58,20 +87,22 @@ class LatentEncoder:
         shape (`stages.transform`). Rows with non-finite values are rejected here. Half precision may overflow, and a
         non-finite value would stop training.
         """
-        started = time.perf_counter()
+        started, clock = time.time(), time.perf_counter()
         good_B = pc.equal(rows[schema.REASON], "").to_numpy()
         encoded = {spec: self.encode_column(spec, rows, good_B) for spec in self.columns}
         finite_B = np.all([column_finite_B for _, _, column_finite_B in encoded.values()], axis=0)
         inputs = {schema.input_column(spec.name) for spec in self.columns}
         columns = {name: rows[name] for name in rows.column_names if name not in inputs}
+        resolutions = [spec.resolution for spec in self.columns if spec.resolution]
+        several_shapes = len(resolutions) > len(set(resolutions))
         for spec, (values_BX, encoded_B, _) in encoded.items():
             num_tokens_B = (token_ids(spec, rows) >= 0).sum(axis=1) if spec.ragged else None
             columns[spec.name] = spec.encode(values_BX, encoded_B & finite_B, num_tokens_B)
-            if spec.resolution and self.several_shapes:  # most are null, which takes no space in this type
+            if spec.resolution and several_shapes:  # most are null, which takes no space in this type
                 columns[spec.name] = pa.array(columns[spec.name].to_pylist(), pa.large_binary())
         columns[schema.REASON] = pc.if_else(pa.array(finite_B), rows[schema.REASON], "encoded to no finite numbers")
-        times = {"started": self.clock_start + started, "ended": self.clock_start + time.perf_counter()}
-        call = {"encoder": self.name, **times, "rows": len(rows)}
+        ended = started + time.perf_counter() - clock
+        call = {"encoder": self.name, "started": started, "ended": ended, "rows": len(rows)}
         return pa.table({**columns, "encoder_call": schema.once_per_call(call, len(rows), CALL)})
 
     def encode_column(
@@ -82,105 +113,35 @@ class LatentEncoder:
         Rows that are not encoded have zeros, which count as finite.
         """
         if spec.resolution is None:
-            encode, inputs, encoded_B = self.encoder.encode_captions, token_ids(spec, rows)[good_B], good_B
+            encode, inputs, encoded_B = self.encode_captions, token_ids(spec, rows)[good_B], good_B
         else:
             width, height = spec.size
             # V of the B rows have pixels of this size
             pixels_VHWC, fits_B = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
-            encode, inputs, encoded_B = self.encoder.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
+            encode, inputs, encoded_B = self.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
         values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
         if len(inputs):
             values, finite_B[encoded_B] = encode(inputs)
             values_BX[encoded_B] = values[:, : spec.shape[0]]  # of moments the mean alone, or both
         return values_BX, encoded_B, finite_B
 
-
-def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
-    """(B, L) int32: the token ids behind a column of embeddings; -1 where there is no token."""
-    return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]
-
-
-class Encoder:
-    """The VAE's encoder and the text encoder, on the GPU if there is one: dicts of NumPy arrays in and out.
-
-    It needs none of the project's columns, so `map_batches(Encoder, ...)` takes it for any data.
-
-    Args:
-        model: "tiny-sd", or a folder or hub id in diffusers layout (`vae/`, `text_encoder/`).
-        precision: "fp32", "fp16" or "bf16", in which the networks compute on a GPU. On a CPU they compute in fp32,
-            because half precision is tens of times slower there. A VAE that overflows in fp16 computes in fp32
-            (`load_vae`).
-        text_encoder_model: as `model`, for the text encoder; None: `model`.
-        num_threads: threads of PyTorch on a CPU.
-        batch_size: rows that go through the networks at a time; None: all rows of a call.
-        compiled: whether to `torch.compile` the VAE's encoder, once for each shape. Give `batch_size` too: smaller
-            batches are then filled up to it with black images. Without `batch_size`, each new number of rows is
-            compiled again.
-        channels_last: whether the VAE's memory layout is (B, H, W, C).
-    """
-
-    def __init__(
-        self,
-        model: str,
-        precision: str = "fp32",
-        *,
-        text_encoder_model: str | None = None,
-        num_threads: int = 1,
-        batch_size: int | None = None,
-        compiled: bool = False,
-        channels_last: bool = False,
-    ):
-        # `torch.device == "cuda"` is always False: compare the type.
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.type == "cpu":
-            torch.set_num_threads(num_threads)
-        self.dtype = PRECISIONS[precision] if self.device.type == "cuda" else torch.float32
-        self.batch_size = batch_size
-        self.vae = load_vae(model, self.dtype).to(self.device)
-        self.text_encoder = load_text_encoder(text_encoder_model or model, self.dtype).to(self.device)
-        if channels_last:
-            self.vae.to(memory_format=torch.channels_last)
-        self.compiled = compiled and has_compiler()
-        if compiled and not self.compiled:
-            print("compile_encoder=True is skipped: there is no C++ compiler (g++ or clang++) on this machine.")
-        if self.compiled:
-            torch._dynamo.config.recompile_limit = COMPILED_SHAPES
-            self.vae.encoder.compile(dynamic=False)
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A batch with latents in place of pixels and embeddings in place of token ids; other values stay.
-
-        "pixels" (B, H, W, 3) uint8 becomes "latents" (B, 2, C, H/8, W/8). Further sizes have a suffix: "pixels_512"
-        becomes "latents_512". "caption_ids" (B, L) becomes "embeddings" (B, L, D). "finite" (B,) is False for rows with
-        a non-finite value, because half precision may overflow.
-        """
-        encoded, finite = dict(batch), []
-        for name in batch:
-            if name.startswith("pixels"):
-                encoded[name.replace("pixels", "latents", 1)], finite_B = self.encode_images(encoded.pop(name))
-                finite.append(finite_B)
-        if "caption_ids" in batch:
-            encoded["embeddings"], finite_B = self.encode_captions(encoded.pop("caption_ids"))
-            finite.append(finite_B)
-        return {**encoded, "finite": np.all(finite, axis=0)}
-
     def encode_images(self, pixels_BHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`(moments, finite (B,) bool)` as NumPy arrays, from an array of at least one row: see `moments`."""
+        """`(moments (B, 2, C, H/8, W/8) fp16, finite (B,) bool)` of at least one image, uint8: see `vae_moments`."""
         return self.in_batches(self.moments, pixels_BHWC)
 
     def encode_captions(self, caption_ids_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`(embeddings, finite (B,) bool)` as NumPy arrays, from an array of at least one row: see `embeddings`."""
+        """`(embeddings (B, L, D) fp16, finite (B,) bool)` of at least one caption's token ids: see `last_states`."""
         return self.in_batches(self.embeddings, caption_ids_BL)
 
     @torch.no_grad()
     def moments(self, pixels_BHWC: torch.Tensor) -> torch.Tensor:
-        """(B, H, W, 3) uint8 -> (B, 2, C, H/8, W/8) fp16: see `vae_moments`."""
+        """`encode_images` of a tensor on the device."""
         pixels_BCHW = normalize(pixels_BHWC).permute(0, 3, 1, 2).to(self.vae.dtype)
         return vae_moments(self.vae, pixels_BCHW).to(torch.float16)
 
     @torch.no_grad()
     def embeddings(self, caption_ids_BL: torch.Tensor) -> torch.Tensor:
-        """(B, L) token ids -> (B, L, D) fp16: see `last_states`."""
+        """`encode_captions` of a tensor on the device."""
         return last_states(self.text_encoder, caption_ids_BL).to(torch.float16)
 
     def in_batches(
@@ -192,7 +153,7 @@ class Encoder:
         for start in range(0, len(inputs), size):
             # np.array copies: Ray's object store gives read-only views
             inputs_BX = torch.from_numpy(np.array(inputs[start : start + size]))
-            missing = size - len(inputs_BX) if self.compiled else 0
+            missing = size - len(inputs_BX) if self.fills_up else 0
             inputs_BX = torch.cat([inputs_BX, inputs_BX.new_zeros(missing, *inputs_BX.shape[1:])])
             values_BX = encode(inputs_BX.to(self.device))[: size - missing]
             finite.append(values_BX.isfinite().flatten(1).all(dim=1).cpu().numpy())
@@ -200,12 +161,17 @@ class Encoder:
         return np.concatenate(values), np.concatenate(finite)
 
 
-def normalize(pixels: Any) -> Any:
-    """uint8 [0, 255] -> float32 [-1, 1], any shape, of a NumPy array or a torch tensor.
+def token_ids(spec: schema.ColumnSpec, rows: pa.Table) -> np.ndarray:
+    """(B, L) int32: the token ids behind a column of embeddings; -1 where there is no token."""
+    return schema.from_binary(rows[schema.input_column(spec.name)], (-1,), np.int32)[0]
+
+
+def normalize(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 [0, 255] -> float32 [-1, 1], any shape.
 
     The encoder normalises, so that the transform can send it uint8, a quarter of the bytes of float32.
     """
-    return pixels / np.float32(127.5) - 1 if isinstance(pixels, np.ndarray) else pixels.float() / 127.5 - 1
+    return pixels.float() / 127.5 - 1
 
 
 def vae_moments(vae: diffusers.ModelMixin, pixels_BCHW: torch.Tensor) -> torch.Tensor:

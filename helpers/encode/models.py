@@ -3,14 +3,24 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import WeakFileLock, disable_progress_bars
 
 TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
-# Files of a model's repository that nothing here reads: other formats and variants of the weights, pictures.
+# Files of a model's repository that nothing here reads: other formats and variants of the weights, images.
 UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
+
+
+class Unsupported(ValueError):
+    """Raised for a model, or a parameter for it, that is not supported; says which one, and what to change."""
+
+
+def check_class(name: str | None, known: Iterable[str], what: str) -> None:
+    """Raises Unsupported for a class that is not in `known`. `what`: the beginning of the error message."""
+    if name not in known:
+        raise Unsupported(f"{what} of class {name}, and this code takes {', '.join(known)}: give another model.")
 
 
 def tiny_sd_folder() -> str:
@@ -20,6 +30,22 @@ def tiny_sd_folder() -> str:
 
 def is_hub_id(model: str) -> bool:
     return not (model in IN_PACKAGE or "://" in model or os.path.exists(model))
+
+
+def pin_model(model: str, earlier: str | None = None, parameter: str = "model") -> str:
+    """A model's name with its commit: "hub/id@commit" for "hub/id" or "hub/id@revision".
+
+    A model of this package, a folder or a URI comes back unchanged. `earlier`: the pinned model of the job that is
+    being resumed. Its commit is kept unless `model` names a revision. If the hub cannot be reached, the commit in this
+    machine's cache is taken. Raises ValueError, naming the `parameter`, if no commit is found.
+    """
+    name, _, revision = model.partition("@")
+    if not is_hub_id(model):
+        return model
+    if earlier and not revision and earlier.startswith(f"{name}@"):
+        return earlier
+    with explained(f"{parameter}={model!r}"):
+        return f"{name}@{HfApi().resolve_revision(name, revision=revision or None).resolved}"
 
 
 def model_folder(model: str, *patterns: str, unused: Sequence[str] = UNUSED) -> str:
@@ -35,50 +61,21 @@ def model_folder(model: str, *patterns: str, unused: Sequence[str] = UNUSED) -> 
         return model
     (name, _, revision), cache = model.partition("@"), constants.HF_HUB_CACHE
     os.makedirs(cache, exist_ok=True)
-    writable = os.access(cache, os.W_OK)  # one in an image may not be
-    lock = WeakFileLock(f"{cache}/{name.replace('/', '--')}.lock") if writable else contextlib.nullcontext()
+    is_writable = os.access(cache, os.W_OK)  # a cache in a container's image may not be
+    lock = WeakFileLock(f"{cache}/{name.replace('/', '--')}.lock") if is_writable else contextlib.nullcontext()
     options = {"allow_patterns": list(patterns), "ignore_patterns": list(unused)}
+    with lock, disable_progress_bars(), explained(repr(model)):
+        return snapshot_download(name, revision=revision or None, **options)
+
+
+@contextlib.contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Context manager for requests to the hub: an error becomes a ValueError that says what to check."""
     try:
-        with lock, disable_progress_bars():
-            return snapshot_download(name, revision=revision or None, **options)
-    except errors.GatedRepoError:
+        yield
+    except (OSError, ValueError, errors.RevisionResolutionError) as error:
         raise ValueError(
-            f"{model!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{model!r} is neither a folder here, nor in {cache}, nor to be had from {constants.ENDPOINT}: check its "
-            f"name, the network, HF_TOKEN and HF_HUB_OFFLINE. ({str(error).splitlines()[0]})"
-        ) from None
-
-
-class Unsupported(ValueError):
-    """Raised for a model, or a parameter for it, that is not supported; says which one, and what to change."""
-
-
-def check_class(name: str | None, known: dict[str, type], what: str) -> None:
-    """Raises Unsupported for a class that is not in `known`. `what`: the beginning of the error message."""
-    if name not in known:
-        raise Unsupported(f"{what} of class {name}, and this code takes {', '.join(known)}: give another model.")
-
-
-def pin_model(model: str, earlier: str | None = None, parameter: str = "model") -> str:
-    """A model's name with its commit: "hub/id@commit" for "hub/id" or "hub/id@revision".
-
-    A model of this package, a folder or a URI comes back unchanged. `earlier`: the pinned model of the job that is
-    being resumed. Its commit is kept unless `model` names a revision. If the hub cannot be reached, the commit in this
-    machine's cache is taken. Raises ValueError, naming the `parameter`, if the hub has no such model, or if neither the
-    hub nor the cache gives a commit.
-    """
-    name, _, revision = model.partition("@")
-    if not is_hub_id(model):
-        return model
-    if earlier and not revision and earlier.startswith(f"{name}@"):
-        return earlier
-    try:
-        return f"{name}@{HfApi().resolve_revision(name, revision=revision or None).resolved}"
-    except (errors.RevisionResolutionError, errors.HfHubHTTPError, errors.HFValidationError) as error:
-        raise ValueError(
-            f"{parameter}={model!r} is neither a folder here nor a model that {constants.ENDPOINT} gives: check its "
-            f"name and revision, the network, HF_TOKEN and HF_HUB_OFFLINE. ({str(error).splitlines()[0]})"
+            f"{model} is neither a folder here, nor in {constants.HF_HUB_CACHE}, nor given by {constants.ENDPOINT}: "
+            "check its name and commit, its terms if it is gated, the network, HF_TOKEN and HF_HUB_OFFLINE. "
+            f"({str(error).splitlines()[0]})"
         ) from None

@@ -14,7 +14,6 @@ import pyarrow as pa
 import torch
 
 from ..config import PreprocessingConfig
-from ..distributed import COMPILED_SHAPES
 from ..latents import schema
 from ..latents.manifest import encode_embedding
 from ..model import denoisers
@@ -123,11 +122,6 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
     """
     pinned = pin_models(config, begun and begun.get("encoder"))
     pinned = dataclasses.replace(pinned, leave_out=exclusions.pin(config.leave_out))
-    if config.compile_encoder and (count := sum(map(len, config.shapes.values()))) > COMPILED_SHAPES:
-        print(
-            f"compile_encoder=True compiles for {COMPILED_SHAPES} shapes, and resolutions and aspect_ratios come to "
-            f"{count}: later shapes run as without it."
-        )
     found = detect.look(fit_denoiser(pinned), begun)
     config, paths, listing = found.config, found.paths, found.listing
     of_first = inputs.id_type_of(checks.first_readable(paths, config)[1], config=config)
@@ -201,18 +195,15 @@ def encoder_arguments(config: PreprocessingConfig, num_captions: int | None = No
 
     `num_captions`: captions of each row that are encoded; None: all that are stored. An online run encodes 1.
     """
-    return {"columns": stored_columns(config, num_captions or config.num_captions), **encoder_options(config)}
-
-
-def encoder_options(config: PreprocessingConfig) -> dict[str, Any]:
-    """The arguments of `Encoder`, by name."""
+    sizes = [shape for shapes in config.shapes.values() for shape in shapes]
     return {
         "model": config.model_of("vae"),
+        "columns": stored_columns(config, num_captions or config.num_captions),
         "text_encoder_model": config.model_of("text_encoder"),
         "precision": config.encoder_precision,
         "batch_size": config.encoder_batch_size,
-        "compiled": config.compile_encoder,
-        "channels_last": config.channels_last,
+        # It is faster at small sizes alone, and each change of the size costs.
+        "channels_last": config.gpus_per_encoder > 0 and len(sizes) == 1 and max(sizes[0]) <= 256,
     }
 
 

@@ -118,7 +118,7 @@ class DeviceEncoder:
         self.device = torch.device(device)
         threads = torch.get_num_threads()
         models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
-        self.encoder = encoder.Encoder(**models, precision=raw.encoder_precision, num_threads=threads)
+        self.encoder = encoder.LatentEncoder(**models, precision=raw.encoder_precision, num_threads=threads)
         self.is_ragged = raw.maximum_tokens is not None
         self.num_moments = prepare.MOMENTS[raw.latents]
         self.batch_size = raw.encoder_batch_size

@@ -25,7 +25,7 @@ import torch
 
 from ..config import PreprocessingConfig, TrainingConfig
 from ..encode.captions import caption_ids
-from ..encode.encoder import Encoder
+from ..encode.encoder import LatentEncoder
 from ..train import profiling
 from . import ablations, estimates, full_run, published_results
 from .estimates import check_numbers, encoders_needed, training_hours
@@ -143,14 +143,15 @@ def measure_rates(config: TrainingConfig, raw: PreprocessingConfig, *, steps: in
     )
     trained = ablations.measure_step(alone, device, steps=steps, warm_up=3)["images/s"]
     models = {"model": raw.model_of("vae"), "text_encoder_model": raw.model_of("text_encoder")}
-    encode = Encoder(**models, precision=raw.encoder_precision, num_threads=torch.get_num_threads())
+    encode = LatentEncoder(**models, precision=raw.encoder_precision, num_threads=torch.get_num_threads())
     size, count, random = config.largest_resolution, raw.encoder_batch_size, np.random.default_rng(0)
     pixels_BHWC = random.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
     ids_BL = caption_ids(["a picture"] * count, raw)
     seconds = []
     for _ in range(1 + steps):
         started = time.perf_counter()
-        encode({"pixels": pixels_BHWC, "caption_ids": ids_BL})
+        encode.encode_images(pixels_BHWC)
+        encode.encode_captions(ids_BL)
         seconds.append(time.perf_counter() - started)
     encoded = count / statistics.median(seconds[1:])
     source = profiling.hardware(device)

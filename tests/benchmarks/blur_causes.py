@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from helpers import sample
 from helpers.config import PreprocessingConfig
-from helpers.encode.encoder import Encoder
+from helpers.encode.encoder import LatentEncoder
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.model.diffusion import EMA
@@ -100,7 +100,7 @@ def ema(lab):
 def vae(lab):
     scenes = [captioned_shapes.parse(prompt) for prompt in lab.prompts]
     real = [np.asarray(captioned_shapes.draw_scene(scene, number)) for number, scene in enumerate(scenes)]
-    moments, _ = Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(real))
+    moments, _ = LatentEncoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(real))
     reconstructed = list(sample.reconstruct("tiny-sd", moments))
     return {
         "real": (real, lab.prompts),

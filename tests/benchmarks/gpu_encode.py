@@ -43,10 +43,8 @@ def measure(given, device, model, setting, sizes, batch):
         encoder_precision="fp16",
         encoder_batch_size=batch,
         resolutions=sizes,
-        compile_encoder=compiled,
-        **SETTINGS[setting],
     )
-    made = encoder.Encoder(**prepare.encoder_options(config))
+    made = encoder.LatentEncoder(**{**prepare.encoder_arguments(config), "compile": compiled, **SETTINGS[setting]})
     random, text = np.random.default_rng(0), made.text_encoder.config
     ids = random.integers(1, text.vocab_size - 1, (batch, text.max_position_embeddings), dtype=np.int32)
     pixels = {size: random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8) for size in sizes}

@@ -120,7 +120,7 @@ def ceilings(number):
     """`(real pictures of held-out captions, the VAE's reconstructions of them)`: their shape overlap."""
     samples = [captioned_shapes.draw_sample(index, seed=7, split="held_out") for index in range(number)]
     pictures, captions = [np.asarray(picture) for picture, _ in samples], [caption for _, caption in samples]
-    moments, _ = encoder.Encoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
+    moments, _ = encoder.LatentEncoder("tiny-sd", num_threads=torch.get_num_threads()).encode_images(np.stack(pictures))
     reconstructed = sample.reconstruct("tiny-sd", moments)
     return shape_score(pictures, captions), shape_score(reconstructed, captions)
 

@@ -102,7 +102,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
     config, manifest = finished
     table = pq.read_table(f"{config.latents_uri}/data")
     by_id = {row["hash"]: (row["jpg"], row["caption"]) for row in pq.read_table(config.raw_uri).to_pylist()}
-    latent_encoder = encoder.Encoder(config.encoder_model)
+    latent_encoder = encoder.LatentEncoder(config.encoder_model)
     tokenizer = load_tokenizer("tiny-sd")
     for row in range(0, table.num_rows, 97):
         data, caption = by_id[table["id"][row].as_py()]
@@ -111,7 +111,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
         for resolution in (32, 64):
             spec = manifest.latents(resolution)
             pixels = images.to_pixels(images.resize(square, resolution))
-            expected = latent_encoder({"pixels": pixels[None]})["latents"]
+            expected = latent_encoder.encode_images(pixels[None])[0]
             stored, valid = spec.decode(table[spec.name].slice(row, 1))
             assert valid.all()
             np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)

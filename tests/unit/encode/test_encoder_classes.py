@@ -64,7 +64,7 @@ def pixels_of(num_rows, side=32):
 @pytest.mark.parametrize("name", ["AutoencoderKL", "AutoencoderDC"])
 def test_latents_are_those_of_the_class_itself(model, name):
     """Shifted and scaled as diffusers' pipelines do before their denoisers see them."""
-    made, vae = encoder.Encoder(model(name)), encoder.load_vae(model(name))
+    made, vae = encoder.LatentEncoder(model(name)), encoder.load_vae(model(name))
     found, finite = made.encode_images(pixels_of(3))
     pixels = torch.from_numpy(pixels_of(3)).permute(0, 3, 1, 2) / 127.5 - 1
     encoded = vae.encode(pixels)
@@ -209,7 +209,7 @@ def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, 
             assert np.array_equal(mask_UL, caption_ids(captions, config) >= 0)
             seen |= dict(zip(captions, expected, strict=True))
     assert any("large" in caption for caption in seen) and any("large" not in caption for caption in seen)
-    expected, _ = encoder.Encoder(model(vae, text)).encode_captions(caption_ids(list(seen), config))
+    expected, _ = encoder.LatentEncoder(model(vae, text)).encode_captions(caption_ids(list(seen), config))
     np.testing.assert_allclose(np.stack(list(seen.values())), expected, rtol=1e-3, atol=2e-3)
     pieces = list(unit.split(3))
     assert torch.equal(torch.cat([piece.mask_UL for piece in pieces]), unit.mask_UL)
@@ -285,7 +285,7 @@ def test_autoencoder_and_text_encoder_may_be_from_two_models(model, tmp_path):
     }
     text, _ = made.embeddings.decode(rows["caption_embeddings"].slice(0, 4))
     ids_BL = caption_ids(rows["caption"].to_pylist()[:4], config)
-    expected, _ = encoder.Encoder(folders["text_encoder_model"]).encode_captions(ids_BL)
+    expected, _ = encoder.LatentEncoder(folders["text_encoder_model"]).encode_captions(ids_BL)
     np.testing.assert_allclose(text, expected, rtol=1e-3, atol=2e-3)
     same = config_of(model(), vae_model=model(), text_encoder_model=model())
     assert prepare.describe_encoder(same)["encoder"] == prepare.describe_encoder(config_of(model()))["encoder"]
@@ -373,7 +373,7 @@ def test_a_vae_that_forces_fp32_overflows_neither_in_encoding_nor_in_sampling(tm
     latents = torch.randn(1, CHANNELS["AutoencoderKL"], 8, 8, generator=torch.Generator().manual_seed(0))
     for forced in (True, False):
         model = overflowing(tmp_path / str(forced), force_upcast=forced)
-        half = encoder.Encoder(model)
+        half = encoder.LatentEncoder(model)
         half.vae, half.dtype = encoder.load_vae(model, torch.float16), torch.float16
         assert half.vae.dtype == (torch.float32 if forced else torch.float16)
         assert half.moments(pixels).isfinite().all() == forced

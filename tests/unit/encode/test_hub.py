@@ -38,7 +38,7 @@ start = context.Barrier(24)
 def load(number):
     start.wait(300)  # so each process loads once, all at the same time
     if number < 4:
-        encoder.Encoder(model)
+        encoder.LatentEncoder(model)
     else:
         captions.load_tokenizer(model)
         prepare.encoder_arguments(PreprocessingConfig(encoder_model=model))
@@ -114,7 +114,7 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
     assert another.description["scaling_factor"] == 7.0
     model = dataclasses.replace(another.config, limit=5).encoder_model
     assert model == f"{MODEL}@{second}"
-    assert encoder.Encoder(model).text_encoder.config.bos_token_id == 5
+    assert encoder.LatentEncoder(model).text_encoder.config.bos_token_id == 5
 
 
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
@@ -204,5 +204,5 @@ def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, mo
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     job = prepare.prepare_job(config_of(tmp_path))
     assert job.description["encoder"]["revision"] == first
-    encoder.Encoder(job.config.encoder_model)
+    encoder.LatentEncoder(job.config.encoder_model)
     assert len(hub.requests) == before

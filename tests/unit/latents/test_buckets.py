@@ -84,13 +84,13 @@ def test_a_picture_has_latents_of_its_shape_at_each_size_it_reaches(encoded):
 
 def test_latents_are_those_of_the_crop_alone(encoded):
     """The same as a picture has that is encoded by itself, cropped to its shape beforehand."""
-    rows, encode = raw_rows(SIZES * 10), encoder.Encoder(CONFIG.encoder_model)
+    rows, encode = raw_rows(SIZES * 10), encoder.LatentEncoder(CONFIG.encoder_model)
     columns = {spec.name: spec for spec in prepare.stored_columns(CONFIG, 1)}
     picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
     pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
     squares = columns["image_latents_32"]
     stored, valid = squares.decode(encoded[squares.name].cast(squares.arrow_type))
-    expected = encode({"pixels": pixels[None]})["latents"][0]
+    expected = encode.encode_images(pixels[None])[0][0]
     assert valid[5]
     np.testing.assert_allclose(stored[5].astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 

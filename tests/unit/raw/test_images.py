@@ -7,12 +7,10 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from helpers.encode import encoder
 from helpers.raw import images
 from tests.copy_table import ROOT
 
@@ -501,15 +499,6 @@ def test_a_fine_checkerboard_becomes_grey():
 def test_a_picture_of_the_right_size_is_not_touched():
     image = photograph(32, 32)
     assert images.resize(image, 32) is image
-
-
-def test_normalize_is_exact_and_alike_on_arrays_and_tensors():
-    levels = np.arange(256, dtype=np.uint8)
-    array, tensor = encoder.normalize(levels), encoder.normalize(torch.from_numpy(levels))
-    assert array.dtype == np.float32 and tensor.dtype == torch.float32
-    assert (array[0], array[255]) == (-1, 1) and np.abs(array + array[::-1]).max() < 1e-6
-    assert np.array_equal(array, tensor.numpy())
-    assert np.array_equal(np.round((array + 1) * 127.5).astype(np.uint8), levels)  # and back
 
 
 @pytest.mark.parametrize(
