@@ -1,4 +1,4 @@
-"""Images from prompts or from a run's checkpoint, by diffusers' pipeline of a denoiser; its export."""
+"""Images from prompts by a run's checkpoint, in diffusers' pipeline; the pipeline's export."""
 
 from __future__ import annotations
 
@@ -23,56 +23,10 @@ from PIL import Image
 from . import storage
 from .config import TrainingConfig
 from .encode import captions, encoder
-from .encode.encoder import downsampling, load_vae
 from .encode.models import model_folder
 from .latents.manifest import DataSets, Manifest
 from .model import denoisers, diffusion
-from .model.denoisers import build_denoiser
-from .train import checkpoint, checkpoint_io
-
-MOST_DECODED = 32  # images at a time; more are not faster
-MEMORY_SHARE = 0.8  # share of the free memory for activations: convolutions need work space, and memory is fragmented
-# Numbers per pixel of an image that the decoder holds at the same time: three feature maps with 256 channels at the
-# full resolution. Counted for the VAEs of Stable Diffusion 2 and FLUX: 0.75 GiB for 512 x 512 pixels in fp32.
-# AutoencoderDC holds 578, a smaller AutoencoderKL less.
-NUMBERS_PER_PIXEL = 3 * 256
-
-
-def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) -> int:
-    """The number of images, 1 to `MOST_DECODED`, that are decoded at once in `memory` bytes.
-
-    An image has `num_pixels` pixels; a number of the VAE's precision takes `itemsize` bytes.
-    """
-    image_bytes = NUMBERS_PER_PIXEL * num_pixels * itemsize
-    return int(min(max(1, memory * MEMORY_SHARE / image_bytes), MOST_DECODED))
-
-
-@torch.inference_mode()
-def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
-    """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
-
-    On a GPU, as many images are decoded at once as its free memory holds. A VAE in fp16 that says
-    `force_upcast` decodes in fp32, as in diffusers' pipelines.
-    """
-    vae, images, memory = load_vae(model) if isinstance(model, str) else model, [], math.inf
-    upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast")
-    vae = vae.float() if upcast else vae
-    if vae.device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that PyTorch keeps without using it is free, too
-        memory, _ = torch.cuda.mem_get_info(vae.device)
-    num_pixels = latents_BCHW.shape[2] * latents_BCHW.shape[3] * downsampling(vae.config) ** 2
-    for latents in latents_BCHW.split(decoded_at_once(num_pixels, vae.dtype.itemsize, memory)):
-        pixels = vae.decode(latents.to(vae.device, vae.dtype)).sample.float()
-        images.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu())
-    if upcast:
-        vae.half()  # the weights are what they were, bit by bit
-    return torch.cat(images).numpy()
-
-
-def reconstruct(model: str | diffusers.ModelMixin, moments_B2CHW: np.ndarray) -> np.ndarray:
-    """Stored moments -> (B, H, W, 3) uint8 images, decoded from the posterior's mean."""
-    return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))
-
+from .train import checkpoint_io
 
 # DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
 # With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
@@ -82,83 +36,51 @@ SAMPLERS = {
     "euler": ("EulerDiscreteScheduler", {}),
     "unipc": ("UniPCMultistepScheduler", {}),
 }
+FLOW_SAMPLERS = ("dpm++", "unipc")
+
+MOST_DECODED = 32  # images at a time; more are not faster
+MEMORY_SHARE = 0.8  # share of the free memory for activations: convolutions need work space, and memory is fragmented
+# Numbers per pixel of an image that the decoder holds at the same time: three feature maps with 256 channels at the
+# full resolution. Counted for the VAEs of Stable Diffusion 2 and FLUX: 0.75 GiB for 512 x 512 pixels in fp32.
+# AutoencoderDC holds 578, a smaller AutoencoderKL less.
+NUMBERS_PER_PIXEL = 3 * 256
 
 
-def build_sampler(
-    name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
-) -> diffusers.SchedulerMixin:
-    """diffusers' scheduler for a denoiser, which was trained with this objective (see `TrainingConfig`).
-
-    `name`: one of `SAMPLERS`. It begins at the last timestep, with `TrainingConfig.sampling_steps_taken` steps.
-    """
-    class_name, options = SAMPLERS[name]
-    sampler = getattr(diffusers, class_name)
-    if prediction_type == "flow":
-        return sampler(
-            num_train_timesteps=diffusion.NUM_TIMESTEPS,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=timestep_shift,
-            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
-        )
-    schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
-    # "trailing" takes a step too many for 61 steps and others: diffusers rounds a fraction.
-    return sampler.from_config(schedule, timestep_spacing="linspace", **options)
+# ---- images of a run
 
 
-def build_pipeline(
-    denoiser: diffusers.ModelMixin,
-    sampler: diffusers.SchedulerMixin,
+def sample(
+    config: TrainingConfig,
+    prompts: list[str],
+    saved: ray.train.Checkpoint | None,
     *,
-    vae_model: str,
-    text_encoder_model: str,
-    max_tokens: int,
-    resolution: int,
-) -> diffusers.DiffusionPipeline:
-    """diffusers' pipeline of a denoiser, with the models that encoded its training data.
+    steps: int = 20,
+    guidance_scale: float = 2.0,
+    sampler: str = "auto",
+    width: int | None = None,
+    height: int | None = None,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Images of prompts from a checkpoint's EMA weights, or from an untrained denoiser if `saved` is None.
 
-    Args:
-        denoiser: of a class in `denoisers.ADAPTERS`.
-        sampler: see `build_sampler`.
-        vae_model, text_encoder_model: "tiny-sd", folders or hub ids in diffusers layout.
-        max_tokens: tokens after which a prompt is cut, as the captions were.
-        resolution: side in pixels of the squares that the pipeline generates by default.
+    Computes on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width`
+    and `height` are given. `sampler`: see `choose_sampler`; the others: see `generate`.
     """
-    adapter = denoisers.adapter_of(denoiser)
-    tokenizer = copy.deepcopy(captions.load_tokenizer(text_encoder_model))
-    tokenizer.model_max_length = max_tokens
-    vae = encoder.load_vae(vae_model)
-    if adapter.shifts and vae.config.get("shift_factor", 0) is None:
-        vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
-    defaults = adapter.set_default_size(denoiser, resolution, resolution // encoder.downsampling(vae.config))
-    models = {
-        "vae": vae,
-        "text_encoder": encoder.load_text_encoder(text_encoder_model),
-        "tokenizer": tokenizer,
-        "scheduler": sampler,
-        adapter.component: denoiser.eval(),
-    }
-    with without_warnings():
-        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    if saved is None:
+        denoiser = denoisers.build_denoiser(config.unet_config, seed=config.seed)
+    else:
+        denoiser = load_denoiser(config, saved)
+    manifest = DataSets.open(config.proportions).first
+    pipeline = pipeline_of_run(denoiser, manifest, config, sampler=sampler, steps=steps)
+    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
+    size = {"resolution": config.largest_resolution, "width": width, "height": height}
+    return generate(pipeline, prompts, **size, seed=seed, steps=steps, guidance_scale=guidance_scale)
 
 
-def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
-    return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
+    """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
+    with saved.as_directory() as folder:
+        return checkpoint_io.load_weights(folder, denoisers.build_denoiser(config.unet_config), which)
 
 
 def generate(
@@ -175,7 +97,10 @@ def generate(
 ) -> list[np.ndarray]:
     """One image per prompt, (H, W, 3) uint8. Image i depends on prompt i and seed + i only.
 
-    Images are squares of `resolution` pixels, unless `width` and `height` are given.
+    Args:
+        resolution: side in pixels of square images; `width` and `height` make others.
+        steps: denoising steps per image.
+        guidance_scale: scale of classifier-free guidance; 1: none.
     """
     images, vae = [], pipeline.vae.config
     denoiser = denoiser_of(pipeline)
@@ -199,16 +124,197 @@ def generate(
     return images
 
 
-def to_png(image: np.ndarray) -> bytes:
-    data = io.BytesIO()
-    Image.fromarray(image).save(data, "PNG")
-    return data.getvalue()
+# ---- pipelines
 
 
-def save_images(images: list[np.ndarray], uri: str) -> None:
-    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
-    for number, image in enumerate(images):
-        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(image))
+def pipeline_of_run(
+    denoiser: diffusers.ModelMixin,
+    manifest: Manifest,
+    config: TrainingConfig,
+    *,
+    sampler: str = "auto",
+    steps: int = 20,
+) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a run's denoiser: `build_pipeline` with `choose_sampler`."""
+    return build_pipeline(denoiser, choose_sampler(config, sampler, steps), manifest, config.largest_resolution)
+
+
+def choose_sampler(config: TrainingConfig, name: str = "auto", steps: int = 20) -> diffusers.SchedulerMixin:
+    """The sampler for a run's denoiser; "auto": "ddim", for flow "dpm++".
+
+    Raises ValueError if the sampler does not fit the run's objective or denoiser, and for a number of steps with which
+    it does not begin at the noisiest timestep, once. A shift moves flow's first timesteps together. Euler's sampler
+    takes a single step at timestep 0.
+    """
+    flow = config.prediction_type == "flow"
+    if name == "auto":
+        name = "dpm++" if flow else "ddim"
+    known = [one for one in adapter_of_run(config).samplers if one in FLOW_SAMPLERS or not flow]
+    if name not in known:
+        raise ValueError(
+            f"sampler={name!r} does not fit prediction_type={config.prediction_type!r} and "
+            f"unet_config={config.unet_config!r}: choose {' or '.join(map(repr, known))}."
+        )
+    fewest = 2 if name == "euler" else 1
+    most = int(998 / max(1, config.timestep_shift)) if flow else 999
+    if not fewest <= steps <= most:
+        raise ValueError(
+            f"sampling_steps={steps}: sampler={name!r} takes {fewest} to {most} steps with "
+            f"timestep_shift={config.timestep_shift:g}."
+        )
+    objective = {"zero_terminal_snr": config.zero_terminal_snr, "timestep_shift": config.timestep_shift}
+    return build_sampler(name, config.prediction_type, **objective)
+
+
+def build_sampler(
+    name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
+) -> diffusers.SchedulerMixin:
+    """diffusers' scheduler for a denoiser that was trained with this objective (see `TrainingConfig`).
+
+    `name`: one of `SAMPLERS`.
+    """
+    class_name, options = SAMPLERS[name]
+    sampler = getattr(diffusers, class_name)
+    if prediction_type == "flow":
+        return sampler(
+            num_train_timesteps=diffusion.NUM_TIMESTEPS,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=timestep_shift,
+            steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
+        )
+    schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
+    # "trailing" takes a step too many for 61 steps and others: diffusers rounds a fraction.
+    return sampler.from_config(schedule, timestep_spacing="linspace", **options)
+
+
+def build_pipeline(
+    denoiser: diffusers.ModelMixin, sampler: diffusers.SchedulerMixin, manifest: Manifest, resolution: int
+) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a denoiser, with the models that encoded its training data.
+
+    Args:
+        denoiser: of a class in `denoisers.ADAPTERS`.
+        sampler: see `build_sampler`.
+        manifest: names the VAE and the text encoder. A prompt is cut after as many tokens as its captions were.
+        resolution: side in pixels of the squares that the pipeline generates by default.
+    """
+    adapter = denoisers.adapter_of(denoiser)
+    tokenizer = copy.deepcopy(captions.load_tokenizer(manifest.text_encoder_model))
+    tokenizer.model_max_length = manifest.embeddings.shape[0]
+    vae = encoder.load_vae(manifest.vae_model)
+    if adapter.shifts and vae.config.get("shift_factor", 0) is None:
+        vae.register_to_config(shift_factor=0.0)  # the pipeline would add None
+    defaults = adapter.set_default_size(denoiser, resolution, resolution // encoder.downsampling(vae.config))
+    models = {
+        "vae": vae,
+        "text_encoder": encoder.load_text_encoder(manifest.text_encoder_model),
+        "tokenizer": tokenizer,
+        "scheduler": sampler,
+        adapter.component: denoiser.eval(),
+    }
+    with without_warnings():
+        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
+    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
+    with contextlib.ExitStack() as stack:
+        if "://" in model:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            storage.copy_folder(model, folder)
+            model = folder
+        folder = model_folder(model, "model_index.json", "*/*")
+        options = {"dtype": dtype, "use_safetensors": True}
+        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
+            options["safety_checker"] = None
+        with without_warnings():
+            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def adapter_of_run(config: TrainingConfig) -> denoisers.Adapter:
+    """The adapter of the denoiser that a run trains; nothing is built."""
+    return denoisers.ADAPTERS[denoisers.load_denoiser_config(config.unet_config)["_class_name"]]
+
+
+def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
+    return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+# ---- latents -> images
+
+
+@torch.inference_mode()
+def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
+    """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
+
+    On a GPU, as many images are decoded at once as its free memory holds. A VAE in fp16 that says
+    `force_upcast` decodes in fp32, as in diffusers' pipelines.
+    """
+    vae, images, memory = encoder.load_vae(model) if isinstance(model, str) else model, [], math.inf
+    upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast")
+    vae = vae.float() if upcast else vae
+    if vae.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that PyTorch keeps without using it is free, too
+        memory, _ = torch.cuda.mem_get_info(vae.device)
+    num_pixels = latents_BCHW.shape[2] * latents_BCHW.shape[3] * encoder.downsampling(vae.config) ** 2
+    for latents in latents_BCHW.split(decoded_at_once(num_pixels, vae.dtype.itemsize, memory)):
+        pixels = vae.decode(latents.to(vae.device, vae.dtype)).sample.float()
+        images.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu())
+    if upcast:
+        vae.half()  # the weights are what they were, bit by bit
+    return torch.cat(images).numpy()
+
+
+def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) -> int:
+    """The number of images, 1 to `MOST_DECODED`, that are decoded at once in `memory` bytes.
+
+    An image has `num_pixels` pixels; a number of the VAE's precision takes `itemsize` bytes.
+    """
+    image_bytes = NUMBERS_PER_PIXEL * num_pixels * itemsize
+    return int(min(max(1, memory * MEMORY_SHARE / image_bytes), MOST_DECODED))
+
+
+def reconstruct(model: str | diffusers.ModelMixin, moments_B2CHW: np.ndarray) -> np.ndarray:
+    """Stored moments -> (B, H, W, 3) uint8 images, decoded from the posterior's mean."""
+    return decode_latents(model, torch.from_numpy(np.array(moments_B2CHW[:, 0], dtype=np.float32)))
+
+
+# ---- files
+
+
+def export_checkpoint(
+    config: TrainingConfig,
+    saved: ray.train.Checkpoint,
+    which: str = "ema",
+    uri: str | None = None,
+    *,
+    sampler: str = "auto",
+) -> str:
+    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI.
+
+    `which`: see `load_denoiser`; `sampler`: see `choose_sampler`.
+    """
+    manifest = DataSets.open(config.proportions).first
+    pipeline = pipeline_of_run(load_denoiser(config, saved, which), manifest, config, sampler=sampler)
+    return export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
 
 
 def export_pipeline(pipeline: diffusers.DiffusionPipeline, uri: str) -> str:
@@ -253,76 +359,13 @@ def whole_config(text_encoder: transformers.PreTrainedModel) -> dict[str, Any]:
     return {**config.to_dict(), "architectures": ["T5GemmaEncoder"]}
 
 
-def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
-    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
-    with contextlib.ExitStack() as stack:
-        if "://" in model:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            storage.copy_folder(model, folder)
-            model = folder
-        folder = model_folder(model, "model_index.json", "*/*")
-        options = {"dtype": dtype, "use_safetensors": True}
-        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
-            options["safety_checker"] = None
-        with without_warnings():
-            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
+def to_png(image: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(image).save(data, "PNG")
+    return data.getvalue()
 
 
-def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
-    """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
-    with saved.as_directory() as folder:
-        return checkpoint_io.load_weights(folder, build_denoiser(config.unet_config), which)
-
-
-def pipeline_of_run(
-    denoiser: diffusers.ModelMixin, manifest: Manifest, config: TrainingConfig
-) -> diffusers.DiffusionPipeline:
-    """diffusers' pipeline of a run's denoiser, with the models that `manifest` names and the config's sampler."""
-    objective = {"zero_terminal_snr": config.zero_terminal_snr, "timestep_shift": config.timestep_shift}
-    return build_pipeline(
-        denoiser,
-        build_sampler(config.sampler, config.prediction_type, **objective),
-        vae_model=manifest.vae_model,
-        text_encoder_model=manifest.text_encoder_model,
-        max_tokens=manifest.embeddings.shape[0],
-        resolution=config.largest_resolution,
-    )
-
-
-def sample(
-    config: TrainingConfig,
-    prompts: list[str],
-    saved: ray.train.Checkpoint | None,
-    *,
-    width: int | None = None,
-    height: int | None = None,
-    seed: int = 0,
-) -> list[np.ndarray]:
-    """Images of prompts from a checkpoint's EMA weights, or from an untrained denoiser if `saved` is None.
-
-    Computes on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width`
-    and `height` are given; see `generate`.
-    """
-    denoiser = build_denoiser(config.unet_config, seed=config.seed) if saved is None else load_denoiser(config, saved)
-    pipeline = pipeline_of_run(denoiser, DataSets.open(config.proportions).first, config)
-    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    size = {"resolution": config.largest_resolution, "width": width, "height": height}
-    sampling = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    return generate(pipeline, prompts, **size, **sampling, seed=seed)
-
-
-def export_checkpoint(
-    config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema", uri: str | None = None
-) -> str:
-    """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI."""
-    data = DataSets.open(config.proportions)
-    pipeline = pipeline_of_run(load_denoiser(config, saved, which), data.first, config)
-    uri = export_pipeline(pipeline, uri or storage.join(config.run_uri, "pipeline"))
-    from .production.card import model_card  # TODO(seam): the notebook writes the card
-
-    storage.write_text(
-        storage.join(uri, "README.md"), model_card(pipeline, config, data, checkpoint.step_of(saved.path))
-    )
-    return uri
+def save_images(images: list[np.ndarray], uri: str) -> None:
+    """Write images as `00.png`, `01.png`, ... to a folder or URI."""
+    for number, image in enumerate(images):
+        storage.write_bytes(storage.join(uri, f"{number:02d}.png"), to_png(image))

@@ -116,12 +116,12 @@ def stand_in(module, **changes):
     return types.SimpleNamespace(**{**public, **changes})
 
 
-def untrained_pipeline(config=None, seed=0):
+def untrained_pipeline(config=None, seed=0, sampler="auto"):
     """diffusers' pipeline of a run before its first step, with the autoencoder and text encoder in helpers."""
     config = config or TrainingConfig()
     manifest, _ = ablations.random_batch(config, num_tokens=24)
     manifest.encoder["model"] = "tiny-sd"
-    return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config)
+    return pipeline_of_run(build_denoiser(config.unet_config, seed=seed), manifest, config, sampler=sampler)
 
 
 def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.LatentEncoder):

@@ -189,7 +189,8 @@ class Evaluator:
 
     @functools.cached_property
     def pipeline(self) -> diffusers.DiffusionPipeline:
-        return pipeline_of_run(self.denoiser, self.manifest, self.config)
+        options = {"sampler": self.config.sampler, "steps": self.config.sampling_steps}
+        return pipeline_of_run(self.denoiser, self.manifest, self.config, **options)
 
     def losses(self, step: int) -> dict[str, Any]:
         """{"step", ...}: see `held_out_losses`. Rank 0 writes them as an unfinished result."""

@@ -12,18 +12,17 @@ import torch
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
 from helpers.latents import schema
-from helpers.latents.manifest import encode_embedding
+from helpers.latents.manifest import DataSets, encode_embedding
 from helpers.lesson import ablations, estimates, step_costs
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
-from helpers.production.card import describe_call
+from helpers.production.card import model_card
 from helpers.sample import denoiser_of, export_pipeline, generate, pipeline_of_run
 from helpers.train import setup
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES
 from tests.models import tiny_model
-from tests.pipelines import untrained_pipeline
 from tests.steps import MIDDLE, column, train, train_in_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -410,7 +409,7 @@ def test_latents_that_do_not_fit_are_refused_in_one_sentence(build_manifest, sha
 
 
 def with_encoders(config, folder, vae, text):
-    """An untrained pipeline whose data was encoded by tiny models of these classes."""
+    """`(config, manifest)` of a run whose data was encoded by tiny models of these classes."""
     shift = {} if vae == "AutoencoderDC" else {"shift_factor": 0.1 if text == "T5GemmaEncoder" else None}
     model = tiny_model(folder / "encoders", vae, text, **shift)
     raw = PreprocessingConfig(encoder_model=model, resolutions=[64], latents="mean", maximum_tokens=24)
@@ -421,8 +420,7 @@ def with_encoders(config, folder, vae, text):
     values |= {name: value for name, value in changes.items() if name in values}
     (folder / "denoiser.json").write_text(json.dumps({**values, "out_channels": channels}))
     config = dataclasses.replace(config, unet_config=str(folder / "denoiser.json"))
-    manifest = dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
-    return pipeline_of_run(build_denoiser(config.unet_config), manifest, config)
+    return config, dataclasses.replace(ablations.random_batch(TrainingConfig())[0], **described)
 
 
 @pytest.mark.parametrize(
@@ -435,19 +433,23 @@ def with_encoders(config, folder, vae, text):
     ],
 )
 def test_plain_diffusers_draws_from_the_export_by_its_readme_what_this_project_draws(name, encoders, recipe, tmp_path):
-    config = recipe(name, resolution=64, sampling_steps=3)
-    pipeline = with_encoders(config, tmp_path, *encoders) if encoders else untrained_pipeline(config)
+    config = recipe(name, resolution=64)
+    if encoders:
+        config, manifest = with_encoders(config, tmp_path, *encoders)
+    else:
+        manifest, _ = ablations.random_batch(config, num_tokens=24)
+        manifest.encoder["model"] = "tiny-sd"
+    pipeline = pipeline_of_run(build_denoiser(config.unet_config), manifest, config)
     awake(denoiser_of(pipeline))
     export_pipeline(pipeline, str(tmp_path))
     prompt = "a large red circle on white"
-    options = {"resolution": 64, "steps": 3, "guidance_scale": config.guidance_scale}
-    ours, _ = generate(pipeline, [prompt, "a small blue ring on black"], **options)
-    readme = describe_call(pipeline, config)
+    ours, _ = generate(pipeline, [prompt, "a small blue ring on black"], resolution=64, steps=3, guidance_scale=2.0)
+    readme = model_card(config, DataSets({"/latents": manifest}, {"/latents": 1.0}), 7, steps=3).text
     code = readme.partition("```python\n")[2].partition("```")[0]
     code = code.replace("the path of this folder", str(tmp_path)).replace("a prompt", prompt)
     space = {"generator": [torch.Generator().manual_seed(0)]}
     exec(code.replace(").images", "    generator=generator, output_type='np').images"), space)
-    theirs = (space["pictures"][0] * 255).round().astype(int)
+    theirs = (space["images"][0] * 255).round().astype(int)
     assert np.abs(theirs - ours).max() <= 1 and np.std(ours) > 1
     assert type(space["pipeline"]).__name__ == denoisers.adapter_of(denoiser_of(pipeline)).pipeline
 

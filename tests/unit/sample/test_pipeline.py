@@ -7,8 +7,21 @@ from tests.pipelines import untrained_pipeline
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("sampler", ["dpm++", "euler", "unipc"])
-def test_a_sampler_of_another_name_draws_otherwise(sampler):
-    pipelines = [untrained_pipeline(TrainingConfig(sampler=name)) for name in ("ddim", sampler)]
-    one, other = (sample.generate(pipe, ["a large red circle"], resolution=32, steps=3)[0] for pipe in pipelines)
-    assert one.shape == other.shape == (32, 32, 3) and (one != other).any()
+def test_a_sampler_of_another_name_draws_otherwise():
+    pipelines = [untrained_pipeline(sampler=name) for name in ("ddim", "dpm++", "euler", "unipc")]
+    first, *others = (sample.generate(pipe, ["a large red circle"], resolution=32, steps=3)[0] for pipe in pipelines)
+    assert all(other.shape == (32, 32, 3) and (other != first).any() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampler", "steps", "said"),
+    [
+        ({"prediction_type": "flow"}, "ddim", 20, "sampler='ddim' does not fit prediction_type='flow'"),
+        ({"unet_config": "tiny-transformer"}, "euler", 20, "sampler='euler' does not fit"),
+        ({}, "euler", 1, "sampling_steps=1"),
+        ({"prediction_type": "flow", "timestep_shift": 3.0}, "auto", 333, "takes 1 to 332"),
+    ],
+)
+def test_a_sampler_that_does_not_fit_the_run_is_refused(changes, sampler, steps, said):
+    with pytest.raises(ValueError, match=said):
+        sample.choose_sampler(TrainingConfig(**changes), sampler, steps)
