@@ -53,6 +53,14 @@ def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
+def new_cpu_group() -> dist.ProcessGroup | None:
+    """A new gloo group over all ranks, for a thread beside the training; None without a process group.
+
+    Call it on all ranks.
+    """
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, in place."""
     if world_size() > 1:

@@ -273,16 +273,13 @@ class EMA:
         self.averaged = dict(model.named_parameters())
         self.shadow = None
 
-    def update(self, step: int, skipped: bool = False) -> None:
-        """Update the average after optimizer step `step`, counted from 1.
-
-        `skipped`: whether the step changed nothing.
-        """
+    def update(self, step: int) -> None:
+        """Update the average after optimizer step `step`, counted from 1."""
         if step <= self.start:
             return
         if self.shadow is None:
             self.begin(self.copy())
-        elif not skipped:
+        else:
             since_start = step - self.start
             decay = min(self.decay, (1 + since_start) / (10 + since_start))  # low at first: the first weights fade
             get_ema_multi_avg_fn(decay)(*self.pairs, None)  # few kernels for all tensors on a GPU

@@ -18,6 +18,7 @@ from ..config import TrainingConfig
 from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
 from ..runtime import machines
 from ..train import checkpoint, faults, resume, setup
+from ..train.extra import Extra
 from ..train.metrics import MetricsReader, read_metrics
 from ..train.profiling import throughput
 from . import lease
@@ -133,7 +134,7 @@ def follow(run_uri: str, every: float = 1.0) -> None:
 
 
 @contextlib.contextmanager
-def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
+def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, every: float = 1.0) -> Iterator[None]:
     """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
@@ -158,6 +159,8 @@ def monitor_run(config: TrainingConfig, every: float = 1.0) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_interrupt_hint(lambda: where_it_stopped(config)))
+        for extra in (extras or {}).values():
+            stack.enter_context(extra.on_driver(config))
         track = stack.enter_context(trackers.start(config))
         display = RunDisplay(config.run_uri, config.max_steps, track)
         display.metrics.read()  # steps of an earlier driver

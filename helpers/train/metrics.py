@@ -1,18 +1,25 @@
-"""A run's metrics: one line of JSON per step, written by rank 0, read back as a frame. No Ray, no torch."""
+"""A run's metrics: measured on each worker, one line of JSON per step, read back as a frame. No Ray."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
 import threading
+import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from .. import storage
+from .. import distributed, storage
+
+if TYPE_CHECKING:
+    from .step import Unit
 
 COLUMNS = ["step", "attempt", "loss", "samples_seen"]
 FLUSH_SECONDS = 15  # that a line for an object store waits for others, at most
@@ -22,6 +29,85 @@ OBJECT_LINES = 1_000  # after which an object is followed by another one
 def samples_crc32(ids: Iterable) -> int:
     """CRC-32 of the ids as text, sorted, joined by newlines: the same for the same set of samples."""
     return zlib.crc32("\n".join(sorted(map(str, ids))).encode())
+
+
+class StepLog:
+    """Measures a worker's steps, and writes them in a thread while the next step runs. On all ranks.
+
+    Each step waits until the previous step's line is written. So a worker that dies loses at most one line. On an
+    object store, the lines that `MetricsLog` has not yet flushed are lost too. The columns that it measures:
+
+    - `resolution`, `width` and `height` of the step's images.
+    - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
+    - `step_seconds`, without checkpoints; `data_wait_share` of them was spent waiting for data.
+    - `images_per_second`: unmasked rows of the global batch over `step_seconds`; `images_per_second_per_worker`.
+    - `checkpoint_seconds`: how long training paused for a checkpoint before this step.
+
+    Args:
+        run_uri: the run's folder.
+        batch_rows: rows of a global batch.
+
+    Attributes:
+        file: rank 0's `MetricsLog`; None on the other ranks.
+    """
+
+    def __init__(self, run_uri: str, batch_rows: int):
+        self.file = MetricsLog(run_uri) if distributed.rank() == 0 else None
+        self.batch_rows, self.group, self.pool = batch_rows, distributed.new_cpu_group(), ThreadPoolExecutor(1)
+        self.written = None  # the last line's Future
+        self.started, self.paused = time.perf_counter(), 0.0
+
+    def measure(self, record: dict[str, Any], units: list[Unit], waited: float) -> dict[str, Any]:
+        """The record of a step that has just ended (`TrainStep.step`), with its size and speed.
+
+        `waited`: seconds that this worker waited for the step's data.
+        """
+        latents, num_kept, seconds = units[0].latents_spec, record["num_kept"], time.perf_counter() - self.started
+        rate, paused, self.paused = num_kept / seconds, self.paused, 0.0
+        return {
+            **record,
+            "resolution": latents.resolution,
+            "width": latents.size[0],
+            "height": latents.size[1],
+            "masked_rows": self.batch_rows - num_kept,
+            "step_seconds": seconds,
+            "images_per_second": rate,
+            "images_per_second_per_worker": rate / distributed.world_size(),
+            "data_wait_share": waited / seconds,
+            "checkpoint_seconds": paused,
+        }
+
+    def write(self, step: int, record: dict[str, Any], units: list[Unit]) -> None:
+        """Start to write a step's line. Call it on all ranks, with this rank's units. The next step's time begins."""
+        self.wait()
+        ids = [i for unit in units for i in unit.ids]
+        self.written = self.pool.submit(self.gather_and_write, step, record, ids)
+        self.started = time.perf_counter()
+
+    def gather_and_write(self, step: int, record: dict[str, Any], ids: list) -> None:
+        ranks = distributed.gather_objects(ids, self.group)
+        if ranks:
+            self.file.write(step, record, itertools.chain.from_iterable(ranks))
+
+    def wait(self) -> None:
+        """Wait until the last line is written. Raises the writing thread's error."""
+        if self.written:
+            self.written.result()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time of the block counts as `checkpoint_seconds` of the next step. Lines so far are written first."""
+        self.wait()
+        stopped = time.perf_counter()
+        yield
+        self.started = time.perf_counter()
+        self.paused = self.started - stopped
+
+    def finish(self) -> None:
+        """Wait until all lines are in the run's folder."""
+        self.wait()
+        if self.file:
+            storage.retry(self.file.flush)
 
 
 class MetricsLog:
@@ -52,12 +138,16 @@ class MetricsLog:
             if self.file.tell() and not storage.read_bytes(path, self.file.tell() - 1).endswith(b"\n"):
                 self.unwritten = b"\n"  # a worker was killed while it wrote
 
-    def write(self, step: int, metrics: dict, ids: Iterable, num_kept: int, **speed) -> None:
-        """Write one line; `ids`: of the whole global batch; `num_kept`: how many of its rows are not masked."""
-        self.samples_seen = {step: int(self.samples_seen.get(step - 1, 0)) + num_kept}
-        record = {"step": step, "attempt": self.attempt, **metrics, **speed}
+    def write(self, step: int, record: dict[str, Any], ids: Iterable) -> None:
+        """Write one line.
+
+        `record`: of the step; its "num_kept", the rows that are not masked, become `samples_seen`. `ids`: of the whole
+        global batch.
+        """
+        record = {"step": step, "attempt": self.attempt, **record}
+        self.samples_seen = {step: int(self.samples_seen.get(step - 1, 0)) + record.pop("num_kept")}
         record |= {"samples_seen": self.samples_seen[step], "samples_crc32": samples_crc32(ids)}
-        # JSON has no NaN and no infinity, which the loss of a skipped step may be.
+        # JSON has no NaN and no infinity, which a gradient may be.
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()

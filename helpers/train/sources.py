@@ -14,7 +14,7 @@ import ray.train
 from .. import distributed, storage
 from ..config import TrainingConfig
 from ..latents import schema
-from ..latents.manifest import DataSets
+from ..latents.manifest import DataSets, Manifest
 from ..latents.parquet import write_table
 from ..latents.plan import plan_run
 from ..latents.read import latents_dataset, worker_units
@@ -57,9 +57,10 @@ class StepSource:
         rows = functools.partial(from_resume_point, self.config, self.data, self.stream, self.first_step, self.end_step)
         return {"train": rows}
 
-    def start(self) -> None:
-        """Call it before building the model, so that Ray Data starts its processes in parallel."""
+    def start(self) -> Manifest:
+        """The manifest of the data. Call it before building the model: Ray Data starts its processes in parallel."""
         ray.train.get_dataset_shard("train")
+        return self.data.first
 
     def resume_point(self) -> dict:
         """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""

@@ -7,7 +7,8 @@ import functools
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import ray.train
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,7 +38,7 @@ class CheckpointManager:
 
     def __init__(self, train_step: TrainStep, run_uri: str, log: MetricsLog | None):
         self.train_step, self.run_uri, self.log = train_step, run_uri, log
-        self.group = checkpoint_io.cpu_group()
+        self.group = distributed.new_cpu_group()
         self.stager = checkpoint_io.open_stager()
         # Ray Train recognises checkpoints in its own folder only by its own file system.
         self.filesystem = ray.train.get_context().get_storage().storage_filesystem
@@ -49,10 +50,10 @@ class CheckpointManager:
         """Wait until the last checkpoint is uploaded, or lost."""
         self.uploaded.wait()
 
-    def save(self, step: int, *, validate: bool) -> None:
+    def save(self, step: int, reports: Iterable[dict[str, Any]] = ()) -> None:
         """Copy the state after `step` steps and start to write and upload it.
 
-        `validate`: whether Ray Train calls its validation function for this checkpoint.
+        `reports`: arguments for `ray.train.report` (`extra.Hook.before_checkpoint`).
         """
         self.wait()
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
@@ -66,7 +67,7 @@ class CheckpointManager:
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=functools.partial(self.upload, finish),
             delete_local_checkpoint_after_upload=False,
-            validation=validate,
+            **{name: value for report in reports for name, value in report.items()},
         )
 
     def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:

@@ -1,14 +1,14 @@
-"""Measures a training step: images/s, FLOPs, MFU, peak memory, waiting for data and for other workers. No Ray."""
+"""Measures a training step: its FLOPs, MFU, peak memory, and what its time goes to."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
@@ -16,11 +16,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...config import TrainingConfig
-from ...distributed import rank, world_size
-from ...latents import schema
-from ...latents.manifest import Manifest
 from ...model import denoisers
+from ...train.extra import Extra, Hook
+from . import settings
+
+if TYPE_CHECKING:
+    from ...train.loop import Run
+    from ...train.step import Unit
 
 # (name, start, end) in microseconds of a kernel or an operation.
 Event = tuple[str, float, float]
@@ -83,23 +85,6 @@ def is_collective(name: str) -> bool:
     return not name.startswith("triton") and any(word in name for word in COLLECTIVES)
 
 
-def exposed_communication(events: list[Event]) -> float:
-    """Share of a profiled step's time in collectives that do not overlap with compute."""
-    everything = [(start, end) for _, start, end in events]
-    compute = [(start, end) for name, start, end in events if not is_collective(name)]
-    step = max((end for _, end in everything), default=0) - min((start for start, _ in everything), default=0)
-    return (covered(everything) - covered(compute)) / step if step else 0.0
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one of the intervals covers."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def count_forward(
     name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]
 ) -> tuple[diffusers.ModelMixin, FlopCounterMode]:
@@ -143,68 +128,27 @@ def peak_memory(device: torch.device | str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Meter:
-    """Measures a worker's steps. `step_record` returns the columns of speed in `metrics.jsonl`:
+@settings
+class Meter(Extra):
+    """Adds to each line of metrics `mfu` and `peak_memory_gib` of this worker.
 
-    - `resolution`, `width` and `height` of the step's images.
-    - `masked_rows` of the global batch, which are computed but not trained on; no other column counts them.
-    - `step_seconds`, without checkpoints.
-    - `images_per_second`: unmasked rows of the global batch over `step_seconds`; `images_per_second_per_worker`.
-    - `mfu`: model FLOPs (`training_flops`) over the hardware's peak (`peak_flops`); None if the peak is not known.
-    - `peak_memory_gib` of this worker.
-    - `data_wait_share`: share of the step's time waiting for data.
-    - `communication_share`: share of the profiled step's time in collectives that do not overlap with compute; None
-      before that step, 0 with one worker. `config.profile_step=n` profiles the n-th step after each start of the
-      worker; None: no step.
-    - `checkpoint_seconds`: how long training paused for a checkpoint before this step.
+    `mfu`: model FLOPs (`training_flops`) over the hardware's peak (`peak_flops`); None if the peak is not known.
     """
 
-    def __init__(self, config: TrainingConfig, manifest: Manifest, device: torch.device | str):
-        self.config, self.manifest, self.device = config, manifest, device
-        self.num_steps, self.communication_share = 0, 0.0 if world_size() == 1 else None
+    def __call__(self, run: Run) -> Hook:
+        step = run.train_step
+        peak = peak_flops(step.device, run.config.precision)
+        return Measure(run.config.unet_config, step.manifest.embeddings.shape, step.device, peak)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Context manager for every step. With several workers, rank 0 profiles the step that `profile_step` names."""
-        self.num_steps += 1
-        if world_size() == 1 or rank() > 0 or self.num_steps != self.config.profile_step:
-            yield
-            return
-        with profiled(self.device) as events:
-            yield
-        self.communication_share = exposed_communication(events)
 
-    @functools.cached_property
-    def peak(self) -> float | None:
-        return peak_flops(self.device, self.config.precision)
+class Measure(Hook):
+    """Args: see `training_flops`; `device`: this worker's; `peak`: its FLOP/s, None if not known."""
 
-    @functools.cache  # noqa: B019 (a worker has one meter)
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """FLOPs of training on one row of latents (C, H, W)."""
-        return training_flops(self.config.unet_config, shape, self.manifest.embeddings.shape)
+    def __init__(self, unet_config: str, text_shape: tuple[int, ...], device: torch.device, peak: float | None):
+        self.device, self.peak = device, peak
+        self.flops = functools.cache(lambda shape: training_flops(unet_config, shape, text_shape))
 
-    def step_record(
-        self,
-        latents: schema.ColumnSpec,
-        seconds: float,
-        data_seconds: float,
-        checkpoint_seconds: float,
-        num_rows: int,
-    ) -> dict[str, float | None]:
-        """The columns of one step; `latents`: its column of latents; `num_rows`: unmasked rows of its global batch."""
-        rate = num_rows / seconds
-        per_worker = rate / world_size()
-        return {
-            "resolution": latents.resolution,
-            "width": latents.size[0],
-            "height": latents.size[1],
-            "masked_rows": self.config.global_batch_size - num_rows,
-            "step_seconds": seconds,
-            "images_per_second": rate,
-            "images_per_second_per_worker": per_worker,
-            "mfu": self.flops(latents.shape[1:]) * per_worker / self.peak if self.peak else None,
-            "peak_memory_gib": peak_memory(self.device) / 2**30,
-            "data_wait_share": data_seconds / seconds,
-            "communication_share": self.communication_share,
-            "checkpoint_seconds": checkpoint_seconds,
-        }
+    def after_step(self, step: int, units: list[Unit], record: dict[str, Any]) -> None:
+        rate = record["images_per_second_per_worker"]
+        record["mfu"] = self.peak and self.flops(units[0].latents_spec.shape[1:]) * rate / self.peak
+        record["peak_memory_gib"] = peak_memory(self.device) / 2**30

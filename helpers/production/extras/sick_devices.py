@@ -1,4 +1,4 @@
-"""Finds sick devices of the training workers, excludes their machines, and tells when a preemption is announced."""
+"""Finds sick devices of the training workers before they train, and excludes their machines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import ray.train.collective
 import torch
 
 from ... import distributed, storage
+from ...config import TrainingConfig
 from ...runtime import drain
 from ...train import faults
+from ...train.extra import Extra
+from . import settings
 
 MOST_EXCLUDED = 2  # nodes
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
@@ -49,27 +52,28 @@ def check_links(device: torch.device) -> str | None:
     return "got wrong sums from the other workers" if wrong else None
 
 
-def end_if_sick(run_uri: str, device: torch.device) -> bool:
-    """Return True if a device or link of any worker computes wrongly; a worker whose device does raises RuntimeError.
+@settings
+class SickDevices(Extra):
+    """Checks the device and the links of each worker, for a second on a GPU."""
 
-    The caller must then return from the training function. Call it on all ranks.
+    def check(self, config: TrainingConfig, device: torch.device) -> str | None:
+        """A sentence if a device or link of any worker computes wrongly. A worker whose device does raises RuntimeError.
 
-    The sick workers' machines are excluded. The sick workers raise RuntimeError, and the others return True. Ray Train
-    then starts the group again, on other machines or with fewer workers. If `exclude` ends the run instead, no worker
-    raises.
-    """
-    problems = {"device": check_device(device), "links": check_links(device)}
-    text = " and ".join(filter(None, problems.values()))
-    found = {
-        **problems,
-        "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
-        "node": ray.get_runtime_context().get_node_id(),
-    }
-    everyone = distributed.gather_objects(found)
-    sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(run_uri, everyone))
-    if distributed.rank() in (sick or ()):
-        raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
-    return sick is not None
+        The sick workers' machines are excluded. Ray Train then starts the group again, on other machines or with fewer
+        workers. If `exclude` ends the run instead, no worker raises.
+        """
+        problems = {"device": check_device(device), "links": check_links(device)}
+        text = " and ".join(filter(None, problems.values()))
+        found = {
+            **problems,
+            "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
+            "node": ray.get_runtime_context().get_node_id(),
+        }
+        everyone = distributed.gather_objects(found)
+        sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(config.run_uri, everyone))
+        if distributed.rank() in (sick or ()):
+            raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
+        return None if sick is None else "A worker's device or link computes wrongly: the workers are started again."
 
 
 def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
@@ -102,32 +106,3 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     for node in nodes:
         drain.drain_node(text, node_id=node, address=ray.get_runtime_context().gcs_address)
     return sick
-
-
-class PreemptionNotice:
-    """Tells the workers to save a checkpoint when one of the run's nodes is about to be preempted.
-
-    Each worker asks Ray Train for a notice once in roughly `every_seconds` seconds. All workers must ask at the same
-    steps, so they agree on a number of steps between two requests. They choose the number after their first step. They
-    choose it again after their 20th step, because the first steps are slower.
-    """
-
-    def __init__(self, device: torch.device | str, every_seconds: float = 2.0):
-        self.device, self.every_seconds = device, every_seconds
-        self.every_steps = None
-        self.step = 0
-        self.answered = None  # node ids of the last notice
-
-    def arrived(self, step_seconds: float) -> bool:
-        """Call after each step, on all workers; True at the first step that sees a new notice."""
-        self.step += 1
-        if self.step in (1, 20):
-            slowest = distributed.max_over_ranks(step_seconds, self.device)
-            self.every_steps = max(1, round(self.every_seconds / slowest))
-        if self.step % self.every_steps:
-            return False
-        info = ray.train.get_preemption_info()
-        if info is None or info.preempted_node_ids == self.answered:
-            return False
-        self.answered = info.preempted_node_ids
-        return True
