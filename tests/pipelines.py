@@ -5,6 +5,7 @@ Online_Preprocessing_and_Training.ipynb, `build_trainer` of Training.ipynb and o
 """
 
 import ast
+import contextlib
 import functools
 import json
 import pathlib
@@ -259,5 +260,9 @@ def fit(config, loop=train_loop_per_worker, stream=None, source=None, **changes)
     setup.open_run(config)
     source = sources.StepSource(config, stream) if stream else source
     build = trainer_of(ONLINE if source else TRAINING, config, loop, **changes)
-    with lease.hold(config.run_uri, f"run_name={config.run_name!r}"), interruptible():
+    with contextlib.ExitStack() as stack:
+        for extra in build.__globals__["chosen"].values():
+            stack.enter_context(extra.on_driver(config))
+        stack.enter_context(lease.hold(config.run_uri, f"run_name={config.run_name!r}"))
+        stack.enter_context(interruptible())
         return build(source or config).fit()

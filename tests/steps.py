@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from helpers import distributed
 from helpers.distributed import local
 from helpers.evaluate import validation_loss
 from helpers.latents import schema
@@ -71,7 +72,7 @@ def save(folder, state, step):
 
 def begin_save(folder, state, step):
     stager = checkpoint_io.open_stager()
-    return checkpoint_io.async_save(folder, state, step=step, stager=stager, group=checkpoint_io.cpu_group())
+    return checkpoint_io.async_save(folder, state, step=step, stager=stager, group=distributed.new_cpu_group())
 
 
 def whole(tensor):
@@ -139,13 +140,17 @@ def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
     # At last only the last rank meets a NaN.
     before = everything(state)
     bad = with_bits(with_keep(rows, [True] * len(rows)), NAN if rank == world - 1 else 0, slice(0, BATCH))
-    skipped = state.step(STEPS, units(state, bad, 0, rank, world))
+    try:
+        state.step(STEPS, units(state, bad, 0, rank, world))
+        refused = ""
+    except FloatingPointError as error:
+        refused = str(error)
     return {
         "lines": lines,
         "validated": validated,
         "resumed": resumed,
         "same_state": same_state,
-        "skipped": skipped,
+        "refused": refused,
         "unchanged": same(everything(state), before),
         "continued": previous and two_losses_from(previous, config, manifest, rows, rank, world),
     }

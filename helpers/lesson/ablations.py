@@ -96,7 +96,7 @@ def measure_step(
     train_step = TrainStep(config, manifest, device)
     first, *others = time_steps(train_step, units, steps, warm_up)
     seconds = statistics.median(others[-steps:])
-    with meter.profiled(device) as events:
+    with step_costs.profiled(device) as events:
         train_step.step(warm_up + steps, units)
     latents_shape = manifest.latents(config.largest_resolution).shape[1:]
     flops = meter.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
@@ -106,7 +106,7 @@ def measure_step(
         "ms a step": 1e3 * seconds,
         "MFU": flops * rate / world / peak if peak else float("nan"),
         "peak memory, GiB": meter.peak_memory(device) / 2**30,
-        "communication": meter.exposed_communication(events) if world > 1 else 0.0,
+        "communication": step_costs.exposed_communication(events) if world > 1 else 0.0,
         "first step, s": first,
         "kinds": step_costs.time_by_category(events).to_dict("records"),
     }

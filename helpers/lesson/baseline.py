@@ -145,8 +145,8 @@ class LoaderSource(sources.StepSource):
     def datasets(self) -> None:
         return None
 
-    def start(self) -> None:
-        pass
+    def start(self) -> Manifest:
+        return self.data.first
 
     def resume_point(self) -> dict:
         return dataset.choose_resume_point(self.config)

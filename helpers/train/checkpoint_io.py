@@ -56,7 +56,7 @@ def async_save(
 
     Args:
         stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
-        group: from `cpu_group`, because training uses the default group at the same time.
+        group: from `distributed.new_cpu_group`, because training uses the default group at the same time.
     """
     weights, moments = get_state_dict(state.model, state.optimizer)
     # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
@@ -82,11 +82,6 @@ def async_save(
             storage.write_text(storage.join(folder, PROGRESS), json.dumps(progress))
 
     return finish
-
-
-def cpu_group() -> dist.ProcessGroup | None:
-    """A new process group for `async_save`, on all ranks; None if torch.distributed is not initialised."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def load(folder: str, state: TrainingState) -> int:

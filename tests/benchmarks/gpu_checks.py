@@ -20,6 +20,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers import distributed
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
@@ -85,7 +86,7 @@ def memory(given, device):
 def checkpoints(given, device):
     """As `CheckpointManager` saves: one stager for all, the next step is trained while a checkpoint is written."""
     train_step, units = new_step(given, device, **FAST, strategy="fsdp", ema_start=0)
-    stager, group = checkpoint_io.open_stager(), checkpoint_io.cpu_group()
+    stager, group = checkpoint_io.open_stager(), distributed.new_cpu_group()
     straight, held, wrong = [train_step.step(0, units)["loss"]], {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):

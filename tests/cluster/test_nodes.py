@@ -27,9 +27,8 @@ from helpers.online import encode as online
 from helpers.online import prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
-from helpers.production.extras import evaluate, results, settings
+from helpers.production.extras import between_steps, evaluate, results, settings
 from helpers.train import faults, metrics, resume, sources
-from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests.faults import (
@@ -376,7 +375,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    spare = functools.partial(train_loop.has_spare_gpu, torch.device("cuda"))
+    spare = functools.partial(between_steps.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
     trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.StepSource).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free

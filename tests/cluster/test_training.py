@@ -21,9 +21,8 @@ from helpers.lesson import captioned_shapes, display
 from helpers.model.denoisers import build_denoiser
 from helpers.online import prepare
 from helpers.online.config import OnlineConfig
-from helpers.production.extras import at_checkpoints, results, settings
+from helpers.production.extras import at_checkpoints, between_steps, results, settings
 from helpers.train import checkpoint, checkpoint_io, resume, setup
-from helpers.train import loop as train_loop
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.profiling import speed_summary
@@ -100,7 +99,7 @@ def validating_loop(folder):
             return super().__call__(denoiser, config, step)
 
     def loop(config, **options):
-        train_loop.has_spare_gpu = lambda *_: False
+        between_steps.has_spare_gpu = lambda *_: False
         options["evaluate"] = Noted(list(config.prompts))
         train_loop_per_worker(config, **options)
 

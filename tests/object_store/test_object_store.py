@@ -189,7 +189,7 @@ def log(run_uri, monkeypatch):
 
 def write(log, *steps):
     for step in steps:
-        log.write(step, {"loss": 0.5}, ids=[step], num_kept=2)
+        log.write(step, {"loss": 0.5, "num_kept": 2}, ids=[step])
 
 
 def steps_read(reader, count):

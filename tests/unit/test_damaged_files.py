@@ -198,7 +198,7 @@ def test_torn_lines_of_the_metrics_are_left_out_and_counted(tmp_path):
     """Also one that another line follows, and one of zeros."""
     log, path = MetricsLog(str(tmp_path)), tmp_path / "metrics.jsonl"
     for step in (1, 2, 3):
-        log.write(step, {"loss": 0.5}, ids=[step], num_kept=1)
+        log.write(step, {"loss": 0.5, "num_kept": 1}, ids=[step])
     first, second, third = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, second[:20] + second, bytes(50), b"\xff\xfe}", third, first[:9]]) + b"\n")
     reader = MetricsReader(str(tmp_path))
@@ -271,12 +271,12 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
     log = MetricsLog(str(tmp_path))
     log.file = disk = FullDisk(monkeypatch, room=30)
     for step in (1, 2, 3):
-        log.write(step, {"loss": 0.5}, ids=[step], num_kept=1)
+        log.write(step, {"loss": 0.5, "num_kept": 1}, ids=[step])
     assert capsys.readouterr().out.count(f"/run/metrics.jsonl {FULL}") == 1 and len(disk.written) == 30
     with pytest.raises(OSError, match=FULL):
         log.flush()
     disk.room = 10_000
-    log.write(4, {"loss": 0.5}, ids=[4], num_kept=1)
+    log.write(4, {"loss": 0.5, "num_kept": 1}, ids=[4])
     assert [json.loads(line)["step"] for line in disk.written.splitlines()] == [1, 2, 3, 4]
 
 

@@ -20,7 +20,7 @@ from .failures import RecordFailures
 NAMES = ("watchdog", "preemption", "sick_devices", "meter", "evaluate", "trackers", "exclusions")
 
 # A class of settings whose values are checked when it is built: True is no 1, and "1e-3" no number.
-settings = functools.partial(
+validated = functools.partial(
     pydantic.dataclasses.dataclass,
     frozen=True,
     config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True),

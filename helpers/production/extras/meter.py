@@ -1,32 +1,23 @@
-"""Measures a training step: its FLOPs, MFU, peak memory, and what its time goes to."""
+"""Measures a training step: its FLOPs, MFU, peak memory."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import resource
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...model import denoisers
 from ...train.extra import Extra, Hook
-from . import settings
+from . import validated
 
 if TYPE_CHECKING:
     from ...train.loop import Run
     from ...train.step import Unit
-
-# (name, start, end) in microseconds of a kernel or an operation.
-Event = tuple[str, float, float]
-
 
 # Dense tensor-core TFLOP/s in bf16 and in TF32 of a GPU, from NVIDIA's data sheets. MFU of fp32 training is relative to
 # the TF32 rate, because PyTorch's convolutions use TF32 by default. PyTorch's matrix products do not use TF32, so the
@@ -42,7 +33,6 @@ PEAK_TFLOPS = {
     "H200": (989, 494),
     "B200": (2250, 1125),
 }
-COLLECTIVES = ("nccl", "gloo", "c10d")  # words in the names of their kernels and operations
 
 
 def find_accelerator(device_name: str) -> str | None:
@@ -52,37 +42,6 @@ def find_accelerator(device_name: str) -> str | None:
     """
     words = device_name.replace("-", " ").lower()
     return next((name for name in PEAK_TFLOPS if f" {name.lower()} " in f" {words} "), None)
-
-
-@contextlib.contextmanager
-def profiled(device: torch.device | str = "cpu") -> Iterator[list[Event]]:
-    """Profile a block; the list that it yields is filled when the block ends.
-
-    On a GPU, the list holds kernels and copies. On a CPU, it holds PyTorch's outermost operations and gloo's
-    collectives.
-    """
-    on_gpu, events = torch.device(device).type == "cuda", []
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else PyTorch's profiler prints when it starts and stops
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        yield events
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    for event in profiler.events():
-        if on_gpu:
-            counts = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-        else:
-            inner = event.cpu_parent is not None and event.cpu_parent.name.startswith("aten::")
-            counts = event.name.startswith("gloo:") or (event.name.startswith("aten::") and not inner)
-        if counts:
-            events.append((event.name, event.time_range.start, event.time_range.end))
-
-
-def is_collective(name: str) -> bool:
-    """Whether a kernel or operation belongs to a collective, by its name. Compiled (Triton) kernels never do."""
-    name = name.lower()
-    return not name.startswith("triton") and any(word in name for word in COLLECTIVES)
 
 
 def count_forward(
@@ -128,7 +87,7 @@ def peak_memory(device: torch.device | str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@settings
+@validated
 class Meter(Extra):
     """Adds to each line of metrics `mfu` and `peak_memory_gib` of this worker.
 

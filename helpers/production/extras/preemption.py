@@ -8,14 +8,14 @@ import pydantic
 import ray.train
 
 from ...train.extra import Extra, Hook
-from . import settings
+from . import validated
 
 if TYPE_CHECKING:
     from ...train.loop import Run
     from ...train.step import Unit
 
 
-@settings
+@validated
 class Preemption(Extra):
     """Each worker asks Ray Train for a notice once in roughly `every_seconds` seconds."""
 

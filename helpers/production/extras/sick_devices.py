@@ -15,7 +15,7 @@ from ...config import TrainingConfig
 from ...runtime import drain
 from ...train import faults
 from ...train.extra import Extra
-from . import settings
+from . import validated
 
 MOST_EXCLUDED = 2  # nodes
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
@@ -52,12 +52,12 @@ def check_links(device: torch.device) -> str | None:
     return "got wrong sums from the other workers" if wrong else None
 
 
-@settings
+@validated
 class SickDevices(Extra):
     """Checks the device and the links of each worker, for a second on a GPU."""
 
     def check(self, config: TrainingConfig, device: torch.device) -> str | None:
-        """A sentence if a device or link of any worker computes wrongly. A worker whose device does raises RuntimeError.
+        """A sentence if a device or link of any worker computes wrongly; the sick worker raises RuntimeError.
 
         The sick workers' machines are excluded. Ray Train then starts the group again, on other machines or with fewer
         workers. If `exclude` ends the run instead, no worker raises.

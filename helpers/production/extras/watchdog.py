@@ -18,7 +18,7 @@ import ray.train
 from ...config import TrainingConfig
 from ...train import faults
 from ...train.extra import Extra, Hook
-from . import settings
+from . import validated
 
 if TYPE_CHECKING:
     from ...train.loop import Run
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LIMIT = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
 
 
-@settings
+@validated
 class Watchdog(Extra):
     """Kills a worker that makes no step for `timeout` seconds. List it first: it covers what other extras do.
 

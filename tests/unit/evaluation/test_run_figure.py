@@ -29,7 +29,8 @@ def build_run(tmp_path):
         storage.write_text(storage.join(uri, "config.json"), "{}")
         log = MetricsLog(uri)
         for step in range(1, 61):
-            log.write(step, {"loss": level / step, "grad_norm": 1.0, "learning_rate": 1e-3}, [step], 1, **SPEED)
+            line = {"loss": level / step, "grad_norm": 1.0, "learning_rate": 1e-3, "num_kept": 1, **SPEED}
+            log.write(step, line, [step])
         for step in evaluated:
             by_noise = {str(timestep): level * timestep / step for timestep in (62, 500, 937)}
             found = {"step": step, "validation_loss": level / step, "unweighted": 1.0, "rows": 4, "prompts": 2}

@@ -5,7 +5,6 @@ import torch
 
 from helpers.lesson import step_costs
 from helpers.model.denoisers import build_denoiser
-from helpers.production.extras import meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,10 +28,16 @@ def test_kernels_have_the_category_of_their_work():
 
 def test_a_profile_adds_up_and_names_what_a_unet_does():
     denoiser = build_denoiser("tiny")
-    with meter.profiled() as events:
+    with step_costs.profiled() as events:
         denoiser(
             torch.randn(2, 4, 8, 8), torch.zeros(2).long(), torch.randn(2, 6, 128)
         ).sample.square().mean().backward()
     table = step_costs.time_by_category(events)
     assert table["share"].sum() == pytest.approx(1) and {"convolution", "attention", "norm"} <= set(table["kind"])
-    assert meter.exposed_communication(events) == 0
+    assert step_costs.exposed_communication(events) == 0
+
+
+def test_communication_that_overlaps_with_compute_is_not_exposed():
+    events = [("aten::conv", 0, 60), ("gloo:all_reduce", 50, 80), ("aten::addmm", 80, 90), ("gloo:all_reduce", 95, 100)]
+    assert step_costs.exposed_communication(events) == pytest.approx(0.25)
+    assert step_costs.exposed_communication([]) == step_costs.exposed_communication(events[:1]) == 0

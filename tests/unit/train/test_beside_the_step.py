@@ -9,7 +9,7 @@ import ray.train
 
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import UNIT
-from helpers.train import loop, sources
+from helpers.train import metrics, sources
 from helpers.train.step import Unit
 from tests.steps import BATCH
 
@@ -38,11 +38,13 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     assert step == 2 and threading.main_thread() not in threads
 
 
-def test_metrics_that_cannot_be_written_stop_the_worker():
-    def write(*arguments, **speed):
+def test_metrics_that_cannot_be_written_stop_the_worker(tmp_path, monkeypatch):
+    log = metrics.StepLog(str(tmp_path), BATCH)
+
+    def refuse(*arguments):
         raise OSError("the disk is full")
 
-    writer = loop.MetricsWriter(types.SimpleNamespace(write=write))
-    writer.write(1, {"loss": 1.0}, [], 0, {})
+    monkeypatch.setattr(log.file, "write", refuse)
+    log.write(1, {"loss": 1.0}, [])
     with pytest.raises(OSError, match="the disk is full"):
-        writer.write(2, {"loss": 1.0}, [], 0, {})
+        log.write(2, {"loss": 1.0}, [])

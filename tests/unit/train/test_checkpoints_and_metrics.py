@@ -28,7 +28,7 @@ def write(run_uri, steps, **changes):
     pathlib.Path(run_uri).mkdir(exist_ok=True)
     log = MetricsLog(run_uri)
     for step in steps:
-        log.write(step, {"loss": step / 10, **changes}, ids=[step, "b"], num_kept=2, images_per_second=5.0)
+        log.write(step, {"loss": step / 10, "num_kept": 2, "images_per_second": 5.0, **changes}, ids=[step, "b"])
     log.file.close()
     return log
 
@@ -204,8 +204,8 @@ def test_no_machine_is_excluded_while_the_head_is_not_known(tmp_path, monkeypatc
 
 WATCHED = """
 import threading
-from helpers.train.faults import Watchdog
-with Watchdog(0.3, on_hang={on_hang}) as watchdog:
+from helpers.production.extras.watchdog import Timer
+with Timer(0.3, on_hang={on_hang}) as watchdog:
     watchdog.beat()
     {body}
 print("ended", flush=True)
@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
     write(run_uri, [1])
     log = MetricsLog(run_uri)
     for step, loss in ((2, float("nan")), (3, float("inf")), (4, 0.5)):
-        log.write(step, {"loss": loss}, ids=[1], num_kept=1, images_per_second=5.0)
+        log.write(step, {"loss": loss, "num_kept": 1}, ids=[1])
     lines = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
     assert found == [0.1, None, None, 0.5]

@@ -9,8 +9,8 @@ from ray import cloudpickle
 
 from helpers.config import TrainingConfig
 from helpers.lesson import captioned_shapes
-from helpers.production.extras import evaluate, settings
-from helpers.train import faults, sources
+from helpers.production.extras import evaluate, failures, settings
+from helpers.train import sources
 
 LOAD = """
 import sys
@@ -28,7 +28,7 @@ def source_of(config):
 
 HANDED_OVER = {
     "the process of stored data": source_of,
-    "the controller, as callbacks": lambda config: faults.RecordFailures(config.run_uri),
+    "the controller, as callbacks": lambda config: failures.RecordFailures(config.run_uri),
     "the controller, and the task that waits for an evaluation": lambda config: functools.partial(
         evaluate.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
     ),

@@ -39,7 +39,6 @@ def kernels(monkeypatch, build_step):
     ("values", "expected"),
     [
         ({}, (True, True, True, False, False)),
-        ({"cudnn_benchmark": True}, (True, True, True, True, False)),
         ({"attention": "cudnn"}, (True, False, False, False, False)),
         ({"attention": "flash"}, (False, True, False, False, False)),
         ({"attention": "efficient"}, (False, False, True, False, False)),
@@ -56,7 +55,7 @@ def test_a_run_computes_with_the_kernels_of_its_config(one, kernels, build_step,
     np.testing.assert_allclose(column(train(state, rows, 0, 2)), column(one[0])[:2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("values", [{"strategy": "fsdp", "precision": "bf16"}, {"channels_last": True}], ids=str)
+@pytest.mark.parametrize("values", [{"strategy": "fsdp", "precision": "bf16"}, {}], ids=str)
 def test_an_evaluation_changes_no_modules_mode_layout_or_compiled_code(
     group_of_one, graphs, tmp_path, build_step, rows, values
 ):

@@ -24,7 +24,7 @@ from helpers.train import checkpoint, faults, metrics
 ROOT = pathlib.Path(__file__).parents[3]
 SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
 CELL = """
-from helpers.runtime.progress import Progress
+from helpers.notebook import Progress
 progress = Progress("run a", "steps", seconds_between_lines=0)
 for step in (10, 20, 30):
     progress(step, 30, f"loss 0.{step}, 99 images/s")
@@ -125,7 +125,7 @@ def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
     with monitor.monitor_run(config, every=60):
         log = metrics.MetricsLog(config.run_uri)
         for step in range(1, 41):
-            log.write(step, {"loss": 0.25}, [step], 8, **SPEED)
+            log.write(step, {"loss": 0.25, "num_kept": 8, **SPEED}, [step])
         faults.write_failure(config.run_uri, "worker 1: it died")
     assert "lost: worker 1: it died\n" in capsys.readouterr().out
     line = terminal()[-1]

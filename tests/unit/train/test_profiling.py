@@ -1,7 +1,7 @@
 """FLOPs, profiles and memory of a training step, and what a run tells of them."""
 
-import contextlib
 import dataclasses
+import types
 
 import numpy as np
 import pandas as pd
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates, figures
 from helpers.production.extras import meter
-from helpers.production.extras.meter import Meter
 from helpers.train import setup
+from helpers.train.metrics import StepLog
 from helpers.train.profiling import speed_summary, throughput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,15 +39,6 @@ def test_the_peak_is_known_only_of_gpus_with_a_data_sheet(monkeypatch):
     for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert meter.peak_flops("cuda", "bf16") == peak
-
-
-# ---- profiles
-
-
-def test_communication_that_overlaps_with_compute_is_not_exposed():
-    events = [("aten::conv", 0, 60), ("gloo:all_reduce", 50, 80), ("aten::addmm", 80, 90), ("gloo:all_reduce", 95, 100)]
-    assert meter.exposed_communication(events) == pytest.approx(0.25)
-    assert meter.exposed_communication([]) == meter.exposed_communication(events[:1]) == 0
 
 
 # ---- memory
@@ -126,28 +117,27 @@ def test_what_was_not_measured_is_nan_in_the_summary():
     assert np.isnan(summary["MFU"]) and np.isnan(summary["communication"]) and summary["images/s"] == 128
 
 
-def test_no_step_is_profiled_unless_asked_for(build_manifest, monkeypatch):
-    calls = []
-    monkeypatch.setattr(meter, "world_size", lambda: 2)
-    monkeypatch.setattr(meter, "profiled", lambda device: calls.append(device) or contextlib.nullcontext([]))
-    for profile_step, number in ((None, 0), (3, 1)):
-        made = Meter(TrainingConfig(profile_step=profile_step), build_manifest(), "cpu")
-        for _ in range(12):
-            with made.watch():
-                pass
-        assert len(calls) == number and (made.communication_share is None) == (profile_step is None)
+class Run:
+    """What a hook sees of a run on a CPU."""
+
+    def __init__(self, manifest):
+        self.config = TrainingConfig()
+        self.train_step = types.SimpleNamespace(device=torch.device("cpu"), manifest=manifest)
 
 
-def test_speed_counts_unmasked_rows_only(build_manifest):
+def test_speed_counts_unmasked_rows_only_and_the_meter_adds_mfu(build_manifest, tmp_path):
     assert not dist.is_initialized()
-    made, latents = Meter(TrainingConfig(), build_manifest(), "cpu"), build_manifest().latents(64)
-    with made.watch():
-        pass
-    found = made.step_record(latents, seconds=0.5, data_seconds=0.05, checkpoint_seconds=0, num_rows=60)
-    assert found["communication_share"] == 0 and found["masked_rows"] == 4 and found["resolution"] == 64
-    assert found["images_per_second"] == found["images_per_second_per_worker"] == 120
-    assert found["mfu"] is None  # a CPU's peak is not known
-    assert 0.1 < found["peak_memory_gib"] < 100 and found["data_wait_share"] == pytest.approx(0.1)
-    made.peak = 1e9
+    manifest = build_manifest()
+    log, units = StepLog(str(tmp_path), 64), [types.SimpleNamespace(latents_spec=manifest.latents(64))]
+    log.started -= 0.5
+    found = log.measure({"num_kept": 60}, units, waited=0.05)
+    assert found["masked_rows"] == 4 and found["resolution"] == 64 and found["checkpoint_seconds"] == 0
+    assert found["images_per_second"] == found["images_per_second_per_worker"] == pytest.approx(120, rel=0.1)
+    assert found["data_wait_share"] == pytest.approx(0.1, rel=0.1)
+    with meter.Meter()(Run(manifest)) as hook:
+        hook.after_step(1, units, found)
+        assert found["mfu"] is None and 0.1 < found["peak_memory_gib"] < 100  # a CPU's peak is not known
+        hook.peak = 1e9
+        hook.after_step(1, units, found)
     flops = meter.training_flops("tiny", (4, 8, 8), (6, 128))
-    assert made.step_record(latents, 0.5, 0, 0, num_rows=60)["mfu"] == pytest.approx(flops * 120 / 1e9)
+    assert found["mfu"] == pytest.approx(flops * found["images_per_second"] / 1e9)

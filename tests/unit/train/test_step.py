@@ -37,9 +37,7 @@ def test_the_gradient_is_clipped_to_a_norm_of_one(build_step, rows):
     assert all(parameter.grad is None for parameter in state.denoiser.parameters())
 
 
-@pytest.mark.parametrize(
-    "values", [{"micro_batch_size": 1}, {"units_per_step": 1}, {"units_per_step": 8}, {"channels_last": True}], ids=str
-)
+@pytest.mark.parametrize("values", [{"micro_batch_size": 1}, {"units_per_step": 1}, {"units_per_step": 8}], ids=str)
 def test_the_size_of_micro_batches_and_units_and_the_layout_change_nothing(one, build_step, rows, values):
     found = train(build_step(**values), rows)
     np.testing.assert_allclose(column(found), column(one[0]), rtol=1e-5)
@@ -95,23 +93,16 @@ def test_dropped_captions_are_trained_as_the_empty_one(build_step, rows):
 
 
 @pytest.mark.parametrize("good_steps", [0, 1])
-def test_a_skipped_step_changes_nothing_and_is_counted(build_step, rows, good_steps):
-    """Neither a step later on nor the very first one; one more in a row than `max_skipped_steps` ends the run."""
-    state, other = (build_step(max_skipped_steps=2) for _ in range(2))
+def test_a_loss_that_is_not_finite_raises_and_changes_nothing(build_step, rows, good_steps):
+    """Neither at a step later on nor at the very first one: the same step with good rows goes on."""
+    state, other = build_step(), build_step()
     bad = with_bits(rows, NAN, np.flatnonzero(KEEP)[0])
     for each in (state, other):
         train(each, rows, 0, good_steps)
-    for number in (1, 2):
-        line = state.step(number, units(state, bad, 0))
-        assert line["skipped_steps"] == number and np.isnan(line["loss"])
-        assert good_steps == 0 or same(everything(state), everything(other))
-    assert [train(each, rows, 3, 4)[0]["skipped_steps"] for each in (state, other)] == [0, 0]
-    if good_steps:  # the EMA begins with a copy of the weights after the first step, even if that is skipped
-        assert same(everything(state), everything(other))
-    for number in (4, 5):
-        state.step(number, units(state, bad, 0))
-    with pytest.raises(FloatingPointError, match="^The loss at step 6 is nan: .* than max_skipped_steps=2.$"):
-        state.step(6, units(state, bad, 0))
+    with pytest.raises(FloatingPointError, match="loss at step 1 is nan"):
+        state.step(1, units(state, bad, 0))
+    assert train(state, rows, 1, 3) == train(other, rows, 1, 3)
+    assert same(everything(state), everything(other))
 
 
 def test_an_infinite_gradient_raises_before_any_weight_changes(build_step, rows):
@@ -120,6 +111,6 @@ def test_an_infinite_gradient_raises_before_any_weight_changes(build_step, rows)
     train(state, rows, 0, 1)
     before = everything(state)
     state.denoiser.conv_in.weight.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(FloatingPointError, match="^The gradient at step 1 is (inf|nan): check the latents, lower"):
+    with pytest.raises(FloatingPointError, match="gradient at step 1 is (inf|nan)"):
         train(state, rows, 1, 2)
     assert same(everything(state), before)

@@ -30,7 +30,7 @@ def run_of(tmp_path, *trackers):
 def take_steps(config, *steps):
     log = MetricsLog(config.run_uri)
     for step in steps:
-        log.write(step, LINE, [step], 1, **SPEED)
+        log.write(step, {**LINE, **SPEED, "num_kept": 1}, [step])
     storage.write_json(
         storage.join(config.run_uri, "validation", f"{steps[-1]:09d}.json"),
         {"step": steps[-1], "validation_loss": 0.25, "unweighted": 0.3, "rows": 2},
