@@ -1,8 +1,7 @@
-"""The Ray cluster of a notebook: connect, check storage and GPUs; which of Ray's errors are worth another attempt."""
+"""The Ray cluster of a notebook: connect, run on a GPU, drain a node; which errors are worth another attempt."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
@@ -11,16 +10,17 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 import ray.data
 import ray.exceptions
-from ray.util import accelerators
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from . import storage
@@ -168,60 +168,6 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         storage.delete(token)
 
 
-def check_gpus(
-    num_trainers: Sequence[int], accelerator_type: str | None = None, *, encoder_gpus: float = 0, validates: bool = True
-) -> None:
-    """Check the cluster's GPUs for the trainers. Prints a line if there are too few, or none is left for validation.
-
-    Raises ValueError if the trainers may get GPUs of two kinds: all would run at the slower one's speed, and run out of
-    memory on the smaller one. Raises ValueError for a kind that no node has and none will: no node joins a Ray on this
-    machine, and Ray knows all kinds.
-
-    Args:
-        num_trainers: their possible numbers, `TrainingConfig.worker_counts`; each takes a GPU.
-        accelerator_type: the trainers' kind of GPU; None: any.
-        encoder_gpus: GPUs of all encoders together.
-        validates: whether one more GPU could validate beside the training.
-    """
-    kinds, kind, fewest, most = gpu_kinds(), accelerator_type, min(num_trainers), max(num_trainers)
-    counted = ", ".join(f"{count:g} of kind {name}" for name, count in sorted(kinds.items()))
-    if kind not in {None, *kinds} and (is_local_ray() or kind not in vars(accelerators).values()):
-        raise ValueError(
-            f"training_accelerator_type={kind!r}, and the cluster has no GPU of that kind but {counted or 'none'}: "
-            "name a kind that it has, or None for any."
-        )
-    if len(kinds) > 1 and most > 1 and kind is None:
-        raise ValueError(
-            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counted}): trainers on two "
-            f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
-        )
-    if kind and set(kinds) != {kind}:  # the encoders have GPUs of another kind
-        kinds, encoder_gpus = {kind: kinds.get(kind, 0)}, 0
-    gpus = f"GPUs of kind {kind}" if kind else "GPUs"
-    has, least, wanted = sum(kinds.values()), fewest + encoder_gpus, most + encoder_gpus + 1
-    if has < least:
-        lower = "num_training_workers or num_encoders" if encoder_gpus else "num_training_workers"
-        print(
-            f"Training wants {least:g} {gpus}, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: "
-            f"the run starts when nodes with the others have joined. If none will, set {lower} lower."
-        )
-    elif validates and has < wanted:
-        print(
-            f"Training and its validation want {wanted:g} {gpus}, one of them for validation, and the cluster has "
-            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
-        )
-
-
-def gpu_kinds() -> dict[str, float]:
-    """{accelerator type, as Ray calls it: number of GPUs} of the cluster's nodes."""
-    kinds = collections.Counter()
-    for node in ray.nodes():
-        if node["Alive"] and node["Resources"].get("GPU"):
-            names = [name.partition(":")[2] for name in node["Resources"] if name.startswith("accelerator_type:")]
-            kinds["/".join(sorted(names)) or "unknown"] += node["Resources"]["GPU"]
-    return kinds
-
-
 def is_local_ray() -> bool:
     """Whether this process started Ray on this machine (`start_local_ray`): no other nodes will join."""
     return "PRETRAIN_LOCAL_RAY" in ray.get_runtime_context().runtime_env.get("env_vars", {})
@@ -241,13 +187,29 @@ def run_on_device(
     return ray.get(on_gpu(function).remote(*arguments, **options))
 
 
+def drain_node(reason: str, node_id: str) -> None:
+    """Tell Ray that a node will go: nothing is placed there any more, and Ray Train's workers there save a checkpoint.
+
+    Ray on that node ends as soon as nothing runs there. `node_id`: in hex. Raises RuntimeError if Ray refuses.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    command += ["--reason-message", reason, "--node-id", node_id]
+    command += ["--address", ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"Ray did not drain the node {node_id}: {(done.stderr or done.stdout).strip()[-500:]}")
+
+
+STORED = ("raw", "scratch", "latents", "online", "runs", "lost")  # how the names of the notebooks' folders begin
+
+
 def free_disk(storage_uri: str) -> int:
     """Delete all that the notebooks store under `storage`: raw samples, latents, runs. Returns the bytes freed."""
     freed = 0
-    for folder in ("raw", "scratch", "latents", "online", "runs"):
-        uri = storage.join(storage_uri, folder)
-        freed += sum(storage.sizes(uri).values())
-        storage.delete(uri)
+    for uri in storage.list_folders(storage_uri):
+        if storage.name(uri).startswith(STORED):
+            freed += sum(storage.sizes(uri).values())
+            storage.delete(uri)
     return freed
 
 

@@ -18,7 +18,6 @@ from IPython import get_ipython
 from IPython.display import display
 
 from . import storage
-from .runtime import machines
 
 
 @contextlib.contextmanager
@@ -85,7 +84,7 @@ SECONDS_TO_ESTIMATE = 5  # before a time left is shown: a rate of less says litt
 
 
 class Progress:
-    """Shows a job's progress, and how busy the machines are: call `progress(done, total, text)` as often as you like.
+    """Shows a job's progress: call `progress(done, total, text)` as often as you like.
 
     A notebook shows one display that is updated in place. In a batch run (papermill, or a plain Python program), a line
     goes to the terminal every `seconds_between_lines`, and at the end.
@@ -98,11 +97,10 @@ class Progress:
         self.picture_handle = None
         self.last = None  # (time, done) of the last line on the terminal
         self.terminal, self.handle = batch_terminal(), None
-        self.watch = machines.Watch()
 
     def begin(self, done: int, total: int, doing: str) -> None:
         """Show at once what happens before the first call; it does not count for the time left."""
-        self.show(f"{self.label}: {done:,} of {total:,} {self.unit}; {doing}", done, total, {})
+        self.show(f"{self.label}: {done:,} of {total:,} {self.unit}; {doing}", done, total)
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
@@ -113,25 +111,18 @@ class Progress:
             line += f", {format_seconds(seconds_left)} left"
         if text:
             line += f", {text}"
-        uses = self.watch(now) if done < total else {}
-        if uses:
-            line += f"; {f'{len(uses)} machines: ' if len(uses) > 1 else ''}{machines.describe(*uses.values())}"
-        self.show(line, done, total, uses)
+        self.show(line, done, total)
         due = self.last is None or now - self.last[0] >= self.seconds_between_lines or done >= total
         if due and (self.last is None or self.last[1] != done):
             self.write(line)
             self.last = now, done
 
-    def show(self, line: str, done: int, total: int, uses: dict[str, machines.Use]) -> None:
-        """Update the notebook's display; of several machines it lists each."""
+    def show(self, line: str, done: int, total: int) -> None:
+        """Update the notebook's display."""
         if get_ipython() is None:
             return
         bar = f"<progress value='{done}' max='{max(total, 1)}' style='width: 20em; vertical-align: middle'></progress>"
-        shown = f"{bar} <code>{html.escape(line)}</code>"
-        if len(uses) > 1:
-            lines = "<br>".join(f"{address}: {machines.describe(use)}" for address, use in uses.items())
-            shown += f"<div style='max-height: 12em; overflow: auto'><code>{lines}</code></div>"
-        bundle = {"text/html": shown, "text/plain": line}
+        bundle = {"text/html": f"{bar} <code>{html.escape(line)}</code>", "text/plain": line}
         if self.handle is None:
             self.handle = display(bundle, raw=True, display_id=True)
         else:

@@ -277,9 +277,9 @@ DRIVER = """
     import faulthandler, os, signal, threading, traceback
     faulthandler.dump_traceback_later(600, exit=True)
     from helpers import storage
-    from helpers.config.notebook import PreprocessingConfig, TrainingConfig
+    from helpers.config import PreprocessingConfig, TrainingConfig
     from helpers.encode import prepare
-    from helpers.runtime import session
+    from helpers import cluster as session
     from tests import preloaded
     from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
     from tests.pipelines import build_pipeline, fit

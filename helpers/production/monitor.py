@@ -16,7 +16,6 @@ import ray.train
 from .. import cluster, storage
 from ..config import TrainingConfig
 from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
-from ..runtime import machines
 from ..train import checkpoint, faults, resume, setup
 from ..train.extra import Extra
 from ..train.metrics import MetricsReader, read_metrics
@@ -76,7 +75,6 @@ class RunDisplay:
         self.metrics, self.evaluations = MetricsReader(run_uri), trackers.EvaluationReader(run_uri)
         self.num_failures = len(faults.read_failures(run_uri))
         self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
-        self.tracked_uses = self.progress.watch.uses
 
     def update(self) -> None:
         """Show what is new."""
@@ -119,10 +117,6 @@ class RunDisplay:
         step, loss = new[-1]["step"], self.recent["loss"][-50:].astype(float).mean()
         images_per_second, _ = throughput(self.recent)
         self.progress(step, self.max_steps, f"loss {loss:.3f}, {images_per_second:,.0f} images/s")
-        uses = self.progress.watch.uses
-        if uses is not self.tracked_uses:
-            self.track(step, machines.as_values(uses))
-            self.tracked_uses = uses
 
 
 def follow(run_uri: str, every: float = 1.0) -> None:
@@ -138,8 +132,8 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
     """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
-    metrics and images, and the load of each machine (`machines.as_values`), go to `config.trackers`. The run's lease is
-    held until the block ends. If the storage is unreachable, a warning is printed once and the last display stays.
+    metrics and images go to `config.trackers`. The run's lease is held until the block ends. If the storage is
+    unreachable, a warning is printed once and the last display stays.
 
     An interrupt ends the run and raises KeyboardInterrupt, whose text says at which step the same cell resumes the run.
     Raises RuntimeError if the run fails, or if its workers end it, as after a loss that is not finite.

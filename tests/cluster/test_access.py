@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-LESSON = "from helpers.runtime import session; session.connect('local', num_cpus=1)"
+LESSON = "from helpers import cluster as session; session.connect('local', num_cpus=1)"
 DRIVER = "import os, ray; ray.init(os.environ['ADDRESS']); print('alive:', sum(n['Alive'] for n in ray.nodes()))"
 NODE = ("--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats")
 
@@ -73,7 +73,7 @@ def test_after_the_lesson_a_cluster_of_this_machine_is_as_if_it_had_not_run(user
 
 DEAD = """
 import psutil, ray
-from helpers.runtime import session
+from helpers import cluster as session
 for name in ("raylet", "gcs_server"):
     session.connect("local", num_cpus=1)
     first = ray.get_runtime_context().get_node_id()

@@ -144,13 +144,14 @@ def watched(node):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://127.0.0.1:{server.server_port}"
     variables = {**os.environ, "AWS_EC2_METADATA_SERVICE_ENDPOINT": uri, "RAY_ADDRESS": node.address}
-    command = [sys.executable, "-m", "helpers.runtime.drain", node.node_id]
-    watcher = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE)
+    variables["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of `ray`
+    command = ["bash", ROOT / "helpers" / "clusters" / "before_spot_ends.sh", "--node-id", node.node_id]
+    watcher = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
 
     def announce(seconds):
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
         server.end = end.strftime("%Y-%m-%dT%H:%M:%SZ")
-        assert b"its node is drained" in watcher.communicate(timeout=60)[0]
+        assert watcher.wait(60) == 0
 
     try:
         yield announce

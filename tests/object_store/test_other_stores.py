@@ -73,7 +73,7 @@ def test_any_key_can_be_written_listed_read_and_deleted(store, tmp_path, name):
 def test_a_job_and_a_run_keep_everything_in_the_store(store):
     """Their variables reach Ray's workers."""
     script = f"""
-        from helpers.runtime import session
+        from helpers import cluster as session
         from helpers.train import checkpoint, resume
         from tests.pipelines import draw_and_encode, fit, short_run
         session.connect("local", num_cpus=4)

@@ -16,7 +16,7 @@ SECRET, HUB_TOKEN = "canary/of+the/store", "hf_canaryOfTheHub"
 # Trains on the notebook's latents as the other notebook does, then writes down what Ray's GCS answers anybody.
 SCRIPT = """
 import sys, ray
-from helpers.runtime import session
+from helpers import cluster as session
 from helpers.train import monitor
 from tests.pipelines import fit, short_run
 

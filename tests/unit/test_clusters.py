@@ -167,8 +167,8 @@ def test_encoders_are_spot_instances_and_the_rest_is_on_demand():
 
 def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disks():
     *_, start, watch = AWS["worker_start_ray_commands"]
-    folder, module = re.fullmatch(r"cd (\S+); nohup setsid python -m (\S+) > .* &", watch).groups()
-    assert importlib.util.find_spec(module) and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
+    folder, script = re.fullmatch(r"nohup setsid bash (/home/ray/pretraining)/(\S+) > .* &", watch).groups()
+    assert (ROOT / script).is_file() and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
     # Ray spills to a folder of the instance's own disks, which its container sees.
     assert start.endswith(" --object-spilling-directory=/spill/ray")  # Ray makes this one readable for all
     assert "-v /opt/dlami/nvme/spill:/spill" in AWS["docker"]["run_options"]
@@ -247,7 +247,7 @@ def test_pods_run_as_a_user_without_rights_that_only_the_cluster_reaches():
 
 
 def test_instances_answer_for_their_role_by_imdsv2_alone():
-    """`helpers.runtime.drain` asks with a token (`tests.faults.MetadataService` answers nothing else)."""
+    """`before_spot_ends.sh` asks with a token (`tests.faults.MetadataService` answers nothing else)."""
     for kind, node in NODES.items():
         assert node["node_config"]["MetadataOptions"]["HttpTokens"] == "required", kind
 

@@ -25,7 +25,6 @@ from tests.unit.encode.test_job import ROWS, failing, job_of
 ROOT = pathlib.Path(__file__).parents[2]
 # Where code parses what is no file of this project, or cannot use `storage`: why.
 ON_THE_SIDE = {
-    "drain.spot_notice": "an answer of EC2's service",
     "denoisers.load_denoiser_config": "a person's file, named in its error; `model` is copied without `storage`",
     "encoder.vae_config": "a model's file; `prepare.describe_encoder` names the parameter",
     "encoder.text_config": "a model's file; `prepare.describe_encoder` names the parameter",

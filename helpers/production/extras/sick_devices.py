@@ -10,9 +10,8 @@ import ray.train
 import ray.train.collective
 import torch
 
-from ... import distributed, storage
+from ... import cluster, distributed, storage
 from ...config import TrainingConfig
-from ...runtime import drain
 from ...train import faults
 from ...train.extra import Extra
 from . import validated
@@ -104,5 +103,5 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
         return []
     storage.write_json(uri, sorted(excluded))
     for node in nodes:
-        drain.drain_node(text, node_id=node, address=ray.get_runtime_context().gcs_address)
+        cluster.drain_node(text, node)
     return sick

@@ -277,7 +277,7 @@ def test_what_a_notebook_runs_on_a_gpu_is_on_the_trainers_kind(notebook):
 
 @pytest.mark.parametrize("notebook", CONFIGS)
 def test_the_head_of_a_full_run_builds_no_unet(notebook):
-    """Cells hand functions that do to a GPU's machine, by `session.run_on_device`."""
+    """Cells hand functions that do to a GPU's machine, by `cluster.run_on_device`."""
     builders = {"TrainStep", "build_denoiser", "build_model", "load_denoiser", "pipeline_of_run", "export_checkpoint"}
     builders |= {"load_pipeline", "StableDiffusionPipeline"}
 

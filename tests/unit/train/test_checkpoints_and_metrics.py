@@ -3,7 +3,6 @@
 import json
 import pathlib
 import signal
-import types
 import zlib
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from helpers import cluster, distributed, storage
 from helpers.config import TrainingConfig
 from helpers.production.extras import sick_devices
-from helpers.runtime import drain
 from helpers.train import checkpoint, dataset, faults, resume, setup, sources
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
 from tests.processes import run_script
@@ -177,8 +175,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, compu
     config, drained = TrainingConfig(storage=str(tmp_path), run_name="sick"), []
     head = {"NodeID": "node 0", "Resources": {"node:__internal_head__": 1.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [head, {"NodeID": "node 1", "Resources": {}}])
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: types.SimpleNamespace(gcs_address=""))
-    monkeypatch.setattr(drain, "drain_node", lambda reason, node_id, address: drained.append(node_id))
+    monkeypatch.setattr(cluster, "drain_node", lambda reason, node_id: drained.append(node_id))
     everyone = [
         {
             "device": "x" in device or None,

@@ -17,7 +17,6 @@ from helpers.config import TrainingConfig
 from helpers.notebook import Progress, batch_terminal, poll_in_background, time
 from helpers.production import monitor
 from helpers.production.extras import results
-from helpers.runtime import machines
 from helpers.sample import to_png
 from helpers.train import checkpoint, faults, metrics
 
@@ -29,14 +28,6 @@ progress = Progress("run a", "steps", seconds_between_lines=0)
 for step in (10, 20, 30):
     progress(step, 30, f"loss 0.{step}, 99 images/s")
 """
-
-
-@pytest.fixture(autouse=True)
-def busy(monkeypatch):
-    """{address: its use}, what the machines are taken to do; none, unless a test fills it."""
-    uses = {}
-    monkeypatch.setattr(machines.Watch, "__call__", lambda watch, now: vars(watch).update(uses=dict(uses)) or uses)
-    return uses
 
 
 @pytest.fixture(scope="module")
@@ -96,27 +87,6 @@ def test_time_left_counts_from_where_a_resumed_run_started(terminal, monkeypatch
 def test_a_jupyter_server_gets_no_lines_in_its_log(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "Training.ipynb")
     assert batch_terminal() is None
-
-
-def test_progress_shows_how_busy_the_machine_is_until_it_ends(terminal, busy):
-    progress = Progress("encoded", seconds_between_lines=0)
-    busy["10.0.0.1"] = {"CPU": 87.4, "memory": 41.0}
-    for done in (10, 20):
-        progress(done, 20)
-    going, ended = terminal()
-    assert going.endswith("; CPU 87 %, memory 41 %") and "CPU" not in ended
-
-
-def test_a_notebook_lists_each_of_several_machines_and_the_terminal_their_range(terminal, busy, monkeypatch):
-    shown = []
-    monkeypatch.setattr(runtime_progress, "get_ipython", lambda: True)
-    monkeypatch.setattr(runtime_progress, "display", lambda bundle, **_: shown.append(bundle))
-    gpus = {"GPU": 98.0, "GPU_memory": 76.0}
-    busy |= {"10.0.0.1": {"CPU": 9.0, "memory": 41.0}, "10.0.0.2": {"CPU": 80.0, "memory": 12.0, **gpus}}
-    Progress("encoded")(10, 20)
-    ranges = "2 machines: CPU 9 to 80 %, memory 12 to 41 %, GPU 98 %, GPU memory 76 %"
-    assert terminal()[-1].endswith(f"; {ranges}") and shown[0]["text/plain"].endswith(f"; {ranges}")
-    assert "10.0.0.1: CPU 9 %, memory 41 %<br>10.0.0.2: CPU 80 %, memory 12 %, GPU 98 %" in shown[0]["text/html"]
 
 
 def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):

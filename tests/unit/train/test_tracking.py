@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from helpers.config import TrainingConfig
 from helpers.production import monitor
 from helpers.production.extras import results
 from helpers.production.extras import trackers as tracking
-from helpers.runtime import machines
 from helpers.train.metrics import MetricsLog
 
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
@@ -76,30 +74,6 @@ def test_trackers_get_steps_and_validations(run_folder, tracked):
     assert sorted(step for step, _ in tracked) == [2, 3, 3]
     assert {**LINE, **SPEED}.items() <= by_kind[False][1].items()
     assert by_kind[True] == (3, {"validation_loss": 0.25, "unweighted": 0.3, "rows": 2})
-
-
-def test_trackers_get_how_busy_each_machine_is_once_a_reading(run_folder, tracked, monkeypatch):
-    first = {"10.0.0.1": {"CPU": 50.0, "GPU_memory": 76.0}}
-    second = {"10.0.0.1": {"CPU": 60.0}, "10.0.0.2": {"CPU": 1.0}}
-    readings = iter([first, first, second])
-    monkeypatch.setattr(machines.Watch, "__call__", lambda watch, now: vars(watch).update(uses=next(readings)) or {})
-    config = replace(run_of(run_folder, "tensorboard"), max_steps=9)
-
-    @contextlib.contextmanager
-    def poll_after_each_step(poll, every):
-        for step in (1, 2, 3):
-            take_steps(config, step)
-            poll()
-        yield
-
-    monkeypatch.setattr(monitor, "poll_in_background", poll_after_each_step)
-    with monitor.monitor_run(config):
-        pass
-    found = [(step, values) for step, values in tracked if any(name.startswith("machines/") for name in values)]
-    assert found == [
-        (1, {"machines/10.0.0.1/CPU": 50.0, "machines/10.0.0.1/GPU_memory": 76.0}),
-        (3, {"machines/10.0.0.1/CPU": 60.0, "machines/10.0.0.2/CPU": 1.0}),
-    ]
 
 
 def test_an_evaluation_is_tracked_when_it_is_over(run_folder, tracked, capsys):

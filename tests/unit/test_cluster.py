@@ -1,19 +1,17 @@
-"""What is said about a cluster's GPUs before a run starts, from made-up nodes; the pauses of Ray Data's loop."""
+"""How Ray is started; what is said about a cluster's GPUs before a run starts, from made-up nodes."""
 
 import os
 import pathlib
 import re
-import types
 
 import pytest
 import ray
 
-from helpers import cluster as session
+from helpers import cluster as ray_cluster
 from helpers.config import TrainingConfig
-from helpers.latents import throttle as throttle_module
-from helpers.lesson import display
+from helpers.production.checks import cluster as checks
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def cluster_of(monkeypatch):
 def check(encoder_gpus=0, **changes):
     config = TrainingConfig(**{"num_training_workers": 2, "validate_every": 0, **changes})
     options = {"encoder_gpus": encoder_gpus, "validates": config.validate_every > 0}
-    session.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
+    checks.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
 
 
 A100, A10G, SEVERAL = (
@@ -95,34 +93,15 @@ def test_a_kind_of_gpu_that_the_cluster_has_none_of_is_told(cluster_of, monkeypa
     """Refused where no node will join, or where Ray knows no such kind; else the sentence says what is waited for."""
     cluster_of(A10G)
     for is_local, kind in ((False, "A100-80GB"), (True, "A100")):
-        monkeypatch.setattr(session, "is_local_ray", lambda is_local=is_local: is_local)
+        monkeypatch.setattr(checks, "is_local_ray", lambda is_local=is_local: is_local)
         sentence = (
             f"^training_accelerator_type='{kind}', and the cluster has no GPU of that kind but 4 of kind A10G: name"
         )
         with pytest.raises(ValueError, match=sentence):
             check(training_accelerator_type=kind)
-    monkeypatch.setattr(session, "is_local_ray", lambda: False)
+    monkeypatch.setattr(checks, "is_local_ray", lambda: False)
     check(training_accelerator_type="A100", encoder_gpus=4)
     assert "wants 2 GPUs of kind A100, 0 of them for encoders, and the cluster has 0:" in capsys.readouterr().out
-
-
-def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
-    now, throttle = 0.0, throttle_module.SchedulerThrottle()
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-
-    def pauses(seconds_of_a_step):
-        for _ in range(20):
-            sleep(seconds_of_a_step)
-            before = now
-            throttle.on_execution_step(None)
-            yield now - before
-
-    monkeypatch.setattr(throttle_module, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    assert list(pauses(0.001))[-1] == pytest.approx(0.05)
-    assert list(pauses(0.1))[-1] < 0.001
 
 
 def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(monkeypatch):
@@ -136,20 +115,15 @@ def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(mon
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # or the shared cluster would end
     with pytest.raises(TimeoutError, match="Ray did not start in 4 attempts, because this machine is too busy: end"):
-        session.connect("local")
+        ray_cluster.connect("local")
     assert attempts == [["*.ipynb"]] * 4
-
-
-def test_a_run_that_was_not_trained_names_the_notebook_to_run_first(tmp_path):
-    with pytest.raises(FileNotFoundError, match="run_name='mine' has no checkpoint in .*: run Training.ipynb first"):
-        display.finished_run(str(tmp_path), "mine")
 
 
 def test_ray_is_started_in_one_place_which_gives_it_a_token_and_no_secrets():
     """`tests/cluster/test_access.py` and `tests/object_store/test_secrets.py` show what comes of it."""
     files = [*(ROOT / "helpers").rglob("*.py"), *ROOT.glob("*.ipynb"), *(ROOT / "helpers").rglob("*.ipynb")]
     assert [path.name for path in files if re.search(r"ray\.init\(|\"env_vars\": \{", path.read_text())] == [
-        "session.py"
+        "cluster.py"
     ]
 
 

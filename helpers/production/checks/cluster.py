@@ -1,0 +1,65 @@
+"""What is refused or said about a cluster's GPUs before a run starts."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import ray
+from ray.util import accelerators
+
+from ...cluster import is_local_ray
+
+
+def check_gpus(
+    num_trainers: Sequence[int], accelerator_type: str | None = None, *, encoder_gpus: float = 0, validates: bool = True
+) -> None:
+    """Check the cluster's GPUs for the trainers. Prints a line if there are too few, or none is left for validation.
+
+    Raises ValueError if the trainers may get GPUs of two kinds: all would run at the slower one's speed, and run out of
+    memory on the smaller one. Raises ValueError for a kind that no node has and none will: no node joins a Ray on this
+    machine, and Ray knows all kinds.
+
+    Args:
+        num_trainers: their possible numbers, `TrainingConfig.worker_counts`; each takes a GPU.
+        accelerator_type: the trainers' kind of GPU; None: any.
+        encoder_gpus: GPUs of all encoders together.
+        validates: whether one more GPU could validate beside the training.
+    """
+    kinds, kind, fewest, most = gpu_kinds(), accelerator_type, min(num_trainers), max(num_trainers)
+    counted = ", ".join(f"{count:g} of kind {name}" for name, count in sorted(kinds.items()))
+    if kind not in {None, *kinds} and (is_local_ray() or kind not in vars(accelerators).values()):
+        raise ValueError(
+            f"training_accelerator_type={kind!r}, and the cluster has no GPU of that kind but {counted or 'none'}: "
+            "name a kind that it has, or None for any."
+        )
+    if len(kinds) > 1 and most > 1 and kind is None:
+        raise ValueError(
+            f"training_accelerator_type=None, and the cluster has GPUs of several kinds ({counted}): trainers on two "
+            f"kinds would all go at the pace of the slower; name one, such as {max(kinds, key=kinds.get)!r}."
+        )
+    if kind and set(kinds) != {kind}:  # the encoders have GPUs of another kind
+        kinds, encoder_gpus = {kind: kinds.get(kind, 0)}, 0
+    gpus = f"GPUs of kind {kind}" if kind else "GPUs"
+    has, least, wanted = sum(kinds.values()), fewest + encoder_gpus, most + encoder_gpus + 1
+    if has < least:
+        lower = "num_training_workers or num_encoders" if encoder_gpus else "num_training_workers"
+        print(
+            f"Training wants {least:g} {gpus}, {encoder_gpus:g} of them for encoders, and the cluster has {has:g}: "
+            f"the run starts when nodes with the others have joined. If none will, set {lower} lower."
+        )
+    elif validates and has < wanted:
+        print(
+            f"Training and its validation want {wanted:g} {gpus}, one of them for validation, and the cluster has "
+            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
+        )
+
+
+def gpu_kinds() -> dict[str, float]:
+    """{accelerator type, as Ray calls it: number of GPUs} of the cluster's nodes."""
+    kinds = collections.Counter()
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get("GPU"):
+            names = [name.partition(":")[2] for name in node["Resources"] if name.startswith("accelerator_type:")]
+            kinds["/".join(sorted(names)) or "unknown"] += node["Resources"]["GPU"]
+    return kinds
