@@ -117,7 +117,7 @@ class LatentEncoder:
         else:
             width, height = spec.size
             # V of the B rows have pixels of this size
-            pixels_VHWC, fits_B = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
+            pixels_VHWC, fits_B = schema.decode_present_rows(rows[schema.input_column(spec.name)], (height, width, 3))
             encode, inputs, encoded_B = self.encode_images, pixels_VHWC[good_B[fits_B]], good_B & fits_B
         values_BX, finite_B = np.zeros((len(rows), *spec.shape), schema.DTYPE), np.ones(len(rows), bool)
         if len(inputs):

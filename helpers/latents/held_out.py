@@ -1,7 +1,4 @@
-"""The rows that a run is validated on: held-out rows of its latents, and separate validation sets.
-
-No PyTorch: the processes that read latents need none.
-"""
+"""The rows that a run is validated on: held-out rows of its latents. No PyTorch."""
 
 from __future__ import annotations
 
@@ -13,60 +10,67 @@ import numpy as np
 import pyarrow as pa
 
 from .. import storage
-from ..config import TrainingConfig
-from ..production.data import exclusions
 from . import schema
 from .manifest import Files, Manifest, RowRange, read_files, read_manifest
 from .parquet import read_parquet, write_table
-from .read import read_repeatedly, read_row_ranges, take_ahead
+from .read import IsExcluded, read_repeatedly, read_row_ranges, take_ahead
 
 NUM_ROWS = 512  # held-out rows that a run is validated on, at most
 FOLDER = "validation"  # of an online run's held-out rows, encoded once before the run; of a run's copy of them
 GROUPS_AHEAD = 2  # row groups of a validation set that are read while another one is computed
 
 
-def of_run(config: TrainingConfig) -> pa.Table | None:
-    """The run's held-out rows, cached in its `validation/rows.parquet`: finding them in a large data set is slow."""
-    uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
-    if storage.exists(uri):
-        return read_parquet(uri)
-    rows = first(config, NUM_ROWS)
-    if rows is not None:
+def of_run(
+    run_uri: str, proportions: dict[str, float], resolution: int, is_excluded: IsExcluded | None = None
+) -> pa.Table | None:
+    """The run's held-out rows: those of `first`, cached in the run's `validation/rows.parquet`.
+
+    The cache holds no excluded rows.
+    """
+    uri = storage.join(run_uri, FOLDER, "rows.parquet")
+    is_cached = storage.exists(uri)  # finding them in a large data set is slow
+    found = read_parquet(uri) if is_cached else first(proportions, resolution, NUM_ROWS)
+    if found is None:
+        return None
+    rows = drop_excluded(found, is_excluded)
+    if not is_cached or len(rows) < len(found):
         write_table(uri, rows)
     return rows
 
 
-def first(config: TrainingConfig, num_rows: int) -> pa.Table | None:
+def first(
+    proportions: dict[str, float], resolution: int, num_rows: int, is_excluded: IsExcluded | None = None
+) -> pa.Table | None:
     """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
-    Rows that `config.leave_out` lists are left out.
-    In a mixture, each data set contributes its proportion.
+    Columns: id, caption, the latents of all shapes of the resolution, the embeddings. Excluded rows are missing.
+
+    Args:
+        proportions: {URI of a data set: the proportion of the rows that it contributes}.
+        resolution: of the latents.
+        is_excluded: ids -> (B,) bool.
     """
-    if config.validation_share == 0:
-        return None
-    resolution, tables = config.largest_resolution, []
-    for uri, proportion in config.proportions.items():
+    tables = []
+    for uri, proportion in proportions.items():
         manifest, wanted = read_manifest(uri), max(1, round(num_rows * proportion))
         if manifest.online:
+            if not manifest.job.get("validation_share"):
+                continue
             uri = storage.join(uri, FOLDER)
             manifest = read_manifest(uri)
         latents = [spec.name for spec in manifest.latents_at(resolution)]
-        columns = [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS]
-        files = read_files(uri)
+        files, columns = read_files(uri), [schema.ID, schema.CAPTION, *latents, schema.EMBEDDINGS]
         read = functools.partial(read_row_ranges, columns=columns, files=files)
         ranges = first_ranges(manifest, files, resolution, wanted)
         with ThreadPoolExecutor(16) as pool:  # a few rows of each file
             parts = list(pool.map(read, ([one] for one in ranges)))
         if parts:
             tables.append(pa.concat_tables(parts)[:wanted])
-    return exclusions.drop_listed(config.leave_out, pa.concat_tables(tables)) if tables else None
+    return drop_excluded(pa.concat_tables(tables), is_excluded) if tables else None
 
 
-def drop_cached(config: TrainingConfig) -> None:
-    """Delete the rows that `config.leave_out` lists from what `of_run` has cached."""
-    uri = storage.join(config.run_uri, FOLDER, "rows.parquet")
-    if config.leave_out and storage.exists(uri):
-        write_table(uri, exclusions.drop_listed(config.leave_out, read_parquet(uri)))
+def drop_excluded(rows: pa.Table, is_excluded: IsExcluded | None) -> pa.Table:
+    return rows.filter(pa.array(~is_excluded(rows[schema.ID]))) if is_excluded else rows
 
 
 def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:

@@ -7,10 +7,11 @@ all other types are read as plain types (`plain_type`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -22,45 +23,47 @@ from . import schema
 FILE_ID = "file_id"  # in a file's key-value metadata
 
 
-class PlainParquetFile(pq.ParquetFile):
-    """A Parquet file that reads only columns of plain types. Its read methods raise ValueError for other columns."""
+class PlainParquetFile:
+    """A Parquet file that reads only columns of plain types, for a `with` statement (`open_parquet`).
 
-    uri = ""
+    Both ways to read raise ValueError for a column of an extension type before anything is read, and OSError that
+    names the file if it cannot be read. `columns`: None for all.
+    """
+
+    def __init__(self, file: pq.ParquetFile, uri: str):
+        self.file, self.uri = file, uri
+        self.metadata, self.schema_arrow = file.metadata, file.schema_arrow
+
+    def __enter__(self) -> PlainParquetFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
 
     def check_columns(self, columns: list[str] | None) -> None:
-        """Raises ValueError for a column of an extension type. `columns`: None for all."""
         check_types(self.schema_arrow, self.uri, columns)
 
-    def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:
-        return self.read_plain(super().read, columns, **options)
-
-    def read_row_group(self, i: int, columns: list[str] | None = None, **options: Any) -> pa.Table:
-        return self.read_plain(super().read_row_group, columns, i, **options)
-
-    def read_row_groups(self, row_groups: list[int], columns: list[str] | None = None, **options: Any) -> pa.Table:
-        return self.read_plain(super().read_row_groups, columns, row_groups, **options)
-
-    def iter_batches(self, *args: Any, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
+    @contextlib.contextmanager
+    def _reading(self, columns: list[str] | None) -> Iterator[None]:
         self.check_columns(columns)
         try:
-            for batch in super().iter_batches(*args, columns=columns, **options):
-                yield from to_plain(pa.Table.from_batches([batch])).to_batches()
+            yield
         except OSError as error:
             raise OSError(f"{self.uri} cannot be read: {error}") from error
 
-    def read_plain(
-        self, read: Callable[..., pa.Table], columns: list[str] | None, *args: Any, **options: Any
+    def read(
+        self, columns: list[str] | None = None, row_groups: Iterable[int] | None = None, **options: Any
     ) -> pa.Table:
-        """The table that `read(*args, columns=columns, **options)` returns, in plain types.
+        """Rows of these row groups, None for all. `options`: those of `pq.ParquetFile.read_row_groups`."""
+        row_groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
+        with self._reading(columns):
+            return to_plain(self.file.read_row_groups(list(row_groups), columns=columns, **options))
 
-        Raises ValueError as `check_columns` does, before anything is read. Raises OSError that names the file if it
-        cannot be read.
-        """
-        self.check_columns(columns)
-        try:
-            return to_plain(read(*args, columns=columns, **options))
-        except OSError as error:
-            raise OSError(f"{self.uri} cannot be read: {error}") from error
+    def iter_batches(self, columns: list[str] | None = None, **options: Any) -> Iterator[pa.RecordBatch]:
+        """All rows, or those of `row_groups`. `options`: those of `pq.ParquetFile.iter_batches`."""
+        with self._reading(columns):
+            for batch in self.file.iter_batches(columns=columns, **options):
+                yield from to_plain(pa.Table.from_batches([batch])).to_batches()
 
 
 def check_types(columns: pa.Schema, uri: str, names: list[str] | None = None) -> None:
@@ -126,17 +129,16 @@ def open_parquet(uri: str | os.PathLike, **options: Any) -> PlainParquetFile:
     """
     filesystem, path = storage.open_filesystem(uri)
     try:
-        file = PlainParquetFile(path, filesystem=filesystem, page_checksum_verification=True, **options)
+        file = pq.ParquetFile(path, filesystem=filesystem, page_checksum_verification=True, **options)
     except pa.ArrowInvalid as error:  # no footer: it was cut short, or is no Parquet file
         raise pa.ArrowInvalid(f"{uri} cannot be read: {error}") from None
-    file.uri = str(uri)
-    return file
+    return PlainParquetFile(file, str(uri))
 
 
 def read_parquet(uri: str | os.PathLike, columns: list[str] | None = None) -> pa.Table:
     """All rows of a file. `columns`: None for all."""
     with open_parquet(uri) as file:
-        return file.read(columns=columns)
+        return file.read(columns)
 
 
 def write_table(uri: str | os.PathLike, table: pa.Table, **options: Any) -> None:
@@ -166,6 +168,6 @@ def write_latents_file(tables: Iterable[pa.Table], uri: str) -> tuple[int, str]:
     return filesystem.get_file_info(path).size, new_id
 
 
-def file_id(file: pq.ParquetFile) -> str:
+def file_id(file: PlainParquetFile) -> str:
     """The id that `write_latents_file` gave a file; "" for other files."""
     return (file.metadata.metadata or {}).get(FILE_ID.encode(), b"").decode()

@@ -7,7 +7,7 @@ steps. Ray's documentation does not guarantee this order, so each row carries it
 checks it.
 
 Downstream stages must preserve the row count: a dropped row would shift every later block to another worker. Rows
-that `leave_out` lists and, in online runs, broken pictures cannot be used. A stage keeps such rows, and they are masked
+that are excluded and, in online runs, broken pictures cannot be used. A stage keeps such rows, and they are masked
 out of the loss.
 """
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import statistics
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ import ray.data
 from ray.actor import ActorHandle
 
 from .. import storage
-from . import schema, throttle
+from . import schema
 from .manifest import MEND, Files, RowRange, read_files, read_manifest
 from .parquet import PlainParquetFile, file_id, open_parquet
 from .plan import EpochOrder, Plan, Source
@@ -39,31 +39,42 @@ CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of
 # Per read task. A task costs about ten milliseconds whatever it reads. Blocks are used in order, so only tasks that are
 # small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
+OWN_ORDER = 2**20  # row groups up to which each reading process computes their order itself, 12 bytes each
+READ_THREADS, ATTEMPTS = 32, 3  # concurrent requests of a process; how often a read that fails is tried
 # Ray Data lists tasks before the first one starts, at about a millisecond each, and holds what a task gets, some 7 kB,
 # until it starts. The tasks of longer plans are made on the way, this many at a time.
 LISTED_TASKS = 2_000
-OWN_ORDER = 2**20  # row groups up to which each reading process computes their order itself, 12 bytes each
-READ_THREADS, LATE_SECONDS = 32, 0.25  # concurrent requests of a process; the earliest that a request counts as late
 # How much data is prepared ahead of the trainers: the larger of the two. Ray Data reserves 32 MiB per running task,
 # whatever its output, so a smaller bound would leave some of sixteen encoders idle.
 BACKPRESSURE_STEPS, BACKPRESSURE_BYTES = 32, 2**30
+LOCAL_RAY = "PRETRAIN_LOCAL_RAY"  # set in the workers of a Ray on this machine (`cluster.connect`)
+STATS_STEPS = 100  # of Ray Data's scheduling loop; each takes a tenth of a second at most
 
 ReadRows = Callable[[list[RowRange], Source], pa.Table]
-IsListed = Callable[[pa.ChunkedArray], np.ndarray]  # ids -> (B,) bool: the rows to mask; see `withdrawn`
+IsExcluded = Callable[[pa.ChunkedArray], np.ndarray]  # ids -> (B,) bool: the rows that must not be used
 
 
 # ---- the dataset
 
 
-def latents_dataset(plan: Plan, first_step: int, end_step: int, is_listed: IsListed | None = None) -> ray.data.Dataset:
+def latents_dataset(
+    plan: Plan,
+    first_step: int,
+    end_step: int,
+    is_excluded: IsExcluded | None = None,
+    wrap: Callable[[ReadRows], ReadRows] | None = None,
+) -> ray.data.Dataset:
     """A Ray dataset of the stored latents for steps `first_step` to `end_step` (exclusive).
 
     Its blocks are the plan's, in the plan's order.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False if `is_listed` returns True
+    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False if `is_excluded` returns True
     for the row's id) and `unit` (the unit's number in the run).
+
+    `wrap`: given the function that reads rows, returns one to use in its place, such as `production.data.hedged.wrap`.
     """
-    return build_dataset(plan, first_step, end_step, latents_reader(plan, is_listed))
+    read = latents_reader(plan, is_excluded)
+    return build_dataset(plan, first_step, end_step, wrap(read) if wrap else read)
 
 
 def build_dataset(
@@ -79,58 +90,14 @@ def build_dataset(
     read_planned = functools.partial(read_chunks, plan=shared, read=read, **steps)
     num_tasks = max(1, -(-len(chunks) // chunks_per_task))
     if num_tasks <= LISTED_TASKS:
-        numbers = ray.data.range(len(chunks), override_num_blocks=num_tasks)
+        ids = ray.data.range(len(chunks), override_num_blocks=num_tasks)
     else:
-        position = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ReadPosition).remote()
-        numbers = numbers_in_time(len(chunks), chunks_per_task, position)
+        ids, position = throttled_chunk_ids(len(chunks), chunks_per_task)
         read_planned = functools.partial(report_and_read, position=position, read_planned=read_planned)
-    rows = numbers.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
-    throttle.restrain(rows.context)
-    throttle.start_processes(fetch, [shared])
+    rows = ids.map_batches(read_planned, batch_size=None).repartition(target_num_rows_per_block=plan.block_rows)
+    rows.context.custom_execution_callback_classes = [SchedulerCallback]
+    start_processes(shared)
     return rows
-
-
-def numbers_in_time(num_chunks: int, chunks_per_task: int, position: ActorHandle) -> ray.data.Dataset:
-    """A dataset of the chunk numbers of a long plan, one block per reading task.
-
-    At most `LISTED_TASKS` blocks are made at a time, shortly before their tasks start (`wait_for_reader`).
-
-    Ray Data bounds its queues in bytes only. A chunk number has eight bytes, so Ray Data would never hold back the
-    tasks that make these numbers.
-    """
-    numbers = ray.data.range(num_chunks, override_num_blocks=-(-num_chunks // (chunks_per_task * LISTED_TASKS)))
-    hold = functools.partial(wait_for_reader, position=position)
-    numbers = numbers.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
-    return numbers.repartition(target_num_rows_per_block=chunks_per_task)
-
-
-class ReadPosition:
-    """An actor that knows the largest chunk number that a reading task has begun with.
-
-    If the actor is lost, Ray restarts it. The next task that begins tells the new actor its chunk number.
-    """
-
-    number = 0
-
-    def advance_to(self, number: int = 0) -> int:
-        self.number = max(self.number, number)
-        return self.number
-
-
-def wait_for_reader(batch: dict, *, position: ActorHandle) -> dict:
-    """For `map_batches`: returns the batch of chunk numbers unchanged, but not too early.
-
-    With n chunk numbers in the batch, waits until a task has begun to read a chunk at most n before the first one.
-    """
-    while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
-        time.sleep(1)
-    return batch
-
-
-def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
-    """For `map_batches`: tells `position` the batch's last chunk number, and returns `read_planned(batch)`."""
-    position.advance_to.remote(int(batch["id"][-1]))
-    return read_planned(batch)
 
 
 def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
@@ -146,12 +113,19 @@ def share_plan(plan: Plan, chunks: range) -> ray.ObjectRef:
     return ray.put((plan, orders))
 
 
-def fetch(shared: list[ray.ObjectRef]) -> None:
-    """Fetch what `share_plan` returned, so that this process reads without delay later.
+def start_processes(shared: ray.ObjectRef) -> None:
+    """Start two processes of a Ray on this machine, and fetch what `share_plan` returned.
 
-    `shared`: a list with one reference. Ray resolves a top-level `ObjectRef` argument to its value, but not one inside
-    a list.
+    Their imports take seconds, which pass while the trainer starts. On a cluster, nothing is done.
     """
+
+    if LOCAL_RAY in os.environ:
+        for _ in range(2):
+            ray.remote(fetch).remote([shared])
+
+
+def fetch(shared: list[ray.ObjectRef]) -> None:
+    """`shared`: a list with one reference; Ray would replace a reference that is an argument itself by its value."""
     _fetch(*shared)
 
 
@@ -169,6 +143,9 @@ def join_blocks(rows: ray.data.Dataset, plan: Plan, row_bytes: int) -> ray.data.
     return rows.repartition(target_num_rows_per_block=plan.block_rows, strict=True)
 
 
+# ---- how far ahead of the trainers data is read
+
+
 def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOptions:
     """Options for Ray Train's `DataConfig(execution_options=...)`: blocks in order, and a bound on data prepared ahead.
 
@@ -181,6 +158,90 @@ def execution_options(row_bytes: int, batch_rows: int) -> ray.data.ExecutionOpti
     ahead = max(BACKPRESSURE_BYTES, BACKPRESSURE_STEPS * batch_rows * row_bytes)
     limits = ray.data.ExecutionResources.for_limits(object_store_memory=ahead)
     return ray.data.ExecutionOptions(preserve_order=True, resource_limits=limits)
+
+
+def throttled_chunk_ids(num_chunks: int, chunks_per_task: int) -> tuple[ray.data.Dataset, ActorHandle]:
+    """`(chunk ids of a long plan, one block per reading task; the position to report to by `report_and_read`)`.
+
+    At most `LISTED_TASKS` blocks are made at a time, shortly before their tasks start (`wait_until_needed`). Ray Data
+    bounds its queues in bytes only. A chunk id has eight bytes, so Ray Data would never hold back the tasks that make
+    these ids.
+    """
+    position = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ReadPosition).remote()
+    ids = ray.data.range(num_chunks, override_num_blocks=-(-num_chunks // (chunks_per_task * LISTED_TASKS)))
+    hold = functools.partial(wait_until_needed, position=position)
+    ids = ids.map_batches(hold, batch_size=None, num_cpus=0, compute=ray.data.TaskPoolStrategy(1))
+    return ids.repartition(target_num_rows_per_block=chunks_per_task), position
+
+
+class ReadPosition:
+    """An actor that knows the largest chunk id that a reading task has begun with.
+
+    If the actor is lost, Ray restarts it. The next task that begins tells the new actor its chunk id.
+    """
+
+    number = 0
+
+    def advance_to(self, number: int = 0) -> int:
+        self.number = max(self.number, number)
+        return self.number
+
+
+def wait_until_needed(batch: dict, *, position: ActorHandle) -> dict:
+    """For `map_batches`: returns the batch of chunk ids unchanged, but not too early.
+
+    With n ids in the batch, waits until a task has begun to read a chunk at most n before the first one.
+    """
+    while ray.get(position.advance_to.remote()) < batch["id"][0] - len(batch["id"]):
+        time.sleep(1)
+    return batch
+
+
+def report_and_read(batch: dict, *, position: ActorHandle, read_planned: Callable) -> Iterator[pa.Table]:
+    """For `map_batches`: tells `position` the batch's last chunk id, and returns `read_planned(batch)`."""
+    position.advance_to.remote(int(batch["id"][-1]))
+    return read_planned(batch)
+
+
+class SchedulerCallback:
+    """Keeps Ray Data's scheduling loop small; Ray Data calls it at each of the loop's steps.
+
+    If trainers share this machine, the loop pauses while it is backpressured: it would busy-wait on tasks whose output
+    must wait, and take a core from a trainer. Steps that return at once, because they wait for no task, double the
+    pause up to 50 ms; others halve it.
+
+    The statistics that Ray Data keeps of each block for `Dataset.stats()` are dropped. They take some kilobytes a
+    block, and a run of Stable Diffusion's size has tens of millions of blocks.
+    """
+
+    def __init__(self):
+        self.steps, self.pause, self.resumed = 0, 0.0, 0.0
+
+    def do_nothing(self, executor: Any, error: Exception | None = None) -> None:
+        pass
+
+    before_execution_starts = after_execution_succeeds = after_execution_fails = do_nothing
+
+    def on_execution_step(self, executor: Any) -> None:
+        self.steps += 1
+        if self.steps % STATS_STEPS == 0:
+            drop_block_stats(executor)
+        if LOCAL_RAY in os.environ:
+            self.pause_if_busy()
+
+    def pause_if_busy(self) -> None:
+        busy_waiting = time.perf_counter() - self.resumed < 0.01
+        self.pause = min(0.05, 2 * self.pause + 0.001) if busy_waiting else self.pause / 2
+        time.sleep(self.pause)
+        self.resumed = time.perf_counter()
+
+
+def drop_block_stats(executor: Any) -> None:
+    stats = executor.get_stats()
+    while stats:
+        for blocks in stats.metadata.values():
+            blocks.clear()
+        stats = next(iter(stats.parents), None)
 
 
 # ---- a reading task
@@ -232,7 +293,7 @@ class ChunkReader:
         for source, of_source in ranges:
             for _, of_file in itertools.groupby(of_source, key=lambda rows: rows.file_name):
                 read_file = functools.partial(read, list(of_file), source)
-                self.reading.append(_threads("reads").submit(read_repeatedly, read_file))
+                self.reading.append(threads("reads").submit(read_repeatedly, read_file))
 
     def blocks(self, first_step: int, end_step: int) -> Iterator[pa.Table]:
         """The blocks of the chunk that these steps need, with a column `unit`; rows of unit -1 are padding."""
@@ -251,54 +312,34 @@ class ChunkReader:
 
 
 @functools.cache
-def _threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
+def threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
+    """A pool of threads of this process."""
     # Arrow's threads send the requests, and S3 clients opened later allow as many connections.
     pa.set_io_thread_count(max(pa.io_thread_count(), count))
     return ThreadPoolExecutor(count, name)
 
 
-_seconds = collections.deque([0.25], maxlen=64)  # durations of this process's recent reads
-
-
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
-    """What `read()` returns. A call that takes much longer than usual, or fails, is repeated.
-
-    An object store answers a few of many requests seconds late, incompletely or never. A late call goes on beside its
-    repetition, and the first result is returned. After three failed calls, the error of the third is raised. An error
-    other than OSError and ArrowException is raised at once.
-    """
-
-    def timed():
-        started = time.perf_counter()
-        rows = read()
-        _seconds.append(time.perf_counter() - started)
-        return rows
-
-    running, num_failed = set(), 0
-    while True:
-        if len(running) < 2:
-            running.add(_threads("tries", 2 * READ_THREADS).submit(timed))
-        late = max(LATE_SECONDS, 3 * statistics.median(_seconds))
-        done, running = wait(running, late, FIRST_COMPLETED)
-        for future in done:
-            if future.exception() is None:
-                return future.result()
-            num_failed += 1
-            if num_failed == 3 or not isinstance(future.exception(), (OSError, pa.ArrowException)):
-                raise future.exception()
+    """What `read()` returns; it is called again after an OSError. Raises the error of attempt number `ATTEMPTS`."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return read()
+        except OSError:
+            if attempt == ATTEMPTS:
+                raise
 
 
-def latents_reader(plan: Plan, is_listed: IsListed | None = None) -> ReadRows:
+def latents_reader(plan: Plan, is_excluded: IsExcluded | None = None) -> ReadRows:
     """`read_latents` for a plan. Latents of several shapes share one column, padded to the bytes of the largest."""
     widest = max(shape.latents.row_bytes for shape in plan.shapes)
     padded_to = widest if len(plan.shapes) > 1 else 0
-    return functools.partial(read_latents, padded_to=padded_to, is_listed=is_listed)
+    return functools.partial(read_latents, padded_to=padded_to, is_excluded=is_excluded)
 
 
 def read_latents(
-    row_ranges: list[RowRange], source: Source, padded_to: int = 0, is_listed: IsListed | None = None
+    row_ranges: list[RowRange], source: Source, padded_to: int = 0, is_excluded: IsExcluded | None = None
 ) -> pa.Table:
-    """Rows of a latents folder at the source's shape. `keep` is False if `is_listed` returns True for the row's id.
+    """Rows of a latents folder at the source's shape. `keep` is False if `is_excluded` returns True for the row's id.
 
     Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """
@@ -306,7 +347,7 @@ def read_latents(
     rows = read_row_ranges(row_ranges, columns, source.files)
     if padded_to:
         rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[source.latents.name], padded_to))
-    keep_B = ~is_listed(rows[schema.ID]) if is_listed else np.ones(len(rows), bool)
+    keep_B = ~is_excluded(rows[schema.ID]) if is_excluded else np.ones(len(rows), bool)
     return rows.append_column(KEEP, pa.array(keep_B))
 
 
@@ -324,7 +365,7 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
             check_file(file, files, number)
             for rows in of_file:
                 stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
-                group = file.read_row_group(rows.row_group, columns=stored, use_threads=False)
+                group = file.read(stored, [rows.row_group], use_threads=False)
                 group = group.select(stored).rename_columns(columns)
                 tables.append(group.slice(rows.first_row, rows.num_rows))
     return pa.concat_tables(tables)
@@ -338,7 +379,7 @@ def check_file(file: PlainParquetFile, files: Files, number: int) -> None:
         raise ValueError(f"{file.uri} is not the file that was encoded under this name: {MEND}.")
 
 
-def first_latents(latents_uri: str, num_rows: int) -> pa.Table:
+def example_rows(latents_uri: str, num_rows: int) -> pa.Table:
     """The first rows of a finished job, with all columns of its latents files."""
     manifest, files = read_manifest(latents_uri), read_files(latents_uri)
     columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names

@@ -207,10 +207,10 @@ def from_binary(
     return values.reshape(len(column), *shape), pc.is_valid(column).to_numpy(zero_copy_only=False)
 
 
-def from_sparse(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def decode_present_rows(column: pa.Array | pa.ChunkedArray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """`(values (V, *shape) uint8, valid (B,) bool)` of a `large_binary` column of B rows, of which V are not null.
 
-    Only several chunks are copied. Null rows take no space in such a column. If pictures have several shapes, many rows
+    Only several chunks are copied. Null rows take no space in such a column. If images have several shapes, many rows
     are null.
     """
     column = one_array(column)

@@ -80,7 +80,7 @@ class PlannedImages(torch.utils.data.Dataset):
         )
         spec = plan.latents_at(step)
         width, height = spec.size
-        found, fits = schema.from_sparse(rows[schema.input_column(spec.name)], (height, width, 3))
+        found, fits = schema.decode_present_rows(rows[schema.input_column(spec.name)], (height, width, 3))
         pixels = np.zeros((len(rows), height, width, 3), np.uint8)
         pixels[fits] = found
         ids, _ = schema.from_binary(rows[schema.CAPTION_IDS], (-1,), np.int32)

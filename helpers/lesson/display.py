@@ -27,7 +27,7 @@ from ..encode.captions import count_tokens, load_tokenizer
 from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
-from ..latents.read import first_latents
+from ..latents.read import example_rows
 from ..online.config import OnlineConfig
 from ..production.data import exclusions
 from ..production.extras import at_checkpoints
@@ -327,7 +327,7 @@ def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list
     prompts.
     """
     given = at_checkpoints.resolve_prompts(config)
-    rows = held_out.first(config, num_prompts) if given is None else None
+    rows = held_out.first(config.proportions, config.largest_resolution, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:
         for caption in captions:
@@ -339,9 +339,10 @@ def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list
 
 def held_out_pictures(training: TrainingConfig) -> tuple[list[np.ndarray], list[str]]:
     """`(pictures, captions)`: what the latents of held-out rows decode to; of the first rows, if none are held out."""
-    manifest, rows = DataSets.open(training.proportions).first, held_out.of_run(training)
+    manifest = DataSets.open(training.proportions).first
+    rows = held_out.of_run(training.run_uri, training.proportions, training.largest_resolution)
     if rows is None:
-        rows = first_latents(next(iter(training.proportions)), held_out.NUM_ROWS)
+        rows = example_rows(next(iter(training.proportions)), held_out.NUM_ROWS)
     pictures, captions = [], []
     for spec in manifest.latents_at(training.largest_resolution):
         moments, is_there = spec.decode(rows[spec.name])
@@ -355,7 +356,7 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     uri = next(iter(training.proportions))
     raw = read_manifest(uri).online
     if raw is None:
-        return first_latents(uri, num_rows)[schema.CAPTION].to_pylist()
+        return example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
     # Earlier versions recorded a parameter more.
     config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
     rows = inputs.first_rows(config, num_rows)

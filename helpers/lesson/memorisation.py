@@ -76,7 +76,7 @@ def search(
     spec = find_column(manifest, config, latents_NCHW)
     scale = manifest.scaling_factor / np.sqrt(np.prod(spec.shape[1:]))
     queries = latents_NCHW.reshape(len(latents_NCHW), -1).astype(np.float64)
-    unseen = first(config, num_held_out)
+    unseen = first(config.proportions, config.largest_resolution, num_held_out)
     if unseen is not None and spec.name in unseen.column_names:
         queries = np.concatenate([queries, read_means(unseen.filter(unseen[spec.name].is_valid()), spec)])
     data_sets = [training_groups(uri, spec) for uri in config.proportions]

@@ -52,7 +52,7 @@ def run(config: TrainingConfig, settings: Mapping[str, Mapping[str, object]], se
             f"seeds={list(seeds)} must be at least two different seeds: one cannot show how much results vary."
         )
     configs = {name: dataclasses.replace(config, **changes) for name, changes in settings.items()}
-    rows = held_out.first(config, NUM_ROWS)
+    rows = held_out.first(config.proportions, config.largest_resolution, NUM_ROWS)
     if rows is None:
         raise ValueError(f"{config.latents_uri} holds no held-out rows: encode it with a validation_share above 0.")
     manifest = DataSets.open(config.proportions).first

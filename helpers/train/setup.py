@@ -14,7 +14,6 @@ from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..distributed import COMPILED_SHAPES
 from ..encode import models
-from ..latents import held_out
 from ..latents.manifest import MANIFEST, MEND, DataSets, Manifest, read_manifest, read_segments
 from ..latents.plan import Plan, plan_run
 from ..model import denoisers
@@ -124,7 +123,6 @@ def open_run(config: TrainingConfig) -> DataSets:
         "git_revision": git_revision(),
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
-    held_out.drop_cached(config)
     # A stopped process (SIGSTOP, a frozen machine) cannot run its own `Watchdog`. Ray Train offers a limit only as an
     # environment variable, which its controller inherits from the process that calls `trainer.fit()`.
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout)

@@ -40,8 +40,8 @@ class StepSource:
     def __init__(
         self, config: TrainingConfig, stream: Stream | None = None, first_step: int = 0, end_step: int | None = None
     ):
-        is_listed = functools.partial(exclusions.is_listed, config.leave_out)
-        self.stream = stream or functools.partial(latents_dataset, is_listed=is_listed)
+        is_excluded = functools.partial(exclusions.is_listed, config.leave_out)
+        self.stream = stream or functools.partial(latents_dataset, is_excluded=is_excluded)
         self.config, self.first_step = config, first_step
         self.end_step = config.max_steps if end_step is None else end_step
         self.rejected: list[pa.Table] = []

@@ -22,8 +22,7 @@ from ray import cloudpickle
 from ray.data import ActorPoolStrategy, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
 from helpers import cluster
-from helpers.latents.read import build_dataset
-from helpers.latents.throttle import ExecutionCallback
+from helpers.latents.read import SchedulerCallback, build_dataset
 from tests.benchmarks import record
 from tests.unit.latents.test_plan import plan_of
 
@@ -38,7 +37,7 @@ def watch(rows, file, most_bytes):
     `most_bytes`: how much data is prepared ahead, as `read.execution_options` says it.
     """
 
-    class Watch(ExecutionCallback):
+    class Watch(SchedulerCallback):
         written = 0.0
 
         def on_execution_step(self, executor):

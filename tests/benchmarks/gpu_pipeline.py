@@ -16,7 +16,7 @@ import torch
 
 from helpers import cluster
 from helpers.config import PreprocessingConfig
-from helpers.latents.read import first_latents
+from helpers.latents.read import example_rows
 from helpers.lesson import captioned_shapes, fault_injection
 from helpers.train.metrics import read_metrics
 from tests.benchmarks import record
@@ -25,7 +25,7 @@ from tests.pipelines import encode, fit, short_run
 
 def latent_means(config, spec):
     """{id: its mean at a size} of the first rows."""
-    rows = first_latents(config.latents_uri, 256)
+    rows = example_rows(config.latents_uri, 256)
     moments, _ = spec.decode(rows[spec.name])
     return dict(zip(rows["id"].to_pylist(), moments[:, 0].astype(np.float32), strict=True))
 

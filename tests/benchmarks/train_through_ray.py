@@ -36,7 +36,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def first_batch(config, manifest):
-    table = read.first_latents(config.latents_uri, config.global_batch_size).combine_chunks()
+    table = read.example_rows(config.latents_uri, config.global_batch_size).combine_chunks()
     return Unit.from_arrow(table, manifest, manifest.latents(config.resolution), 0)
 
 

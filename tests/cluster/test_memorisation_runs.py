@@ -64,7 +64,7 @@ def test_the_nearest_rows_are_those_of_brute_force(cluster, mixture):
     copy = found.iloc[3]
     assert (copy["id"], copy["latents_uri"], copy["nearer"]) == (ids[7], uri, 0)
     assert copy["distance"] == pytest.approx(0, abs=1e-7) and (copy["latents"].ravel() == means[7]).all()
-    unseen = first(config, 40)
+    unseen = first(config.proportions, config.largest_resolution, 40)
     unseen = unseen.filter(unseen[COLUMN].is_valid())
     means = read_manifest(uri).column(COLUMN).decode(unseen[COLUMN])[0][:, 0]
     nearest = [distance for distance, _, _ in brute_force(config, means)]

@@ -34,6 +34,7 @@ from ...model.denoisers import build_denoiser
 from ...model.sharding import cast_inputs
 from ...sample import generate, pipeline_of_run, save_images, to_png
 from ...train import checkpoint, checkpoint_io
+from ..data import exclusions
 from . import results, scores
 from .prompts import read_prompts
 from .settings import Evaluation
@@ -181,7 +182,9 @@ class Evaluator:
     def __init__(self, denoiser: torch.nn.Module, evaluation: Evaluation):
         self.denoiser, self.config, self.device = denoiser, evaluation.config, next(denoiser.parameters()).device
         self.manifest = DataSets.open(self.config.proportions).first
-        self.rows = held_out.of_run(self.config)
+        run = self.config
+        is_excluded = functools.partial(exclusions.is_listed, run.leave_out)
+        self.rows = held_out.of_run(run.run_uri, run.proportions, run.largest_resolution, is_excluded)
         self.evaluation = evaluation
         if evaluation.prompts is None:
             texts = [] if self.rows is None else self.rows[schema.CAPTION].to_pylist()

@@ -40,7 +40,9 @@ def validation_config(
         from .at_checkpoints import resolve_prompts
 
         prompts = resolve_prompts(config, prompts)
-        held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
+        held_out.of_run(
+            config.run_uri, config.proportions, config.largest_resolution
+        )  # the trainers then find them: a large data set's list of files takes gigabytes
     if config.best_by == "agreement" and agreement is None:
         raise ValueError(
             "best_by='agreement' needs an agreement function, which this data does not have: choose another best_by."

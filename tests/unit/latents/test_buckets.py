@@ -194,7 +194,7 @@ def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, mo
 
     monkeypatch.setattr(held_out, "read_row_ranges", read_noted)
     config = config_of(uri, validation_share=0.1)  # not what the folder was encoded with
-    rows = held_out.first(config, 100)
+    rows = held_out.first(config.proportions, 64, 100)
     files = read_files(uri)
     names, buckets = files.bucket_names, files.group_buckets
     assert {names[buckets[one.row_group]] for one in groups} == {
@@ -203,14 +203,13 @@ def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, mo
     large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
     expected = np.flatnonzero(schema.held_out_mask(list(range(70)), 0.3) & large)
     assert sorted(rows["id"].to_pylist()) == expected.tolist()
-    assert len(held_out.first(config, 2)) == 2
-    assert held_out.first(dataclasses.replace(config, validation_share=0), 2) is None
+    assert len(held_out.first(config.proportions, 64, 2)) == 2
 
 
 def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     uri, manifest = folder
     config = config_of(uri)
-    rows, state = held_out.first(config, 100), TrainStep(config, manifest)
+    rows, state = held_out.first(config.proportions, 64, 100), TrainStep(config, manifest)
     losses, counts = [], []
     for latents in manifest.latents_at(64):
         mine = rows.filter(rows[latents.name].is_valid())

@@ -13,7 +13,7 @@ from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.parquet import write_latents_file
 from helpers.latents.plan import load_plan
-from helpers.latents.read import first_latents, latents_reader
+from helpers.latents.read import example_rows, latents_reader
 from helpers.lesson import display
 from helpers.train import setup
 from tests.latents import read_steps, write_job
@@ -78,7 +78,7 @@ def validate(latents):
     return list(held_out.ValidationSet(str(latents), 32)(SPECS[0]))
 
 
-READERS = [train, validate, lambda latents: first_latents(str(latents), 100)]
+READERS = [train, validate, lambda latents: example_rows(str(latents), 100)]
 
 
 @pytest.mark.parametrize("read", READERS, ids=["training", "validation", "first rows"])

@@ -58,9 +58,7 @@ REFUSED = r"hostile\.parquet: the column 'hash' has the type .*, whose values co
 @pytest.mark.parametrize("columns", [None, ["hash"], ["caption", "hash"]])
 def test_a_column_of_pickled_objects_is_refused_by_every_way_to_read(hostile, columns):
     ways = {
-        "read": lambda file: file.read(columns=columns),
-        "read_row_group": lambda file: file.read_row_group(0, columns=columns),
-        "read_row_groups": lambda file: file.read_row_groups([0], columns=columns),
+        "read": lambda file: file.read(columns),
         "iter_batches": lambda file: list(file.iter_batches(columns=columns)),
     }
     for way, act in ways.items():
@@ -160,7 +158,7 @@ def test_uuids_are_read_as_text(tmp_path):
     column = pa.array([one and one.bytes for one in ids], pa.uuid())
     pq.write_table(pa.table({"id": column, "caption": ["a"] * 4}), tmp_path / "a.parquet")
     with open_parquet(tmp_path / "a.parquet") as file:
-        tables = [file.read(), file.read_row_group(0), pa.Table.from_batches(file.iter_batches())]
+        tables = [file.read(), file.read(row_groups=[0]), pa.Table.from_batches(file.iter_batches())]
     for table in tables:
         assert table["id"].to_pylist() == [one and str(one) for one in ids]
 

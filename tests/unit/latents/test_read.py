@@ -22,6 +22,7 @@ from helpers.latents.read import (
     share_plan,
     split_units,
 )
+from helpers.production.data import hedged
 from tests.latents import build_segment, plan_for, read_steps
 from tests.unit.latents.test_plan import dealt, plan_of
 
@@ -115,34 +116,11 @@ def test_chunks_are_read_while_an_earlier_one_is_used(plan):
     assert found == [f"{name} {group} {row}" for _, name, group, row in expected]
 
 
-@pytest.fixture
-def quickly_late(monkeypatch):
-    monkeypatch.setattr(read, "LATE_SECONDS", 0.01)
-    monkeypatch.setattr(read, "_seconds", [0.0])
-
-
-def test_a_read_that_hangs_is_made_again(quickly_late, plan):
-    """The first read of each file does not come back before all rows are there."""
-    read_rows, seen, done = numbered(plan)[0], set(), threading.Event()
-
-    def hang_once(row_ranges, source):
-        first = str(row_ranges) not in seen
-        seen.add(str(row_ranges))
-        if first:
-            done.wait()
-        return read_rows(row_ranges, source)
-
-    try:
-        found = pa.concat_tables(read_steps(plan, hang_once))
-    finally:
-        done.set()
-    assert found.equals(pa.concat_tables(read_steps(plan, read_rows)))
-
-
 @pytest.mark.parametrize(
     ("failures", "error", "raised"), [(2, OSError, None), (9, OSError, OSError), (1, KeyError, KeyError)]
 )
-def test_a_read_that_fails_is_repeated_some_times(failures, error, raised):
+@pytest.mark.parametrize("repeat", [read_repeatedly, hedged.read_hedged])
+def test_a_read_that_fails_is_repeated_some_times(repeat, failures, error, raised):
     """If a store may be the cause."""
     answers = iter([error("partly")] * failures + ["rows"] * 9)
 
@@ -154,9 +132,49 @@ def test_a_read_that_fails_is_repeated_some_times(failures, error, raised):
 
     if raised:
         with pytest.raises(raised, match="partly"):
-            read_repeatedly(answer_next)
+            repeat(answer_next)
     else:
-        assert read_repeatedly(answer_next) == "rows"
+        assert repeat(answer_next) == "rows"
+
+
+def test_a_hedged_read_that_hangs_is_made_again(monkeypatch, plan):
+    """The first read of each file does not come back before all rows are there."""
+    monkeypatch.setattr(hedged, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(hedged, "_seconds", [0.0])
+    read_rows, seen, done = numbered(plan)[0], set(), threading.Event()
+
+    def hang_once(row_ranges, source):
+        first = str(row_ranges) not in seen
+        seen.add(str(row_ranges))
+        if first:
+            done.wait()
+        return read_rows(row_ranges, source)
+
+    try:
+        found = pa.concat_tables(read_steps(plan, hedged.wrap(hang_once)))
+    finally:
+        done.set()
+    assert found.equals(pa.concat_tables(read_steps(plan, read_rows)))
+
+
+def test_ray_datas_loop_is_paused_only_while_it_busy_waits(monkeypatch):
+    now, callback = 0.0, read.SchedulerCallback()
+    monkeypatch.setenv(read.LOCAL_RAY, "1")
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    def pauses(seconds_of_a_step):
+        for _ in range(20):
+            sleep(seconds_of_a_step)
+            before = now
+            callback.on_execution_step(None)
+            yield now - before
+
+    monkeypatch.setattr(read, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    assert list(pauses(0.001))[-1] == pytest.approx(0.05)
+    assert list(pauses(0.1))[-1] < 0.001
 
 
 def test_a_mixture_is_read_from_its_folders(tmp_path, build_latents, build_manifest):

@@ -232,7 +232,8 @@ def test_a_resumed_run_may_begin_to_use_a_list_and_change_it_and_its_record_says
 ):
     data = setup.open_run(config)
     storage.write_text(f"{config.run_uri}/metrics.jsonl", "{}\n")
-    rows, done = held_out.of_run(config), iter([7, 9, 12])
+    where = config.run_uri, config.proportions, config.largest_resolution
+    rows, done = held_out.of_run(*where), iter([7, 9, 12])
     monkeypatch.setattr(setup.resume, "last_step", lambda config: next(done))
     withheld = rows["id"].to_pylist()
     lists = [with_list(config, make_list, ids, name) for name, ids in (("a", withheld[:2]), ("b", withheld[:3]))]
@@ -247,8 +248,10 @@ def test_a_resumed_run_may_begin_to_use_a_list_and_change_it_and_its_record_says
         {"first_step": 12, "list": None},
     ]
     assert stored["parameters"]["leave_out"] == ""
-    assert held_out.of_run(config)["id"].to_pylist() == withheld[3:]  # what is validated on, and kept in the run
-    assert held_out.first(lists[1], 512)["id"].to_pylist() == withheld[3:]
+    is_excluded = functools.partial(exclusions.is_listed, lists[1].leave_out)
+    assert held_out.of_run(*where, is_excluded)["id"].to_pylist() == withheld[3:]
+    assert held_out.of_run(*where)["id"].to_pylist() == withheld[3:]  # the run keeps no copy of the others
+    assert held_out.first(*where[1:], 512, is_excluded)["id"].to_pylist() == withheld[3:]
 
 
 def test_a_list_of_which_no_id_is_in_the_latents_is_refused_before_anything_starts(config, make_list):

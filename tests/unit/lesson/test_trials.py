@@ -54,7 +54,7 @@ def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
         assert seen["a", seed][0] == seen["b", seed][0] and torch.equal(seen["a", seed][1], seen["b", seed][1])
     assert seen["a", 3][0] != seen["a", 4][0]
     ids = list(itertools.chain.from_iterable(seen["a", 3][0]))
-    held_out = first(config, 1000)["id"].to_pylist()
+    held_out = first(config.proportions, config.largest_resolution, 1000)["id"].to_pylist()
     assert len(set(ids)) == 24 and not set(ids) & set(held_out)
 
 
@@ -76,7 +76,7 @@ class AsVelocity(torch.nn.Module):
 
 def test_errors_of_noise_and_v_predictions_are_comparable(config, monkeypatch):
     monkeypatch.setattr(diffusion, "denoise", lambda model, *inputs: model(*inputs[:3], return_dict=False)[0])
-    denoiser, rows = build_denoiser("tiny", seed=0).eval(), first(config, 20)
+    denoiser, rows = build_denoiser("tiny", seed=0).eval(), first(config.proportions, config.largest_resolution, 20)
     known = {"manifest": read_manifest(config.latents_uri), "rows": rows}
     of_noise = trials.held_out_errors(denoiser, dataclasses.replace(config, prediction_type="epsilon"), **known)
     of_v = trials.held_out_errors(AsVelocity(denoiser), config, **known)
