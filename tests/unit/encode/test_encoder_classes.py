@@ -260,11 +260,8 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     state = TrainStep(run, made)
     found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
     assert np.isfinite([loss for loss, _ in found]).all()
-    assert np.isfinite(
-        validation_loss(
-            state.denoiser, made, held_out.of_run(run.run_uri, run.proportions, run.largest_resolution), run
-        )
-    ).all()
+    rows = held_out.of_run(run.run_uri, run.proportions, run.largest_resolution)
+    assert np.isfinite(validation_loss(state.denoiser, made, rows, run)).all()
     stored, _ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
     on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
     on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")
