@@ -9,26 +9,42 @@ encoder that does not wait: its rate is what the rest of the pipeline can do on 
 the first batch that is encoded to the end of the last.
 """
 
+import os
 import sys
 import tempfile
 import time
 
+import numpy as np
 from ray import cloudpickle
 
 from helpers import cluster
 from helpers.config import PreprocessingConfig
+from helpers.encode import encoder
 from helpers.lesson import captioned_shapes
 from helpers.raw import readers
-from tests.benchmarks import million_rows, record
+from tests.benchmarks import record
 from tests.pipelines import encode
 
 ENCODER_RATE, BATCH = 80, 64  # images/s of an encoder; images of a call
-# Workers cannot import these modules: what they need of them travels with the encoder.
-for module in (sys.modules[__name__], million_rows):
-    cloudpickle.register_pickle_by_value(module)
+# Workers cannot import this module: what they need of it travels with the encoder.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class SimulatedEncoder(million_rows.StandInLatentEncoder):
+class StandInEncoder(encoder.LatentEncoder):
+    """Latents and embeddings of the right shapes, without models."""
+
+    def __init__(self, model, columns, **options):
+        self.columns, self.name = columns, f"{os.getpid()}"
+
+    def encode_images(self, pixels_BHWC):
+        rows, height, width, _ = pixels_BHWC.shape
+        return np.full((rows, 2, 4, height // 8, width // 8), 0.1, np.float16), np.ones(rows, bool)
+
+    def encode_captions(self, caption_ids_BL):
+        return np.zeros((*np.shape(caption_ids_BL), 128), np.float16), np.ones(len(caption_ids_BL), bool)
+
+
+class SimulatedEncoder(StandInEncoder):
     """A call with n images takes n / ENCODER_RATE seconds."""
 
     def __call__(self, table):
@@ -63,7 +79,7 @@ def main():
         rates = {}
         for count in given.encoders:
             rates[count] = rate(uri, f"encoders-{count}", count, count * rows, SimulatedEncoder)
-        ceiling = rate(uri, "without-waiting", 1, max(rates) * rows, million_rows.StandInLatentEncoder)
+        ceiling = rate(uri, "without-waiting", 1, max(rates) * rows, StandInEncoder)
     counts = ", ".join(map(str, rates))
     shares = ", ".join(f"{found / (count * ENCODER_RATE):.2f}" for count, found in rates.items())
     summary = {

@@ -1,28 +1,20 @@
 """Samples a second, from Parquet on the local disk into a worker's tensors: in the plan's order, and without any.
 
-    python -m tests.benchmarks.read_speed [--rows 8192] [--rounds 3] [--peer-python peer/bin/python]
+    python -m tests.benchmarks.read_speed [--rows 8192] [--rounds 3]
 
 Rows have the size of Stable Diffusion 2's at 256 pixels: 8 x 32 x 32 fp16 moments and 77 x 1024 fp16 text, 174 kB.
 The same files are read by the epoch plan in units of 128 rows, by Ray's `read_parquet` with `iter_torch_batches` in
 no order, and by pyarrow in one thread, a row group at a time. Each round starts Ray anew: a worker reads the plan's
-epoch twice, cold and with all processes warm. With `--peer-python`, the Python of an environment that has it,
-MosaicML's StreamingDataset reads as many rows, shuffled, in batches of 128, with 0 and 1 workers (`streaming_peer.py`
-says how to set it up). Rates count from the first batch on, whose time, from a worker's first `next()`, stands apart.
-The readers take turns. All read from the page cache, where the files are after they were written.
+epoch twice, cold and with all processes warm. Rates count from the first batch on, whose time, from a worker's first
+`next()`, stands apart. The readers take turns. All read from the page cache, where the files are after they were
+written.
 
-Goals: warm at least 3 times the peer and 0.5 of pyarrow's loop, first batch within 1 s; cold 2 times and 3 s. On two
-cores of an AMD, warm reached 2.2 and 2.8 times the peer, and 0.29 of pyarrow's loop (0.26 to 0.56 in single rounds). A
-row is copied four times: by pyarrow when it is read, into its place in the plan's order, into Ray's object store, and
-into the worker's memory. With the CRC-32 of its values, reading tasks take about a core, the worker a quarter, Ray's
-coordinator an eighth; half a core stays idle, most of it at the beginning of a pass. Arrow's jemalloc and glibc's
-allocator were slower than its mimalloc (3,000 and 2,700 in place of 4,700 samples a second), whose large pages changed
-nothing.
+Goals: warm at least 0.5 of pyarrow's loop, first batch within 1 s; cold 3 s. A row is copied four times: by pyarrow
+when it is read, into its position in the plan's order, into Ray's object store, and into the worker's memory.
 """
 
-import json
 import os
-import pathlib
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -111,14 +103,6 @@ def by_pyarrow(uri, num_rows):
     return timed(batches())
 
 
-def by_peer(python, folder, num_rows, workers):
-    """MosaicML's StreamingDataset."""
-    script = pathlib.Path(__file__).with_name("streaming_peer.py")
-    command = [python, str(script), folder, f"--rows={num_rows}", f"--workers={workers}"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    return found["rate"], found["first"]
-
-
 def timed(tensors):
     """(samples a second after the first batch, seconds to the first batch)"""
     started, first, count = time.perf_counter(), None, 0
@@ -131,15 +115,12 @@ def timed(tensors):
 
 
 def main():
-    given = record.options(__doc__, rows=8192, rounds=3, peer_python=None)
+    given = record.options(__doc__, rows=8192, rounds=3)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         uri = f"{folder}/latents"
         made_up.write_latents(uri, given.rows, made_up.SD2_256, FILE)
         readers = {"read_parquet, no order": unordered, "pyarrow, one thread": by_pyarrow}
-        for workers in (0, 1) if given.peer_python else ():
-            options = (given.peer_python, f"{folder}/peer", given.rows, workers)
-            readers[f"StreamingDataset, {workers} workers"] = lambda *_, options=options: by_peer(*options)
         for _ in range(given.rounds):
             ray.shutdown()
             cluster.connect()
@@ -148,17 +129,12 @@ def main():
             results = dict(zip(("in the plan's order, cold", "in the plan's order, warm"), passes, strict=True))
             for name, one in (results | {name: reader(uri, given.rows) for name, reader in readers.items()}).items():
                 found.setdefault(name, []).append(one)
-    rates = record.medians(found)
-    record.write(
-        "read_speed",
-        {
-            "reading SD2's latents: " + "; ".join(rates): ", ".join(
-                f"{rate:,.0f} ({first:.1f} s)" for rate, first in rates.values()
-            )
-            + " samples/s (first batch after)"
-        },
-        samples_per_second_and_first_batch_seconds=found,
-    )
+    said = []
+    for name, rows in found.items():
+        rate, first = map(statistics.median, zip(*rows, strict=True))
+        said.append(f"{name}: {rate:,.0f} samples/s, first batch after {first:.1f} s")
+    summary = {"reading SD2's latents": "; ".join(said)}
+    record.write("read_speed", summary, samples_per_second_and_first_batch_seconds=found)
 
 
 if __name__ == "__main__":

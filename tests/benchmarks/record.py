@@ -11,7 +11,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 
 import ray
 import torch
@@ -52,11 +51,6 @@ def compare(rates, name, reference):
     """(ratio of the median rates of two measurements, the sentence that says so)"""
     one, other = (statistics.median(rates[key]) for key in (name, reference))
     return one / other, f"{one:.0f} of {other:.0f} images/s: {one / other:.3f}"
-
-
-def medians(found):
-    """{name: the median of each column} of {name: [(value, ...), ...]}."""
-    return {name: tuple(map(statistics.median, zip(*rows, strict=True))) for name, rows in found.items()}
 
 
 def folder():
@@ -118,10 +112,9 @@ def save(name, summary, **details):
 
 
 class Rows:
-    """What is measured one after another: written after each, so that a process that is killed leaves all before.
+    """Measurements one after another, written after each: a process that is killed leaves all before.
 
-    `NAME.json` has "rows", "failed", and "in_progress": what was being measured when it was written. `summarise(rows)`
-    makes the summary.
+    `NAME.json` has "rows" and "failed". `summarise(rows)` makes the summary.
     """
 
     def __init__(self, name, summarise, **details):
@@ -129,28 +122,21 @@ class Rows:
         self.rows, self.failed = [], []
 
     def add(self, what, measure):
-        """The row of `what` (a dict) with what `measure()` returns; None if it fails: it is said, and others go on."""
-        self.write(in_progress=what)
-        started, row = time.monotonic(), None
+        """The row of `what` (a dict) with what `measure()` returns; None if it fails, which is kept; others go on."""
+        row = None
         try:
-            row = {**what, **measure(), "seconds": time.monotonic() - started}
+            row = {**what, **measure()}
             self.rows.append(row)
         except Exception as error:
             self.failed.append({**what, "error": f"{type(error).__name__}: {error}".splitlines()[0][:160]})
         # Outside of `except`, which would keep the memory of what failed.
         torch.compiler.reset()
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self.write(in_progress=None)
-        print("failed:" if row is None else "measured:", json.dumps(self.shown(row or self.failed[-1])), flush=True)
+        torch.cuda.empty_cache()
+        self.write()
+        print("failed:" if row is None else "measured:", json.dumps(row or self.failed[-1], default=str), flush=True)
         return row
 
-    @staticmethod
-    def shown(row):
-        short = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
-        return {name: value for name, value in short.items() if not isinstance(value, list)}
-
-    def write(self, in_progress):
+    def write(self):
         summary = self.summarise(self.rows) if self.rows else {}
-        save(self.name, summary, rows=self.rows, failed=self.failed, in_progress=in_progress, **self.details)
+        save(self.name, summary, rows=self.rows, failed=self.failed, **self.details)

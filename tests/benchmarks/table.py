@@ -6,10 +6,11 @@ python -m tests.benchmarks.table
 import json
 import pathlib
 
-from tests.benchmarks import record, resume_exactness, time_to_quality
+from tests.benchmarks import record, resume_exactness
 
 README = pathlib.Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+LAST = "8c49ede"  # the commit before the scripts of some results were deleted
 
 
 def machine(hardware):
@@ -18,20 +19,21 @@ def machine(hardware):
 
 
 def lines():
-    """The table, a line for each thing that was measured; below it the machines, exact resume, and records."""
+    """The table, a line for each thing that was measured; below it the machines, and exact resume."""
     found = [json.loads(path.read_text()) for path in sorted(record.folder().rglob("*.json"))]
     machines = list(dict.fromkeys(machine(result["hardware"]) for result in found))
     table = ["| what | measured | command | on, at revision |", "|---|---|---|---|"]
     for result in found:
+        command, name = f"`{result['command']}`", result["command"].split()[2].rpartition(".")[2]
+        if not (README.parent / f"{name}.py").exists():
+            command += f", script at commit {LAST}"
         where = f"{machines.index(machine(result['hardware'])) + 1}, {result['revision']}"
         for what, measured in result["summary"].items():
-            table.append(f"| {what} | {measured} | `{result['command']}` | {where} |")
+            table.append(f"| {what} | {measured} | {command} | {where} |")
     table += ["", *(f"{number}. {name}" for number, name in enumerate(machines, start=1))]
     for result in found:
-        if ".resume_exactness" in result["command"] and result["details"]["rows"]:
+        if ".resume_exactness" in result["command"]:
             table += resume_exactness.table(result["details"]["rows"])
-        if ".time_to_quality" in result["command"] and result["details"]["records"]:
-            table += time_to_quality.table(result["details"]["records"])
     return table
 
 

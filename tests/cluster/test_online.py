@@ -30,8 +30,7 @@ from helpers.production import monitor
 from helpers.train import faults, metrics, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
-from tests import killing_pictures
-from tests.benchmarks import executor_ceiling
+from tests import coordinator, killing_pictures
 from tests.faults import assert_same_run, attempts_of, die, kill_stream, loop_with, once, slow, wait_for_ever
 from tests.killing_pictures import KILLED, KILLS, with_killing_pictures
 from tests.latents import plan_for
@@ -244,16 +243,16 @@ def test_a_trainer_that_stands_still_holds_back_encoders(raw, tmp_path, monkeypa
 def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypatch):
     """Of 100,000 small reading tasks, whose numbers have too few bytes for Ray Data to hold them back."""
     monkeypatch.setattr(read, "LISTED_TASKS", 50)
-    rows, file, units = executor_ceiling.small_tasks(), tmp_path / "seen", []
-    executor_ceiling.watch(rows, file, most_bytes=2**26)
+    rows, file, units = coordinator.small_tasks(), tmp_path / "seen", []
+    coordinator.watch(rows, file, most_bytes=2**26)
     (feed,) = rows.streaming_split(1, equal=True)
     for block in feed.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         units.append(block["unit"][0].as_py())
-        while len(executor_ceiling.seen(file)) < 10 + len(units) // 10:
+        while len(coordinator.seen(file)) < 10 + len(units) // 10:
             threading.Event().wait(0.01)
         if len(units) == 600:
             break
-    waiting, kept = ([line[name] for line in executor_ceiling.seen(file)] for name in ("waiting", "kept"))
+    waiting, kept = ([line[name] for line in coordinator.seen(file)] for name in ("waiting", "kept"))
     assert units == list(range(600)) and 50 < max(waiting) <= 100
     assert kept != sorted(kept)  # it forgets what it has handed out
 

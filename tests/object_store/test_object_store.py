@@ -1,6 +1,5 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
-import json
 import pathlib
 import types
 
@@ -15,16 +14,12 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
-from helpers.production.data import exclusions
 from helpers.train import checkpoint, faults, metrics, resume
 from helpers.train.upload import CheckpointManager
 from tests.benchmarks import made_up
 from tests.faults import attempts_of, wait_until
 from tests.latents import plan_for, read_steps
 from tests.pipelines import assert_bare, encode, fit, short_run
-from tests.unit.raw import test_as_it_is as as_it_is
-from tests.unit.raw.test_as_it_is import picture, tar_of
-from tests.unit.raw.test_layouts import arrow, both, captioned, found, hugging_face
 
 ROWS, STEPS = 300, 12
 
@@ -43,9 +38,7 @@ def faultless(server):
 # ---- files
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b", "a+b", "<&>"]
-)
+@pytest.mark.parametrize("name", ["plain", "a b#c%20ü", "a:b?c+<&>"])
 def test_any_key_can_be_written_listed_read_copied_and_deleted(server, tmp_path, name):
     uri = storage.join("s3://bucket/files", name, "deep", "file.json")
     storage.write_json(uri, {"text": "grüße"})
@@ -108,17 +101,12 @@ def test_a_text_shorter_than_an_error_is_asked_for_again(server):
     assert server.failures > failures
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [{"cut_every": 5}, {"late_every": 7, "late_delay": 1.0}, {"late_every": 9, "late_delay": 8.0}],
-    ids=["answers that break off", "late answers", "no answers"],
-)
+@pytest.mark.parametrize("trouble", [{"cut_every": 5}, {"late_every": 9, "late_delay": 8.0}], ids=["cut", "late"])
 def test_rows_are_read_from_a_store_in_trouble(server, trouble):
-    """A client of S3 gives up a request that is not answered within three seconds."""
+    """Answers break off, or come too late: a client of S3 gives up a request after three seconds."""
     uri, shapes = "s3://bucket/trouble", {"image_latents_32": (2, 4, 4, 4), "caption_embeddings": (6, 128)}
     made_up.write_latents(uri, 512, shapes, rows_per_file=64)
-    config = TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64, validation_share=0)
-    plan = plan_for(config)
+    plan = plan_for(TrainingConfig(latents_uri=uri, resolution=32, global_batch_size=64, validation_share=0))
 
     def rows():
         return pa.concat_tables(read_steps(plan, read_latents, 0, 16))
@@ -170,14 +158,13 @@ def test_an_upload_that_fails_once_is_tried_again(server, upload, run_uri):
     assert storage.name(checkpoint.last_complete(run_uri)) == name and faults.read_failures(run_uri) == []
 
 
-def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload, run_uri, capsys):
+def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload, run_uri):
     names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20, 30)]
     server.refuse, server.refusals = names[1], float("inf")
     first, second, third = map(upload, names)
-    assert first and third and isinstance(second, faults.LostCheckpoint) and not second
+    assert first and third and not second
     (sentence,) = faults.read_failures(run_uri)
-    assert sentence.startswith(f"{names[1]} could not be uploaded: OSError: ") and "AWS Error SLOW_DOWN" in sentence
-    assert sentence in capsys.readouterr().out
+    assert names[1] in sentence and "SLOW_DOWN" in sentence
 
 
 @pytest.fixture
@@ -212,23 +199,11 @@ def test_metrics_are_seen_soon_after_a_step_without_a_checkpoint(log):
     assert found[["attempt", "samples_seen"]].values.tolist() == [[1, 2], [1, 4], [2, 6]]
 
 
-def test_a_long_run_leaves_few_objects(log, monkeypatch):
-    monkeypatch.setattr(metrics, "OBJECT_LINES", 4)
-    reader, seen = metrics.MetricsReader(log.run_uri), []
-    for step in range(1, 11):
-        write(log, step)
-        log.flush()
-        seen += reader.read()
-    assert [line["step"] for line in seen] == list(range(1, 11)) == metrics.read_metrics(log.run_uri).step.tolist()
-    names = [storage.name(uri) for uri in metrics.metrics_files(log.run_uri)]
-    assert names == [f"metrics-0001-{first:09d}.jsonl" for first in (1, 5, 9)]
-
-
 def test_metrics_that_the_store_refuses_are_written_later(server, log, capsys):
     """And no step waits for it."""
     server.refuse, server.refusals = "metrics-", float("inf")
     write(log, 1)
-    wait_until(lambda: "The newest metrics are written later: " in capsys.readouterr().out)
+    wait_until(lambda: "written later" in capsys.readouterr().out)
     write(log, 2)
     server.refusals = 0
     assert steps_read(metrics.MetricsReader(log.run_uri), 2) == [1, 2]
@@ -276,11 +251,10 @@ def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
             server.vanish()
 
     try:
-        with pytest.raises(RuntimeError, match="^The same command resumes the job, whose segment 0 failed: ") as error:
+        with pytest.raises(RuntimeError, match="same command resumes.*NETWORK_CONNECTION"):
             encode(away, vanish)
     finally:
         server.come_back()
-    assert "NETWORK_CONNECTION" in str(error.value)
     assert not storage.exists("s3://bucket/again/manifest.json")
     repeated = encode(away)
     assert repeated.written == manifest.written
@@ -289,57 +263,19 @@ def test_a_store_that_goes_away_ends_the_job_clearly(server, finished):
     )
 
 
-def test_a_list_of_rows_that_must_go_may_lie_in_the_store(server, tmp_path):
-    server.fail_every = 5
-    storage.write_text("s3://bucket/lists/a@b.txt", "7\n9\n")
-    pq.write_table(pa.table({"id": [7, 9]}), tmp_path / "list")
-    storage.write_bytes("s3://bucket/lists/list", (tmp_path / "list").read_bytes())
-    for uri in ("s3://bucket/lists/a@b.txt", "s3://bucket/lists/list"):
-        assert exclusions.is_listed(exclusions.pin(uri), [7, 8, 9]).tolist() == [True, False, True]
-    for uri in ("s3://bucket/lists", "s3://bucket/lists/none"):
-        with pytest.raises(ValueError, match=f"^leave_out='{uri}' cannot be read: give a text"):
-            exclusions.pin(uri)
-
-
 # ---- a run
 
 
 def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
-    """While the store fails every tenth request, and one file of a checkpoint more often than its client asks.
-
-    A list of rows that must go lies there too: they are masked.
-    """
-    listed = read(f"{finished[0].latents_uri}/data")["id"].to_pylist()[::15]
-    storage.write_text("s3://bucket/lists/ids.txt", "\n".join(map(str, listed)))
-    leave_out = exclusions.pin("s3://bucket/lists/ids.txt")
-    values = {"checkpoint_every": 6, "max_failures": 1, "leave_out": leave_out}
-    config = short_run("s3://bucket/sd", "run", max_steps=STEPS, **values)
+    """While the store fails every tenth request, and one file of a checkpoint more often than its client asks."""
+    config = short_run("s3://bucket/sd", "run", max_steps=STEPS, checkpoint_every=6, max_failures=1)
     server.fail_every = 10
     server.refuse, server.refusals = "checkpoint-000000006.*distcp", storage.max_attempts()
     fit(config)
     assert server.refusals == 0 and attempts_of(config) == [1]
     server.fail_every = 0
     assert_bare(config)
-    assert 0 < metrics.read_metrics(config.run_uri)["masked_rows"].sum() <= 2 * len(listed)
     names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
     assert {"config.json", "metrics-0001-000000001.jsonl"} <= set(names)
     assert resume.last_step(config) == STEPS
     assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
-
-
-def test_captioned_pictures_on_a_store_are_found_and_read_as_on_a_disk(store, tmp_path):
-    about = json.dumps({"key": "x", "caption": "a cat"})
-    layouts = {
-        "beside": {**captioned("12", "1_name/"), "a.md": "", ".DS_Store": ""},
-        "json": {"0/a.jpg": picture(), "0/a.json": about},
-        "table": {"m/metadata.csv": "file_name,text\n0.png,a\n", "m/0.png": picture()},
-        "arrow": {"d/data-0.arrow": arrow(hugging_face(range(3)), batch_rows=2), "d/state.json": "{}"},
-        "parquet": {"a.parquet": hugging_face("12"), "b.parquet": b"<html>"},
-        "tar": {"a.tar": tar_of(("a.jpg", picture()), ("a.txt", b"a"))},
-    }
-    for name, files in layouts.items():
-        uri = f"s3://bucket/layouts/{name}"
-        folder = as_it_is.write(tmp_path / name, **files)
-        storage.copy_folder(folder, uri)
-        assert both(uri) == both(folder), name
-        assert found(uri).counts == found(folder).counts, name
