@@ -367,6 +367,19 @@ class Plan:
     #
     # Of two workers, worker 0 gets blocks 0, 2, 4, ...: units 0 and 2 of step 0, unit 7 of step 2.
 
+    def block_table(self, units: np.ndarray | range, first_step: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(block, slot)` of each unit, both (units,), in a dataset that starts at `first_step`.
+
+        Block b is the dataset's block number b, and goes to worker b % num_workers. `slot`: the unit's position in it.
+        """
+        units = np.append(first_step * self.units_per_step, units)
+        epochs, units = np.divmod(units, self.units_per_epoch)
+        steps, positions = np.divmod(units, self.units_per_step)
+        spans, slots = np.divmod(steps, self.block_steps)  # a span: consecutive steps whose units share blocks
+        spans_per_epoch = -(-self.steps_per_epoch // self.block_steps)
+        blocks = (epochs * spans_per_epoch + spans) * self.units_per_step + positions
+        return blocks[1:] - blocks[0], slots[1:]
+
     def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
         """(blocks, block_steps) the units of each block, for the blocks of a chunk that a range of steps needs.
 
