@@ -1,5 +1,4 @@
-"""In: raw rows. Out: latents and caption embeddings, in a folder (`job`) or on their way to the trainers (`online`).
+"""In: raw rows. Out: latents and caption embeddings, in a folder that `latents` reads.
 
-Read `encoder` first: the actor. The driver runs `prepare` or `prepare_online` before a job or a run; CPU tasks run
-`stages`. To reuse the actor elsewhere, copy `encoder`, `models`, `latents.schema` and `distributed`.
+Read `encoder` first: the actor. `captions` tokenizes. CPU tasks run `stages`. The driver runs `prepare`, then `job`.
 """

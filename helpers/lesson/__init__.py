@@ -1,5 +1,4 @@
-"""In: what the other stages made. Out: what only the notebooks need: a drawn data set, figures, comparisons, plans.
+"""What only the notebooks need: a drawn data set, figures, comparisons, the planner. It may import all else.
 
-Read `captioned_shapes` first, the data set; it is copied with `storage` alone. `figures` is copied with
-`evaluation.drawing`, `generation` with `evaluation.scores` and `sample`, `planner` with nearly everything.
+Read `captioned_shapes` first: the data set, and the detector that judges images of it.
 """

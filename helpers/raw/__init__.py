@@ -1,4 +1,5 @@
-"""In: files of captioned pictures, in any format. Out: raw rows (id, caption, image bytes, error, source).
+"""In: files of captioned images. Out: raw rows (id, caption, image bytes, error, source), and decoded images.
 
-Read `inputs` first. To copy: `images` alone (bytes to pixels); `inputs` with `readers`, `filters` and the config.
+Read `inputs` first: files, columns, ids, the row filter. `readers` has Parquet and tar. `images` decodes, crops and
+resizes. `production.readers` adds other layouts.
 """

@@ -1,5 +1,5 @@
-"""In: blocks of latents, a `TrainingConfig`. Out: checkpoints, metrics, recorded failures, in `runs/{run_name}`.
+"""In: a source of steps, a `TrainingConfig`. Out: checkpoints, metrics, recorded failures, in `runs/{run_name}`.
 
-Read `loop` first: the function of a Ray Train worker. `step` is one step in plain PyTorch. To reuse `step`, copy it
-with `model`, `latents`, `config`, `distributed` and `storage`. `loop` also needs `runtime` and most of this folder.
+Read `loop` first: the function of a Ray Train worker. `step` is one step in plain PyTorch. `checkpoint` saves, uploads
+and finds checkpoints. `start` is what the driver does before a run.
 """

@@ -1,6 +1,7 @@
-"""Extras of the training loop, one file each: the notebook lists those that a run has, a job changes them by name.
+"""Joins the training loop by `train.loop.Extra`: a notebook lists its extras, a job changes them by name.
 
-No PyTorch: Ray's own processes load this package too.
+`watchdog`: a worker that hangs. `preemption`: a node whose end is announced. `sick_devices`: a GPU that gives wrong
+results. `evaluate`, `scores`: losses, images and scores of checkpoints. `trackers`, `meter`: what a run shows.
 """
 
 from __future__ import annotations
