@@ -4,7 +4,9 @@ Each function returns a `DescribedFigure`: as the last expression of a cell, or 
 alternative text that says what it shows. Images are (H, W, 3) uint8 arrays or PIL images.
 """
 
+import io
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,33 +14,102 @@ import numpy as np
 import pandas as pd
 from matplotlib import ticker
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch
 
-from .drawing import (
-    BLUE,
-    CYCLE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    SMALL,
-    WIDTH,
-    DescribedFigure,
-    add_legend,
-    add_note,
-    label_steps,
-    panels,
-    show_image,
-    wrap,
-)
+from .. import storage
+from ..production.extras import results
+from ..train.metrics import read_metrics
 
+# Okabe & Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#7A7A7A"
+CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)  # red is kept for what needs attention
+WIDTH, DPI, SMALL = 10, 100, 9
+CHARACTER = 0.072  # inches, width of an average character of the SMALL font
 Images = Sequence[Any]
 LINE = 0.16  # inches, height of a line of the SMALL font
 STAGES = {"transform": SKY, "encode": ORANGE, "write": GREEN}  # of preprocessing
 PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
 NEAR = 0.01  # share of held-out rows; a generated image nearer than all but these may be a copy
+# Columns of `results.scores`, in the order of their panels: label and colour.
+SCORES = {"clip_score": ("CLIP score", GREEN), "cmmd": ("CMMD", ORANGE), "agreement": ("agreement", PURPLE)}
+LOSSES = {"validation_loss": ("held out", RED), "validation_set_loss": ("validation set", ORANGE)}
+NOISE = "loss_by_noise/"
+NUM_PROMPTS = 4  # rows of images
+MOST_STEPS = 6  # columns of images
+PANELS_PER_ROW = 3
+
+
+# ---- what figures share
+
+
+class DescribedFigure(Figure):
+    """A matplotlib Figure with `alt_text`, which Jupyter stores beside the image.
+
+    The notebook gets it as the output's `metadata["image/png"]["alt"]`, the key that IPython and nbconvert use, and as
+    its plain text, for viewers that show no images. `height`, `width`: inches.
+    """
+
+    alt_text = ""
+
+    def __init__(self, height: float, width: float = WIDTH):
+        super().__init__(figsize=(width, height), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(self)  # not through pyplot, which would draw every open figure a second time
+
+    def described(self, text: str) -> "DescribedFigure":
+        """This figure, with an alternative text."""
+        self.alt_text = " ".join(text.split())
+        return self
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        png = io.BytesIO()
+        self.savefig(png, format="png", bbox_inches="tight")
+        return {"image/png": png.getvalue(), "text/plain": self.alt_text}, {"image/png": {"alt": self.alt_text}}
+
+
+def panels(fig: FigureBase, *shape: int, grid: str = "y", **options: Any) -> Any:
+    """Axes with a light grid and no frame on the right and top: one, or an array of them in a given `shape`."""
+    made = fig.subplots(*shape, **options)
+    for ax in np.atleast_1d(made).flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis=grid, color="0.9")
+        ax.set_axisbelow(True)
+    return made
+
+
+def label_steps(ax: Axes, label: str, most_ticks: int = 10) -> None:
+    """Label axes whose x is a run's step. Steps may have six digits: a third of a figure has room for four ticks."""
+    ax.set(xlabel="step", ylabel=label)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(most_ticks, integer=True))
+
+
+def add_legend(target: Axes | Figure, **where: Any) -> None:
+    target.legend(frameon=False, fontsize=SMALL, **where)
+
+
+def add_note(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """Write a small text beside a point, at an `offset` in typographic points."""
+    ax.annotate(text, point, offset, textcoords="offset points", fontsize=SMALL, parse_math=False, **style)
+
+
+def show_image(ax: Axes, image: Any) -> None:
+    """Show an image without ticks and frame."""
+    ax.imshow(np.asarray(image), cmap="gray")  # cmap: for images of one channel
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def wrap(text: str, inches: float, lines: int) -> str:
+    """`text` in lines of the SMALL font, of a width in inches, cut after a number of `lines`."""
+    text = str(text)
+    if not text.isascii():  # captions come in all scripts; a glyph that the font lacks would cause a warning
+        known = get_font(findfont(FontProperties())).get_charmap()
+        text = "".join(c if ord(c) in known else "□" for c in text)
+    width = max(8, int(inches / CHARACTER))
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
 
 
 # ---- images
@@ -85,19 +156,6 @@ def before_after(
     for ax, (label, color) in zip(axes[:, 0], itertools.cycle(zip(labels, (GREY, BLUE), strict=True)), strict=False):
         ax.set_ylabel(label, fontsize=11, color=color)
     return fig.described(f"{len(prompts)} pairs of images, {labels[0]} and {labels[1]}: {_listed(prompts)}.")
-
-
-def transform_steps(steps: Mapping[str, Any]) -> DescribedFigure:
-    """An image after each of some steps, all at the same scale. `steps`: name -> image; titles give sizes."""
-    shapes = np.array([np.asarray(image).shape[:2] for image in steps.values()])
-    widths = np.maximum(shapes[:, 1], 0.15 * shapes[:, 1].max())  # a title needs some room
-    fig = DescribedFigure(min(0.6 + WIDTH * shapes[:, 0].max() / widths.sum(), 5))
-    for ax, (name, image) in zip(panels(fig, 1, len(steps), width_ratios=widths), steps.items(), strict=True):
-        show_image(ax, image)
-        ax.set_anchor("N")
-        ax.set_title(f"{wrap(name, 1.5, 2)}\n{_size(image)}", fontsize=10, parse_math=False)
-    made = ", then ".join(f"{name} ({_size(image)})" for name, image in steps.items())
-    return fig.described(f"An image {made}, at the same scale.")
 
 
 def latents_panel(picture: np.ndarray, moments_2CHW: np.ndarray, reconstruction: np.ndarray) -> DescribedFigure:
@@ -298,7 +356,8 @@ def iteration(phases: pd.DataFrame, memory: pd.DataFrame, *, published: str, dev
     hide what changes within a step.
     """
     seconds = phases.groupby("phase", sort=False)["seconds"].sum()
-    shares = pd.DataFrame({"a step": seconds / seconds.sum()}).T
+    shares = 100 * seconds / seconds.sum()
+    labels = [f"{phase} {share:.0f}%" for phase, share in shares.items()]
     fig = DescribedFigure(4.4)
     top, bottom = panels(fig, 2, 1, height_ratios=(4, 1))
     for phase in phases.itertuples():
@@ -310,44 +369,13 @@ def iteration(phases: pd.DataFrame, memory: pd.DataFrame, *, published: str, dev
     title = f"memory {what}: {low:.2f} to {peak:.2f} GiB"
     end = (phases["start"] + phases["seconds"]).iloc[-1]
     top.set(xlabel="seconds", ylabel="GiB", xlim=(0, end), ylim=(low - room, peak + room), title=title)
-    _stacked_bars(bottom, shares, PHASES)
-    bottom.set(yticks=[], xlabel="share of a step's time, %")
-    labels = [Patch(color=PHASES[name], label=f"{name} {share:.0%}") for name, share in shares.iloc[0].items()]
-    add_legend(fig, handles=labels, loc="outside upper center", ncols=len(labels))
+    colors = [PHASES[phase] for phase in shares.index]
+    bottom.barh([0] * len(shares), shares, left=shares.cumsum() - shares, color=colors)
+    bottom.set(yticks=[], xlim=(0, 100), xlabel="share of a step's time, %")
+    patches = [Patch(color=color, label=label) for color, label in zip(colors, labels, strict=True)]
+    add_legend(fig, handles=patches, loc="outside upper center", ncols=len(patches))
     fig.supxlabel(published, fontsize=SMALL, color="0.35")
-    return fig.described(f"Time of a training step: {_said_shares(shares)}; {title}.")
-
-
-def time_shares(table: pd.DataFrame) -> DescribedFigure:
-    """Where the time of runs goes: one bar a run, split into computing and the shares that are lost.
-
-    `table`: one row a run, with columns data, communication, checkpoints (0 to 1): `profiling.speed_summary`.
-    """
-    names = {"data": "waits for data", "communication": "communication", "checkpoints": "checkpoints"}
-    lost = table[list(names)].fillna(0.0).rename(columns=names)
-    lost.insert(0, "computes", 1 - lost.sum(axis=1))
-    fig = DescribedFigure(1.1 + 0.4 * len(lost))
-    ax = panels(fig, grid="x")
-    _stacked_bars(ax, lost, dict(zip(lost, (BLUE, ORANGE, PURPLE, GREEN), strict=True)))
-    ax.set(xlabel="% of the time")
-    add_legend(fig, loc="outside upper center", ncols=4)
-    return fig.described(f"Where the time of runs goes: {_said_shares(lost)}.")
-
-
-def _stacked_bars(ax: Axes, shares: pd.DataFrame, colors: Mapping[str, str]) -> None:
-    """A bar a row of `shares` (0 to 1), split into its columns, each in its colour."""
-    left = np.zeros(len(shares))
-    for column in shares:
-        ax.barh(shares.index, 100 * shares[column], left=left, color=colors[column], label=column)
-        left += 100 * shares[column]
-    ax.set(xlim=(0, 100))
-    ax.invert_yaxis()
-
-
-def _said_shares(shares: pd.DataFrame) -> str:
-    """Each row of a table of shares in words."""
-    rows = (", ".join(f"{column} {share:.0%}" for column, share in row.items()) for _, row in shares.iterrows())
-    return "; ".join(f"{name}: {row}" for name, row in zip(shares.index, rows, strict=True))
+    return fig.described(f"Time of a training step: {', '.join(labels)}; {title}.")
 
 
 # ---- throughput
@@ -394,25 +422,6 @@ def throughput_over_encoders(measured: pd.DataFrame, predicted: pd.DataFrame, *,
     return fig.described(f"Images a second over the number of encoders. {limit}; measured: {said}.")
 
 
-def bandwidth_by_size(table: pd.DataFrame, *, expected: Mapping[str, float]) -> DescribedFigure:
-    """Bus bandwidth over the size of the message, one line a collective.
-
-    `table`: columns collective, bytes, "bus bandwidth, GB/s" (`network.measure_bandwidth`). `expected`: label -> GB/s.
-    """
-    fig = DescribedFigure(3.6)
-    ax, said = panels(fig, grid="both"), []
-    for (name, rows), color in zip(table.groupby("collective", sort=False), CYCLE, strict=False):
-        rates = rows["bus bandwidth, GB/s"]
-        ax.plot(rows["bytes"] / 2**20, rates, marker=".", color=color, label=name)
-        said.append(f"{name} {rates.max():.3g} GB/s at most")
-    for label, rate in expected.items():
-        ax.axhline(rate, color=RED, ls="--", lw=1.2)
-        add_note(ax, label, (table["bytes"].min() / 2**20, rate), (2, 3))
-    ax.set(xscale="log", yscale="log", xlabel="size of the message, MiB", ylabel="bus bandwidth, GB/s")
-    add_legend(ax)
-    return fig.described(f"Bus bandwidth by the size of the message: {'; '.join(said)}.")
-
-
 # ---- the model
 
 
@@ -438,32 +447,6 @@ def noise_schedule_curves(alphas_cumprod: np.ndarray) -> DescribedFigure:
 
 
 # ---- comparisons
-
-
-def agreement_by_attribute(scores: Mapping[str, Mapping[str, float]], *, goal: float) -> DescribedFigure:
-    """Share of images that show what their prompt says, by attribute; "all" (every attribute right) set apart.
-
-    `scores`: one or two labels -> attribute -> share (0 to 1). `goal`: a share, for "all".
-    """
-    fig = DescribedFigure(3.4)
-    ax, said = panels(fig), []
-    names = [*(name for name in next(iter(scores.values())) if name != "all"), "all"]
-    centres = np.arange(len(names), dtype=float)
-    centres[-1] += 0.5
-    looks = [(GREY, -0.2), (BLUE, 0.2)] if len(scores) == 2 else [(BLUE, 0)]
-    for (label, shares), (color, shift) in zip(scores.items(), looks, strict=True):
-        heights = [100 * shares[name] for name in names]
-        bars = ax.bar(centres + shift, heights, 0.38, color=color, label=label)
-        ax.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=SMALL)
-        said.append(f"{label} {', '.join(f'{name} {shares[name]:.0%}' for name in names)}")
-    ax.axvline(centres[-1] - 0.75, color="0.8")
-    end = centres[-1] + 0.5
-    ax.plot([end - 1, end], [100 * goal] * 2, color=RED, ls="--", lw=1.6)
-    add_note(ax, f"goal {100 * goal:.0f} %", (end, 100 * goal), (3, 0), color=RED, va="center")
-    ax.set(ylabel="images that agree, %", ylim=(0, 108), yticks=range(0, 101, 20))
-    ax.set(xticks=centres, xticklabels=names)
-    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(scores), borderaxespad=0)
-    return fig.described(f"Share of images that agree with their prompt: {'; '.join(said)}.")
 
 
 def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> DescribedFigure:
@@ -540,3 +523,116 @@ def guidance_curve(tables: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Describ
     if len(tables) > 1:
         ax.legend(frameon=False)
     return fig.described(f"CMMD against CLIP score by guidance scale: {'; '.join(said)}.")
+
+
+# ---- a run over time
+
+
+def run_over_time(run_uri: str) -> DescribedFigure:
+    """Loss, held-out loss by noise level, scores, and images of the same prompts at each checkpoint.
+
+    At most `MOST_STEPS` checkpoints have images; they are evenly chosen. Raises ValueError for a run without a step.
+    """
+    metrics, scores, images = read_metrics(run_uri), results.scores(run_uri), read_evaluated_images(run_uri)
+    if metrics.empty:
+        raise ValueError(f"no step in {run_uri}: give the folder of a run that has trained, storage/runs/run_name.")
+    by_noise = [name for name in scores if name.startswith(NOISE)]
+    known = [column for column in SCORES if column in scores and scores[column].notna().any()]
+    steps = choose_evenly(sorted(images), MOST_STEPS)
+    prompts = list(images[steps[0]])[:NUM_PROMPTS] if steps else []
+    num_panels = 1 + bool(by_noise) + len(known)
+    heights = [2.6 * -(-num_panels // PANELS_PER_ROW)]
+    if prompts:
+        heights.append(min(1.6, (WIDTH - 2) / len(steps)) * len(prompts) + 0.4)
+    fig = DescribedFigure(sum(heights))
+    top, *bottom = np.atleast_1d(fig.subfigures(len(heights), 1, height_ratios=heights))
+    loss_ax, *score_axes = first_panels(top, num_panels)
+    said = [draw_loss(loss_ax, metrics, scores)]
+    if by_noise:
+        said.append(draw_by_noise(score_axes.pop(0), scores, by_noise))
+    said += [draw_score(ax, scores, column) for ax, column in zip(score_axes, known, strict=True)]
+    if prompts:
+        said.append(draw_images(bottom[0], images, steps, prompts))
+    return fig.described(f"A run over {metrics['step'].iloc[-1]:,} steps: {'; '.join(said)}.")
+
+
+def read_evaluated_images(run_uri: str) -> dict[int, dict[str, np.ndarray]]:
+    """{step: {prompt: image}} from a run's evaluations."""
+    found = {}
+    for folder in storage.list_folders(storage.join(run_uri, "evaluation")):
+        prompts = storage.join(folder, "prompts.json")
+        if storage.exists(prompts):
+            found[int(storage.name(folder))] = {
+                prompt: results.read_png(storage.join(folder, f"{number:02d}.png"))
+                for number, prompt in enumerate(storage.read_json(prompts))
+            }
+    return found
+
+
+def choose_evenly(values: Sequence[int], most: int) -> list[int]:
+    """At most `most` values, evenly chosen, including the first and the last."""
+    positions = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
+    return [values[position] for position in positions]
+
+
+def first_panels(fig: FigureBase, count: int) -> list[Axes]:
+    """Axes in rows of `PANELS_PER_ROW`; the first row has what is left, and wider ones."""
+    sizes = [PANELS_PER_ROW] * (count // PANELS_PER_ROW)
+    if left := count % PANELS_PER_ROW:
+        sizes.insert(0, left)
+    rows = zip(fig.subfigures(len(sizes), 1, squeeze=False).ravel(), sizes, strict=True)
+    return [ax for row, size in rows for ax in panels(row, 1, size, grid="both", squeeze=False).ravel()]
+
+
+def draw_loss(ax: Axes, metrics: pd.DataFrame, scores: pd.DataFrame) -> str:
+    """The loss of each step, faint; its moving average; the held-out losses of checkpoints. Returns it in words."""
+    curve = metrics["loss"].rolling(25, min_periods=1, center=True).mean()
+    ax.plot(metrics["step"], metrics["loss"], color=BLUE, alpha=0.25, lw=0.8)
+    ax.plot(metrics["step"], curve, color=BLUE, label="training")
+    for column, (label, color) in LOSSES.items():
+        if column in scores:
+            ax.plot(scores["step"], scores[column], "o", color=color, ms=5, mec="white", label=label)
+    ax.set_ylim(0, 1.3 * np.nanquantile(metrics["loss"].astype(float), 0.98))
+    add_legend(ax)
+    label_steps(ax, "loss", most_ticks=4)
+    return f"loss from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g}"
+
+
+def draw_by_noise(ax: Axes, scores: pd.DataFrame, columns: list[str]) -> str:
+    """A curve for each of at most four checkpoints, from light (the first) to dark.
+
+    Returns the first and the last in words.
+    """
+    known = scores.dropna(subset=columns)
+    known = known.iloc[choose_evenly(range(len(known)), 4)]
+    timesteps = [int(column.removeprefix(NOISE)) for column in columns]
+    for shade, (_, row) in zip(np.linspace(0.4, 1, len(known)), known.iterrows(), strict=True):
+        ax.plot(timesteps, row[columns], color=BLUE, alpha=shade, lw=1.6, label=f"step {row['step']:,.0f}")
+    ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level")
+    add_legend(ax)
+    first, last = known.iloc[0][columns], known.iloc[-1][columns]
+    return f"by noise level from {first.min():.3g} to {first.max():.3g} at first, {last.min():.3g} to {last.max():.3g}"
+
+
+def draw_score(ax: Axes, scores: pd.DataFrame, column: str) -> str:
+    """A score at each checkpoint that has it. Returns the first and the last in words."""
+    label, color = SCORES[column]
+    known = scores.dropna(subset=[column])
+    ax.plot(known["step"], known[column], "o-", color=color, ms=4)
+    label_steps(ax, label, most_ticks=4)
+    return f"{label} from {known[column].iloc[0]:.3g} to {known[column].iloc[-1]:.3g}"
+
+
+def draw_images(fig: FigureBase, images: dict[int, dict[str, np.ndarray]], steps: list[int], prompts: list[str]) -> str:
+    """A grid of images: a row for each prompt, a column for each step. Returns its contents in words."""
+    grid = fig.subplots(len(prompts), len(steps), squeeze=False)
+    for column, step in zip(grid.T, steps, strict=True):
+        column[0].set_title(f"step {step:,}", fontsize=SMALL)
+        for ax, prompt in zip(column, prompts, strict=True):
+            if prompt in images[step]:
+                show_image(ax, images[step][prompt])
+            else:
+                ax.set_axis_off()
+    for ax, prompt in zip(grid[:, 0], prompts, strict=True):
+        ax.set_ylabel(wrap(prompt, 1.6, 7), fontsize=SMALL, rotation=0, ha="right", va="center")
+    return f"images of {'; '.join(prompts)} at steps {', '.join(f'{step:,}' for step in steps)}"

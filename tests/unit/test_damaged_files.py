@@ -15,7 +15,7 @@ from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson import display, generation
-from helpers.lesson.run_figure import read_evaluated_images
+from helpers.lesson.figures import read_evaluated_images
 from helpers.production import monitor
 from helpers.production.extras import results, trackers
 from helpers.train import checkpoint, faults, setup, upload

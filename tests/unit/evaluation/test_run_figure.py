@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from helpers import storage
-from helpers.lesson.run_figure import run_over_time
+from helpers.lesson.figures import run_over_time
 from helpers.production.extras import results
 from helpers.train.metrics import MetricsLog
 
