@@ -30,9 +30,8 @@ from ..train import profiling
 from . import ablations, estimates, full_run, published_results
 from .estimates import check_numbers, encoders_needed, training_hours
 
-# Latents are made by the trainers themselves (a DataLoader); before training; on the way to the trainers, in every
-# epoch; or on the way in the first epoch, and stored for the others.
-PATHS = ("DataLoader", "offline", "online", "once")
+# Latents are made by the trainers themselves (a DataLoader); before training; or on the way to the trainers.
+PATHS = ("DataLoader", "offline", "online")
 INTERVALS = (300.0, 900.0, 1800.0, 3600.0, 7200.0)  # seconds between checkpoints, the rows of `interval_table`
 _PUBLISHED_GPUS = 32  # A100-80G, behind the published rates: blog, Table 1
 _MONTH = 730.0  # hours
@@ -315,24 +314,13 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
         raise ValueError(f"path={path!r} is unknown: choose one of {', '.join(map(repr, PATHS))}.")
     own = one.dataloader or both_rate(one.trainer, one.encoder)
     slower = own.images_per_second / one.trainer.images_per_second
-    # Hours of one pass over all rows: trained on stored latents, encoded, both at once, both by the trainers.
+    # Hours of one pass over all rows: trained on stored latents, encoded.
     stored, encoded = (training_hours(one.rows, rate) for rate in (one.training_rate, one.encoding_rate))
-    streamed, by_trainers = max(stored, encoded), stored / slower
-    stretch = one.faults.slowdown(one.trainers) if one.faults else 1.0
-    first, later = {
-        "DataLoader": (by_trainers, by_trainers),
-        "offline": (stored, stored),
-        "online": (streamed, streamed),
-        "once": (streamed, stored),
-    }[path]
-    training = stretch * (first + (one.epochs - 1) * later)
+    epoch = {"DataLoader": stored / slower, "offline": stored, "online": max(stored, encoded)}[path]
+    training = (one.faults.slowdown(one.trainers) if one.faults else 1.0) * one.epochs * epoch
     # Hours for which encoders are rented, and latents stored, which grow linearly while they are made.
-    busy, kept = {
-        "DataLoader": (0.0, 0.0),
-        "offline": (encoded, encoded / 2 + training),
-        "online": (training, 0.0),
-        "once": (stretch * streamed, training - stretch * streamed / 2),
-    }[path]
+    busy = {"DataLoader": 0.0, "offline": encoded, "online": training}[path]
+    kept = encoded / 2 + training if path == "offline" else 0.0
     machines = one.trainers * one.trainer_machine.dollars_per_hour * training
     machines += one.encoders * one.encoder_machine.dollars_per_hour * busy
     storage = kept / _MONTH * one.rows * one.latents_bytes / 1e9 * one.storage_dollars
@@ -345,7 +333,7 @@ def estimate(scenario: Scenario, path: str) -> Estimate:
         machine_dollars=machines,
         storage_dollars=storage,
         images_per_second=one.rows * one.epochs / training / 3600,
-        bottleneck="encoders" if path in ("online", "once") and encoded > stored else "trainers",
+        bottleneck="encoders" if path == "online" and encoded > stored else "trainers",
     )
 
 

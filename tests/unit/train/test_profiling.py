@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.config import TrainingConfig
-from helpers.lesson import ablations, estimates, figures
+from helpers.lesson import ablations, estimates
 from helpers.production.extras import meter
 from helpers.train import setup
 from helpers.train.metrics import StepLog
