@@ -22,15 +22,13 @@ from ..model.denoisers import load_denoiser_config
 from ..production.extras import meter
 from ..train import profiling
 from ..train.step import TrainStep, Unit, to_tensor
-from . import step_costs
 
 # Changes that each row adds to the row before it.
 ABLATION = {
-    "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "channels_last": False, "compile_unet": False},
+    "ddp, fp32": {"strategy": "ddp", "precision": "fp32", "compile_unet": False},
     "+ bf16": {"precision": "bf16"},
     "+ fsdp": {"strategy": "fsdp"},
     "+ torch.compile": {"compile_unet": True},
-    "+ channels last": {"channels_last": True},
 }
 
 
@@ -83,8 +81,7 @@ def measure_step(
     """Speed of the training step of `config` on random latents, by its median step; call it on every rank.
 
     EMA is off. Keys: "images/s", "ms a step", "MFU" (NaN if the hardware's peak is not known), "peak memory, GiB",
-    "communication" (share that does not overlap with compute), "first step, s" (with compiling), and "kinds" (time by
-    category).
+    "first step, s" (with compiling).
     """
     world = distributed.world_size()
     # A large U-Net would diverge on noise at the lesson's learning rate.
@@ -96,8 +93,6 @@ def measure_step(
     train_step = TrainStep(config, manifest, device)
     first, *others = time_steps(train_step, units, steps, warm_up)
     seconds = statistics.median(others[-steps:])
-    with step_costs.profiled(device) as events:
-        train_step.step(warm_up + steps, units)
     latents_shape = manifest.latents(config.largest_resolution).shape[1:]
     flops = meter.training_flops(config.unet_config, latents_shape, manifest.embeddings.shape)
     rate, peak = config.global_batch_size / seconds, meter.peak_flops(device, config.precision)
@@ -106,9 +101,7 @@ def measure_step(
         "ms a step": 1e3 * seconds,
         "MFU": flops * rate / world / peak if peak else float("nan"),
         "peak memory, GiB": meter.peak_memory(device) / 2**30,
-        "communication": step_costs.exposed_communication(events) if world > 1 else 0.0,
         "first step, s": first,
-        "kinds": step_costs.time_by_category(events).to_dict("records"),
     }
     del train_step
     gc.collect()
@@ -123,7 +116,7 @@ def ablation(
 ) -> Iterator[dict]:
     """`measure_step` for each row of `ABLATION`, whose changes add up; `speedup` is over the first row.
 
-    Without a C++ compiler the last two rows are left out.
+    Without a C++ compiler the last row is left out.
     """
     settings, first_rate = {}, None
     for name, changes in ABLATION.items():
@@ -133,7 +126,7 @@ def ablation(
         result = measure_step(dataclasses.replace(config, **settings), device, steps=steps, warm_up=warm_up)
         rate = result.pop("images/s")
         first_rate = first_rate or rate
-        del result["kinds"], result["first step, s"]
+        del result["first step, s"]
         yield {"setting": name, "images/s": rate, "speedup": rate / first_rate, **result}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import html
 import io
 import os
@@ -31,7 +29,6 @@ from ..latents.read import example_rows
 from ..online.config import OnlineConfig
 from ..production.data import exclusions
 from ..production.extras import at_checkpoints
-from ..production.extras import trackers as tracking
 from ..production.readers import detect
 from ..raw import filters, images, inputs, readers
 from ..train import checkpoint, resume, setup
@@ -175,9 +172,10 @@ def input_tables(found: detect.Found) -> list[pd.DataFrame]:
 
 def summary(manifest: Manifest) -> pd.DataFrame:
     """What became of a job's files and rows: read = written (online: usable) + rejected (by reason) + filtered."""
-    files = manifest.job.get("input_files") or {"found": 0, "read": 0, "left_out": {}}  # earlier versions counted none
-    rows = [("files found", "", files["found"]), ("files read", "", files["read"])] * bool(files["found"])
-    rows += [("files left out", reason, count) for reason, count in files["left_out"].items()]
+    rows = []
+    if files := manifest.job.get("input_files"):  # `detect` counted them
+        rows += [("files found", "", files["found"]), ("files read", "", files["read"])]
+        rows += [("files left out", reason, count) for reason, count in files["left_out"].items()]
     rows += [("rows read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
     rows += [("of these", note, count) for note, count in manifest.noted.items()]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
@@ -188,8 +186,7 @@ def summary(manifest: Manifest) -> pd.DataFrame:
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
     """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
 
-    Trackers that a run of an earlier version had, and that there are no more, are left out. In a notebook: ValueError
-    if a parameters cell sets a name that is no parameter.
+    In a notebook: ValueError if a parameters cell sets a name that is no parameter.
     """
     if (shell := get_ipython()) is not None:
         check_names(shell.user_ns["In"])
@@ -200,9 +197,7 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
             f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
             "run_name, or change them."
         )
-    values = setup.read_config(uri)["parameters"]
-    trackers = [name for name in values.get("trackers", ()) if name in tracking.TRACKERS]
-    config = TrainingConfig(**{**values, "storage": storage_uri, "trackers": trackers})
+    config = TrainingConfig(**{**setup.read_config(uri)["parameters"], "storage": storage_uri})
     return config, resume.as_checkpoint(saved)
 
 
@@ -272,53 +267,6 @@ def sample_file(
             return
 
 
-def scan_filter(config: PreprocessingConfig) -> pd.DataFrame:
-    """Rows that `row_filter` drops, by clause: columns clause, dropped, dropped_by_it_alone, of_rows; last row "all".
-
-    Reads only the filter's columns (everything in tars, which have no columns), of the whole input or its first `limit`
-    rows. A row counts for each clause that it fails, so the clauses may add up to more than "all".
-    """
-    texts = clauses(config.row_filter)
-    if not texts:
-        raise ValueError("row_filter='' drops nothing: there is nothing to count.")
-    paths = inputs.list_inputs(config.data_uri, config.input_format)
-    readable = [path for path, rows, _ in inputs.rows_to_read(paths, config) if rows]
-    rows = inputs.read_columns(readable, filters.filter_columns(config.row_filter), config)
-    if config.limit is not None:
-        rows = rows.limit(config.limit)
-    count = functools.partial(count_dropped, texts=texts)
-    counted = rows.map_batches(count, batch_format="pyarrow").to_pandas().sum()
-    numbers, dropped = range(len(texts)), int(counted["dropped"])
-    return pd.DataFrame(
-        {
-            "clause": [*texts, "all"],
-            "dropped": [*(int(counted[f"dropped {number}"]) for number in numbers), dropped],
-            "dropped_by_it_alone": [*(int(counted[f"alone {number}"]) for number in numbers), dropped],
-            "of_rows": int(counted["rows"]),
-        }
-    )
-
-
-def clauses(text: str) -> list[str]:
-    """The parts of a filter between its outermost `and`s; a filter without one is a single clause."""
-    if filters.parse_filter(text) is None:
-        return []
-    tree = ast.parse(text.strip(), mode="eval").body
-    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
-    return [ast.unparse(part) for part in parts]
-
-
-def count_dropped(rows: pa.Table, *, texts: list[str]) -> pa.Table:
-    """One row of counts: rows that each clause drops, that it alone drops, and that any clause drops."""
-    failed_CB = ~np.array([filters.kept_rows(rows, text) for text in texts])
-    num_failed_B = failed_CB.sum(axis=0)
-    counts = {"rows": len(rows), "dropped": np.count_nonzero(num_failed_B)}
-    for number, failed_B in enumerate(failed_CB):
-        counts[f"dropped {number}"] = np.count_nonzero(failed_B)
-        counts[f"alone {number}"] = np.count_nonzero(failed_B & (num_failed_B == 1))
-    return pa.Table.from_pylist([counts])
-
-
 def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list[str], Callable | None]:
     """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
 
@@ -357,7 +305,6 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     raw = read_manifest(uri).online
     if raw is None:
         return example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
-    # Earlier versions recorded a parameter more.
-    config = OnlineConfig(**{name: value for name, value in raw.items() if name != "text_precision"})
+    config = OnlineConfig(**raw)
     rows = inputs.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

@@ -147,6 +147,21 @@ def step_flops(resolution: int, recipe: str = "sd2") -> float:
     return meter.training_flops(one.unet_config, (one.channels, side, side), (one.tokens, one.text.hidden_size))
 
 
+def count_flops(name: str, latents_shape: tuple[int, ...], text_shape: tuple[int, ...]) -> pd.DataFrame:
+    """Parameters and forward FLOPs of a denoiser by block for one sample, counted on the "meta" device.
+
+    Returns a frame with columns block, parameters, gflops, in the order of the forward pass. A multiplication and an
+    addition are two FLOPs. Arguments as for `meter.count_forward`.
+    """
+    denoiser, counter = meter.count_forward(name, latents_shape, text_shape)
+    flops = {module: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
+    rows = []
+    for block, module in denoisers.parts(denoiser, denoisers.adapter_of(denoiser).parts).items():
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        rows.append((block, parameters, flops.get(f"{type(denoiser).__name__}.{block}", 0) / 1e9))
+    return pd.DataFrame(rows, columns=["block", "parameters", "gflops"])
+
+
 def row_bytes(resolution: int, recipe: str = "sd2") -> tuple[int, int]:
     """`(latents, captions)` of a stored row of a recipe's run, on average: moments and embeddings in fp16."""
     one = RECIPES[recipe]

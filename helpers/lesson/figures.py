@@ -479,29 +479,6 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
     return fig.described(f"Differences from {names[0]} over {len(values)} seeds: {'; '.join(said)}.")
 
 
-def preferences(report: pd.DataFrame, *, title: str) -> DescribedFigure:
-    """Which of two models readers prefer, by question, with 95 % intervals; as in MosaicML's Figure 5.
-
-    `report`: what `side_by_side.report` returned. Points are shares of the choices that prefer one of the two.
-    """
-    first, undecided, second = report.columns[:3]
-    fig = DescribedFigure(2.2, width=7)
-    ax, said, labels = panels(fig, grid="x"), [], []
-    for number, (question, row) in enumerate(report.iterrows()):
-        labels.append(f"{question}\n{row[first]:.0f} : {row[second]:.0f}, {undecided} {row[undecided]:.0f}")
-        low, share, high = 100 * row["low"], 100 * row["preferred"], 100 * row["high"]
-        if np.isnan(share):
-            said.append(f"{question}: nobody prefers either")
-            continue
-        ax.errorbar(share, number, xerr=[[share - low], [high - share]], fmt="o", color=BLUE, capsize=6)
-        said.append(f"{question}: {second} preferred by {share:.0f}% ({low:.0f}% to {high:.0f}%)")
-    ax.axvline(50, color=GREY, ls="--", lw=1)
-    ax.set(yticks=range(len(report)), yticklabels=labels, ylim=(len(report) - 0.5, -0.5), xlim=(0, 100))
-    ax.set(xlabel=f"{second} preferred to {first}, %")
-    ax.set_title(title, parse_math=False)
-    return fig.described(f"{title}. {'; '.join(said)}; of those who prefer {first} or {second}.")
-
-
 def guidance_curve(tables: pd.DataFrame | Mapping[str, pd.DataFrame]) -> DescribedFigure:
     """CMMD, a distance from real images, against the CLIP score, along guidance scales.
 

@@ -24,7 +24,7 @@ import torch
 from ray.data import ActorPoolStrategy
 
 from .. import cluster, storage
-from ..config import first_difference
+from ..config import refuse_change
 from ..encode import encoder
 from ..encode.models import pin_model
 from ..latents import schema
@@ -36,7 +36,6 @@ PARTS, JOB = "parts", "job.json"
 # Columns of a part.
 INDEX, PROMPT, PICTURE = "index", "prompt", "picture"
 IMAGE_EMBEDDING, TEXT_EMBEDDING = "image_embedding", "text_embedding"
-FINGERPRINT_BYTES = 2**20  # read of each weight file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +82,13 @@ class GenerationJob:
             raise ValueError("There are no prompts: give at least one.")
         self.prompts, self.uri = prompts, storage.resolve(uri)
         job_uri = storage.join(self.uri, JOB)
-        before = read_job(self.uri) if storage.exists(job_uri) else {}
+        before = storage.read_json(job_uri) if storage.exists(job_uri) else {}
         models = {name: pin_model(getattr(settings, name), before.get(name), name) for name in ("pipeline", "clip")}
         self.settings = dataclasses.replace(settings, **models)
         values = {"prompts": len(prompts), "prompts_crc32": zlib.crc32(json.dumps(prompts).encode())}
         self.values = {**dataclasses.asdict(self.settings), **values, "weights": fingerprint(settings.pipeline)}
-        if before and (found := first_difference(before, self.values)):
-            name, value_before, value = found
-            raise ValueError(
-                f"{uri!r} holds images that were made with {name}={value_before!r}, not {value!r}: give another "
-                "folder, or delete that one."
-            )
+        if before:
+            refuse_change(f"uri={uri!r}", before, self.values, "give another folder, or delete that one")
 
     def pending(self) -> list[int]:
         """Numbers of the parts still to be made."""
@@ -117,17 +112,9 @@ def part_name(number: int) -> str:
 
 
 def fingerprint(pipeline: str) -> int | None:
-    """A CRC of the last bytes of a folder's weight files, which differ between checkpoints; None for a hub id."""
+    """A CRC of a folder's weight files, which differ between checkpoints; None for a hub id."""
     files = storage.list_files(pipeline, ".safetensors", recursive=True)
-    if not files:
-        return None
-    crc32 = 0
-    for path in files:
-        filesystem, name = storage.open_filesystem(path)
-        with filesystem.open_input_file(name) as file:
-            size = min(file.size(), FINGERPRINT_BYTES)
-            crc32 = zlib.crc32(file.read_at(size, file.size() - size), crc32)
-    return crc32
+    return functools.reduce(lambda crc32, path: zlib.crc32(storage.read_bytes(path), crc32), files, 0) or None
 
 
 # ---- actors
@@ -203,37 +190,21 @@ def generate_all(
     return made
 
 
-def read_job(uri: str) -> dict:
-    """What a folder's images were made with."""
-    return storage.read_json(storage.join(uri, JOB), "give another folder, or delete this one")
-
-
-def embeddings(table: pa.Table, column: str) -> np.ndarray:
-    """(N, D) float32."""
-    return schema.from_binary(table[column], (-1,), np.float32)[0]
-
-
-def read_saved(uri: str, columns: list[str]) -> pa.Table:
-    """Columns of all parts of a folder, in the order of the prompts. Raises ValueError if parts are missing."""
-    values = read_job(uri)
-    files = storage.list_files(storage.join(uri, PARTS), ".parquet")
-    expected = -(-values["prompts"] // values["rows_per_part"])
-    if len(files) < expected:
-        raise ValueError(
-            f"{uri!r} has {len(files):,} of {expected:,} parts: run `generate_all` again, which makes the others."
-        )
-    with ThreadPoolExecutor(16) as pool:
-        return pa.concat_tables(pool.map(functools.partial(read_parquet, columns=columns), files))
-
-
 def score(uri: str, real: np.ndarray | None = None) -> dict[str, float]:
     """Scores of a folder's images: their number ("pictures"), "clip_score", and with `real` images "cmmd".
 
     `real`: (N, D) embeddings of real images by the same CLIP (`scores.CLIP.images`). Raises ValueError if parts are
     missing.
     """
-    table = read_saved(uri, [IMAGE_EMBEDDING, TEXT_EMBEDDING])
-    images, texts = embeddings(table, IMAGE_EMBEDDING), embeddings(table, TEXT_EMBEDDING)
+    job, files = storage.read_json(storage.join(uri, JOB)), storage.list_files(storage.join(uri, PARTS), ".parquet")
+    if len(files) * job["rows_per_part"] < job["prompts"]:
+        raise ValueError(
+            f"{uri!r} lacks parts, it has {len(files):,}: run `generate_all` again, which makes the others."
+        )
+    read = functools.partial(read_parquet, columns=[IMAGE_EMBEDDING, TEXT_EMBEDDING])
+    with ThreadPoolExecutor(16) as pool:
+        table = pa.concat_tables(pool.map(read, files))
+    images, texts = (schema.from_binary(column, (-1,), np.float32)[0] for column in table.columns)
     values = {"pictures": len(images), "clip_score": scores.clip_score(images, texts)}
     if real is not None:
         values["cmmd"] = scores.cmmd(images, real)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import distributed, storage
-from . import estimates, published_results
+from . import estimates
 
 # Bytes that each link of a ring carries, in units of message size x (n - 1) / n: nccl-tests, doc/PERFORMANCE.md.
 COLLECTIVES = {"all-reduce": 2, "all-gather": 1}
@@ -123,37 +123,23 @@ def describe_node() -> dict:
 
 def explain(node: dict, device: str = "cuda") -> str:
     """Whether NCCL on a node (`describe_node`) has what EFA needs, and what to change if it has not."""
-    name, interfaces = node["node"], f"{node['devices']} EFA interface(s)"
-    if device != "cuda":
-        return f"{name}: workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs."
-    if not node["devices"]:
-        return (
-            f"{name}: EFA is off, NCCL uses TCP or InfiniBand: the machine has no EFA interface. Start an instance "
-            "that has some (p4d, p4de, p5), with EFA network interfaces and a security group that lets all traffic to "
-            "and from itself through."
-        )
-    if not node["plugins"] and not node["loaded"]:
-        return (
-            f"{name}: EFA is off although there are {interfaces}: NCCL's plugin aws-ofi-nccl is not found. Install it, "
-            "and put its folder on LD_LIBRARY_PATH where `ray start` runs."
-        )
     files = [os.path.basename(path) for path in node["loaded"]]
-    if all(any(file.startswith(library) for file in files) for library in ("libnccl-net", "libfabric")):
-        return (
-            f"{name}: NCCL has what EFA needs: {interfaces}, and this worker has loaded {' and '.join(files)}. It uses "
-            "EFA unless FI_PROVIDER or NCCL_NET names another network."
+    if device != "cuda":
+        said = "workers on CPUs use gloo over TCP; EFA is for NCCL on GPUs"
+    elif not node["devices"]:
+        said = (
+            "EFA is off: the machine has no EFA interface. Start one that has some (p4d, p4de, p5), with EFA network "
         )
-    return (
-        f"{name}: EFA could be on, with {interfaces} and {os.path.basename((node['plugins'] or files)[0])}, but this "
-        "worker has not loaded libfabric: one node alone needs no network, else set NCCL_DEBUG=INFO and look for "
-        "NET/OFI."
-    )
-
-
-def expected_bandwidth() -> dict[str, float]:
-    """{label: GB/s} that a node's network should reach on p4d and p4de, with EFA and with TCP (`FACTS`)."""
-    rates = {kind: published_results.FACTS[f"network of a node, {kind}"].value for kind in ("EFA", "TCP")}
-    return {f"{kind}: {rate:g} GB/s": rate for kind, rate in rates.items()}
+        said += "network interfaces and a security group that lets all traffic to and from itself through"
+    elif not node["plugins"] and not files:
+        said = "EFA is off: NCCL's plugin aws-ofi-nccl is not found. Install it, and put its folder on LD_LIBRARY_PATH "
+        said += "where `ray start` runs"
+    elif all(any(file.startswith(library) for file in files) for library in ("libnccl-net", "libfabric")):
+        said = f"NCCL has what EFA needs: {node['devices']} interface(s), and this worker has loaded {', '.join(files)}"
+    else:
+        said = "EFA could be on, but this worker has not loaded libfabric: one node alone needs no network, else set "
+        said += "NCCL_DEBUG=INFO and look for NET/OFI"
+    return f"{node['node']}: {said}."
 
 
 def step_shares(found: dict) -> pd.DataFrame:

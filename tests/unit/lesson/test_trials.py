@@ -102,13 +102,3 @@ def test_differences_are_paired_by_seed():
     assert (row["low"], row["high"]) == pytest.approx((-0.0484138, 0.4484138))  # 0.2 +- 4.302653 * 0.1 / sqrt(3)
     with pytest.raises(ValueError, match="^'other' has no 'loss' with seed 2: the settings must have the same seeds"):
         trials.compare_settings(frame[:-1])
-
-
-def test_what_cannot_be_compared_is_refused(config):
-    with pytest.raises(ValueError, match=r"^settings=\['v'\] leaves nothing to compare: give two or more"):
-        trials.run(config, {"v": {}}, [0, 1])
-    for seeds in ([0], [1, 1]):
-        with pytest.raises(ValueError, match=r"^seeds=.* must be at least two different seeds"):
-            trials.run(config, {"v": {}, "w": {}}, seeds)
-    with pytest.raises(ValueError, match="^gama=1 is not a parameter of TrainingConfig"):
-        trials.run(config, {"v": {}, "w": {"gama": 1}}, [0, 1])

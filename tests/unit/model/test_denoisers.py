@@ -13,7 +13,7 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, encode_embedding
-from helpers.lesson import ablations, estimates, step_costs
+from helpers.lesson import ablations, estimates
 from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
@@ -203,7 +203,7 @@ def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
         module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
     denoisers.denoise(model, torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
     assert called == list(parts)
-    table = step_costs.count_flops(configs[name], (4, 8, 8), (6, 128))
+    table = estimates.count_flops(configs[name], (4, 8, 8), (6, 128))
     outside = sum(parameter.numel() for parameter in model.parameters()) - table["parameters"].sum()
     assert 0 <= outside <= 2 * 32  # PixArt's last shift and scale belong to no module
     assert (table["gflops"] > 0).sum() >= len(table) - 1  # a norm has none
@@ -237,7 +237,7 @@ def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
 )
 def test_presets_have_the_published_size_and_cost(name, size, parameters, gigaflops):
     """Of Stable Diffusion 2 at 256 and at 512 pixels; counted without memory, by the blocks of the forward pass."""
-    blocks = step_costs.count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
+    blocks = estimates.count_flops(name, (4, size, size), (77, load_denoiser_config(name)["cross_attention_dim"]))
     assert blocks["parameters"].sum() == parameters
     assert blocks["gflops"].sum() == pytest.approx(gigaflops, rel=0.01)
 
