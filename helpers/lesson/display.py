@@ -67,7 +67,7 @@ def catch_up() -> None:
         raise RuntimeError("This kernel does not know its notebook's file: run the cells above, with sections = [].")
     cells = storage.read_json(path)["cells"]
     for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
-        if "looks.catch_up()" in source:
+        if "show.catch_up()" in source:
             return
         if not source.startswith("# section: "):
             shell.run_cell(source).raise_error()

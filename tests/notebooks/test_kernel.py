@@ -54,10 +54,10 @@ def reader(tmp_path):
 
 
 def test_a_cell_that_is_run_too_early_or_stopped_says_so_in_one_sentence(reader):
-    reader.run("from helpers.lesson import display as looks\nlooks.fold_tracebacks()")
+    reader.run("from helpers.lesson import display as show\nshow.fold_tracebacks()")
     assert "Run the cells above this one first" in reader.run("segments = job.segments")
     assert reader.run("raise KeyboardInterrupt('Stopped after step 3.')") == "Stopped after step 3.\n"
-    assert "run the cells above, with sections = []" in reader.run("looks.catch_up()")  # no file is saved there
+    assert "run the cells above, with sections = []" in reader.run("show.catch_up()")  # no file is saved there
 
 
 @slow
@@ -78,7 +78,7 @@ def test_a_reader_trains_stops_goes_on_restarts_and_draws(no_shared_cluster, rea
     assert "checkpoint-000000600" in reader.run(cells[train])
     assert "Nothing to do" in reader.run(cells[train])
     reader.restart()
-    assert "Nothing to do" in reader.run(next(cell for cell in cells if "looks.catch_up()" in cell))
+    assert "Nothing to do" in reader.run(next(cell for cell in cells if "show.catch_up()" in cell))
     for cell in cells[train + 2 : late]:
         said = reader.run(cell)
     assert "1 image" in reader.run(cells[late]), said
