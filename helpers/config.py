@@ -270,7 +270,7 @@ LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer s
 OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
 InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
-TextCleaning = Literal["none", "lower", "ftfy"]
+TextCleaning = Literal["none", "ftfy"]
 EncoderPrecision = Literal["fp32", "fp16", "bf16"]
 Statistics = Literal["moments", "mean"]
 Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]

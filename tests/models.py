@@ -31,7 +31,7 @@ WORDS = [  # of the drawn pictures' captions, and some more
 ]
 PIPELINES = {
     "CLIPTextModel": ("StableDiffusionPipeline", "CLIPTokenizer"),
-    "T5EncoderModel": ("PixArtSigmaPipeline", "T5Tokenizer"),
+    "T5EncoderModel": ("PRXPipeline", "T5Tokenizer"),
     "T5GemmaEncoder": ("PRXPipeline", "GemmaTokenizer"),
 }
 

@@ -36,11 +36,8 @@ def caption_ids(captions: Sequence[str], config: PreprocessingConfig) -> np.ndar
 def clean(caption: str, cleaning: str) -> str:
     """A caption, cleaned as a pipeline of diffusers cleans prompts. `cleaning`: the parameter `text_cleaning`.
 
-    "none": `StableDiffusionPipeline`; "lower": `PixArtSigmaPipeline` with `clean_caption=False`; "ftfy": `PRXPipeline`
-    with `skip_text_cleaning=True`.
+    "none": `StableDiffusionPipeline`; "ftfy": `PRXPipeline` with `skip_text_cleaning=True`.
     """
-    if cleaning == "lower":
-        return caption.lower().strip()
     if cleaning == "ftfy":
         import ftfy
 

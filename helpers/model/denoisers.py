@@ -27,10 +27,8 @@ class Adapter:
         parts: names of the modules that own parameters, in the order of the forward pass. The name of a `ModuleList`
             stands for its items.
         blocks: the `parts` that are sharded and compiled one by one.
-        depth: the config key for the number of blocks. `rebuild_buffers` builds the model with 0 blocks, to compute the
-            buffers that the state dict lacks. None if the state dict holds all buffers.
         text_width: the config's name for the width of caption embeddings.
-        text_cleaning: how the pipeline cleans prompts, a value of the parameter `text_cleaning`; None: any value fits.
+        text_cleaning: how the pipeline cleans prompts: "none" or "ftfy".
         masks_padding: True: the denoiser takes captions without padding tokens, and a mask of their tokens. False: it
             takes captions with padding tokens, and no mask.
         vaes, text_encoders: the classes of autoencoders and text encoders that the pipeline accepts.
@@ -38,33 +36,23 @@ class Adapter:
         pipeline, component: diffusers' pipeline, and its name for the denoiser.
         left_out: arguments that build the pipeline without its optional models.
         samplers: values of the parameter `sampler` that the pipeline can use.
-        fixed: required config values, {key: value}. With any other value, the model would need arguments that its
-            pipeline does not pass.
-        learned_variance: whether the denoiser may have twice as many output channels as input channels. The second half
-            is then a variance, which the pipeline leaves out.
         max_tokens: the most tokens of a caption that the pipeline takes by default; None if it takes padding tokens.
-        bins: image sides in pixels for which the pipeline has aspect-ratio bins; (): it has no bins. A pipeline with
-            bins that is called with a prompt alone generates one of these sizes, or raises ValueError.
         note: a sentence for users of the exported pipeline.
     """
 
     name: str
     parts: tuple[str, ...]
     blocks: tuple[str, ...]
-    depth: str | None = None
     text_width: str
-    text_cleaning: str | None = None
+    text_cleaning = "none"
     masks_padding = True
     vaes, text_encoders, shifts = (KL,), (CLIP, T5, T5GEMMA), False
     pipeline: str
     component = "transformer"
     left_out: ClassVar[dict[str, Any]] = {}
     samplers = ("ddim", "dpm++", "euler", "unipc")
-    learned_variance = False
     max_tokens: int | None = None
-    bins: tuple[int, ...] = ()
     note = ""
-    fixed: ClassVar[dict[str, Any]] = {}
 
     @property
     def kind(self) -> type[diffusers.ModelMixin]:
@@ -95,13 +83,6 @@ class Adapter:
         denoiser.register_to_config(sample_size=side)
         return {}
 
-    def spacing(self, config: dict[str, Any]) -> float | None:
-        """A measure of the distance between neighbouring patches in the position embedding.
-
-        None for a class whose positions do not depend on `sample_size`.
-        """
-        return None
-
 
 class UNet(Adapter):
     """Stable Diffusion's U-Net. It reads a caption with its padding."""
@@ -130,38 +111,6 @@ class UNet(Adapter):
         return {"timestep": timesteps_B}
 
 
-class PixArt(Adapter):
-    """PixArt-Sigma's transformer with cross-attention (Chen et al., 2024)."""
-
-    name = "PixArtTransformer2DModel"
-    parts = ("pos_embed", "adaln_single", "caption_projection", "transformer_blocks", "proj_out")
-    blocks = ("transformer_blocks",)
-    depth = "num_layers"  # the table of `pos_embed` is a buffer outside of the state dict
-    text_width = "caption_channels"
-    text_cleaning = "lower"
-    pipeline = "PixArtSigmaPipeline"
-    learned_variance = True
-    max_tokens = 300
-    bins = (256, 512, 1024, 2048)
-    fixed: ClassVar[dict[str, Any]] = {"use_additional_conditions": False}  # PixArt-Alpha's conditions on the size
-
-    def conditions(self, timesteps_B, mask_BL):
-        sizes = {"resolution": None, "aspect_ratio": None}  # of PixArt-Alpha alone
-        return {"timestep": timesteps_B, "encoder_attention_mask": mask_BL, "added_cond_kwargs": sizes}
-
-    def call_options(self, max_tokens):
-        return {"max_sequence_length": max_tokens, "use_resolution_binning": False, "clean_caption": False}
-
-    def set_default_size(self, denoiser, pixels, side):
-        positions = denoiser.pos_embed  # patch i is at i * base_size / (patches a side * interpolation_scale)
-        scale = positions.interpolation_scale * (side // positions.patch_size) / positions.base_size
-        denoiser.register_to_config(interpolation_scale=scale)
-        return super().set_default_size(denoiser, pixels, side)
-
-    def spacing(self, config):
-        return config["sample_size"] / (config["interpolation_scale"] or max(config["sample_size"] // 64, 1))
-
-
 class PRX(Adapter):
     """Photoroom's transformer, with joint attention over image and caption."""
 
@@ -173,7 +122,6 @@ class PRX(Adapter):
     vaes, shifts = (KL, DC), True
     pipeline = "PRXPipeline"
     max_tokens = 256
-    bins = (256, 512, 1024)
     samplers = ("ddim", "dpm++", "unipc")  # Euler needs scaled inputs, and the pipeline does not scale them
     note = "Give it one prompt a call: with several, and guidance, this pipeline fails in diffusers 0.42."
 
@@ -187,7 +135,7 @@ class PRX(Adapter):
         return {"default_sample_size": pixels}
 
 
-ADAPTERS = {adapter.name: adapter for adapter in (UNet(), PixArt(), PRX())}
+ADAPTERS = {adapter.name: adapter for adapter in (UNet(), PRX())}
 
 # "sd2-base" is the published configuration of Stable Diffusion 2 base. "small" has the same shape at a tenth of the
 # size, for one GPU; as "tiny" it takes the captions of the encoders in helpers. The transformers are PRX's;
@@ -205,8 +153,7 @@ PRESETS = {
 def load_denoiser_config(name: str) -> dict:
     """The configuration of a denoiser. `name`: one of `PRESETS`, or the path of a config.json in diffusers layout.
 
-    Raises ValueError for an unknown name, for a file that configures no class of `ADAPTERS`, and for a value that
-    contradicts `Adapter.fixed`.
+    Raises ValueError for an unknown name, and for a file that configures no class of `ADAPTERS`.
     """
     path = PRESETS.get(name) or pathlib.Path(name)
     if not path.is_file():
@@ -222,15 +169,7 @@ def load_denoiser_config(name: str) -> dict:
             f"unet_config={name!r} configures {kind or 'no model'}: give the config.json of a denoiser, which are "
             f"{', '.join(ADAPTERS)}."
         )
-    adapter = ADAPTERS[kind]
-    for key, value in adapter.fixed.items():
-        if values.get(key) not in (None, value):
-            raise ValueError(
-                f"unet_config={name!r} has {key}={values[key]!r}, for which {adapter.pipeline} gives no value: set it "
-                f"to {value!r}."
-            )
-    kept = {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
-    return {**kept, **adapter.fixed}
+    return {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
 
 
 def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
@@ -263,7 +202,7 @@ def find_faults(name: str) -> Iterator[str]:
         yield f"{which} on latents, timesteps and captions alone: {reason}."
         return
     predicted = model.config.get("out_channels") or channels
-    if predicted != channels and not (adapter.learned_variance and predicted == 2 * channels):
+    if predicted != channels:
         yield f"{which}: out_channels={predicted} is not in_channels={channels}, which {adapter.pipeline} needs."
     if unused := [name for name, parameter in model.named_parameters() if parameter.grad is None]:
         yield f"{which}: {len(unused)} parameters get no gradient, such as {unused[0]}: leave out what they belong to."
@@ -297,8 +236,7 @@ def denoise(
         mask_BL: True for tokens, False for padding; None: the denoiser reads every position, padding tokens included.
     """
     conditions = adapter_of(model).conditions(timesteps_B, mask_BL)
-    predicted = model(noisy_BCHW, encoder_hidden_states=text_BLD, return_dict=False, **conditions)[0]
-    return predicted[:, : noisy_BCHW.shape[1]]  # published PixArts also predict a variance, which has no loss here
+    return model(noisy_BCHW, encoder_hidden_states=text_BLD, return_dict=False, **conditions)[0]
 
 
 def expand_timestep(model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -325,13 +263,3 @@ def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that are sharded and compiled one by one."""
     return list(parts(model, adapter_of(model).blocks).values())
-
-
-def rebuild_buffers(model: torch.nn.Module) -> None:
-    """Fill, in place, the buffers that the state dict lacks. For models that were made on the "meta" device."""
-    adapter = adapter_of(model)
-    if adapter.depth is None:
-        return
-    without_blocks = adapter.kind.from_config({**model.config, adapter.depth: 0})
-    for name, buffer in without_blocks.named_buffers():
-        model.get_buffer(name).copy_(buffer)

@@ -172,7 +172,6 @@ def allocate_weights(denoiser: diffusers.ModelMixin, name: str, seed: int, devic
     denoiser.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(denoiser, weights, options=options)
-    denoisers.rebuild_buffers(denoiser)
 
 
 def apply_channels_last(denoiser: diffusers.ModelMixin, sharded: bool) -> None:

@@ -144,7 +144,7 @@ def check_objective(config: TrainingConfig, theirs: str | None, given: str, reme
 def check_config(config: TrainingConfig, theirs: dict[str, Any], given: str) -> None:
     """Raises ValueError if a denoiser's config sets a value that `unet_config` sets otherwise.
 
-    A value that changes no weight's shape counts too. The default image size does not count (`Adapter.spacing`).
+    A value that changes no weight's shape counts too. The default image size (`sample_size`) does not count.
     `theirs`: the denoiser's config. `given`: the beginning of the error message.
     """
     ours = denoisers.load_denoiser_config(config.unet_config)
@@ -152,13 +152,9 @@ def check_config(config: TrainingConfig, theirs: dict[str, Any], given: str) -> 
     arguments = list(inspect.signature(adapter.kind.__init__).parameters.items())[1:]
     defaults = {"_class_name": None} | {name: argument.default for name, argument in arguments}
     theirs, ours = ({name: values.get(name, defaults[name]) for name in defaults} for values in (theirs, ours))
-    names = list(defaults)
-    if theirs["_class_name"] == ours["_class_name"] and adapter.spacing(theirs) == adapter.spacing(ours):
-        # An export's size is that of the pictures that it draws by default.
-        names = [name for name in names if name not in ("sample_size", "interpolation_scale")]
-    for name in names:
+    for name in defaults:
         value, own = theirs[name], ours[name]
-        if not same_setting(value, own):
+        if name != "sample_size" and not same_setting(value, own):
             raise ValueError(
                 f"{given} is a denoiser with {name}={value}, and unet_config={config.unet_config!r} has {own}: start "
                 "from one of the same configuration, or give its config.json as unet_config."

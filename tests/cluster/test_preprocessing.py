@@ -233,7 +233,7 @@ def test_another_autoencoder_and_text_encoder_store_captions_without_padding(clu
     """Each row's text is what the text encoder makes of its caption alone; finished, the job has nothing to do."""
     models = {"vae_model": tiny_model(tmp_path / "dc", "AutoencoderDC")}
     models["text_encoder_model"] = tiny_model(tmp_path / "t5", text="T5EncoderModel")
-    text = {"maximum_tokens": 20, "text_cleaning": "lower"}
+    text = {"maximum_tokens": 20, "text_cleaning": "ftfy"}
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents="mean", **models, **text)
     captioned_shapes.write_data_set(config.raw_uri, 150)
     manifest = encode(config)

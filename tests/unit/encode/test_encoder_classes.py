@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import pathlib
 import shutil
 
 import numpy as np
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import torch
-from diffusers import PixArtSigmaPipeline, PRXPipeline
+from diffusers import PRXPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,22 +97,17 @@ def test_masked_text_is_that_of_single_captions_without_padding(model, text):
         assert (states_LD[len(expected) :] == 0).all()
 
 
-@pytest.mark.parametrize(("text", "cleaning"), [("T5EncoderModel", "lower"), ("T5GemmaEncoder", "ftfy")])
-def test_captions_are_prepared_as_the_stock_pipeline_prepares_prompts(model, text, cleaning):
+def test_captions_are_prepared_as_the_stock_pipeline_prepares_prompts(model):
+    text = "T5GemmaEncoder"
     prompts = ["  A RED Circle&amp;amp;", "sch\u00c3\u00b6n &quot;blue&quot; "]
     parts = {"tokenizer": load_tokenizer(model(text=text)), "vae": encoder.load_vae(model())}
     parts |= {"text_encoder": encoder.load_text_encoder(model(text=text)), "transformer": None, "scheduler": None}
-    if cleaning == "lower":
-        stock, mask, *_ = PixArtSigmaPipeline(**parts).encode_prompt(
-            prompts, do_classifier_free_guidance=False, max_sequence_length=20, device="cpu"
-        )
-    else:
-        drawing = PRXPipeline(**parts)
-        drawing.tokenizer.model_max_length = 24
-        stock, mask, *_ = drawing.encode_prompt(
-            prompts, do_classifier_free_guidance=False, skip_text_cleaning=True, device=torch.device("cpu")
-        )
-    config = config_of(model(text=text), maximum_tokens=stock.shape[1], text_cleaning=cleaning)
+    drawing = PRXPipeline(**parts)
+    drawing.tokenizer.model_max_length = 24
+    stock, mask, *_ = drawing.encode_prompt(
+        prompts, do_classifier_free_guidance=False, skip_text_cleaning=True, device=torch.device("cpu")
+    )
+    config = config_of(model(text=text), maximum_tokens=stock.shape[1], text_cleaning="ftfy")
     ids_BL = caption_ids(prompts, config)
     with torch.no_grad():
         found = encoder.last_states(parts["text_encoder"], torch.from_numpy(ids_BL))
@@ -187,10 +181,10 @@ def training(storage, **values):
 def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, vae, text):
     """Two captions a row, and each unit's rows have the tokens of the one that its epoch draws; bit by bit."""
     options = {"latents": LATENTS[vae], "maximum_tokens": 16}
-    raw = {**write_raw(tmp_path), "caption_column": ["short", "long"], "text_cleaning": "lower"}
+    raw = {**write_raw(tmp_path), "caption_column": ["short", "long"], "text_cleaning": "ftfy"}
     config = config_of(model(vae, text), **raw, **options)
     made, rows = encode(config)
-    assert made.text_cleaning == "lower" and made.embeddings.ragged and made.embeddings.shape == (16, WIDTH)
+    assert made.text_cleaning == "ftfy" and made.embeddings.ragged and made.embeddings.shape == (16, WIDTH)
     assert made.vae_class == vae and made.text_encoder_class == text
     assert made.stored_row_bytes < 1.2 * sum(len(value) for value in rows.slice(0, 1).to_pylist()[0].values())
     written = {}
@@ -310,8 +304,8 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     assert "shift_factor" not in setup.describe_data(data)[0]
     job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
     job.check_same(json.loads(json.dumps(job.parameters)))
-    other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="lower"))
-    with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'lower'"):
+    other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="ftfy"))
+    with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'ftfy'"):
         dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
 
 
@@ -319,18 +313,12 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
     ("denoiser", "changes", "wanted"),
     [
         ("sd2-base", {}, (None, "none")),
-        ("pixart", {}, (24, "lower")),
         ("tiny-transformer", {}, (24, "ftfy")),
         ("tiny-transformer", {"maximum_tokens": 12}, (12, "ftfy")),
     ],
 )
 def test_a_job_that_is_told_the_denoiser_encodes_the_captions_that_it_takes(tmp_path, denoiser, changes, wanted):
     """No one has to know them; the training's check has nothing against captions and encoders."""
-    if denoiser == "pixart":
-        denoiser = str(tmp_path / "config.json")
-        values = {"_class_name": "PixArtTransformer2DModel", "in_channels": 4, "out_channels": 4, "patch_size": 1}
-        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "cross_attention_dim": 32}
-        pathlib.Path(denoiser).write_text(json.dumps({**values, **sizes, "caption_channels": 128, "sample_size": 8}))
     options = {**write_raw(tmp_path), "caption_column": "short", "unet_config": denoiser, **changes}
     checked = prepare.check(config_of("tiny-sd", **options))
     assert (checked.config.maximum_tokens, checked.config.text_cleaning) == wanted

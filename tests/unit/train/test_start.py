@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from helpers import storage
 from helpers.config import TrainingConfig
-from helpers.model.denoisers import adapter_of, build_denoiser, load_denoiser_config
+from helpers.model.denoisers import build_denoiser, load_denoiser_config
 from helpers.train import checkpoint, checkpoint_io, dataset, setup, start, weights
 from tests.steps import MIDDLE, STEPS, everything, same, save, train
-from tests.unit.model.test_denoisers import SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DATA = [{"written": 48, "files_crc32": 7, "proportion": 1.0, "made_with": {}}]
@@ -225,7 +224,7 @@ def with_config(folder, target, **changes):
         {"timestep_post_act": "silu"},
         {"norm_eps": 1e-6},
         {"resnet_time_scale_shift": "scale_shift"},
-        {"_class_name": "PixArtTransformer2DModel"},
+        {"_class_name": "PRXTransformer2DModel"},
     ],
     ids=str,
 )
@@ -245,19 +244,6 @@ def test_a_config_means_the_same_in_other_words(published, second, tmp_path):
         start.check_start(second(init_from=with_config(published[0] / "unet", tmp_path / "unet", **same)), DATA) == []
     )
     assert start.same_setting([4, 4], 4) and not start.same_setting([4, 8], 4) and not start.same_setting([4, 4], [4])
-
-
-def test_an_exported_pixart_that_draws_another_size_means_the_same_unless_its_positions_differ(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL["pixart"]))
-    config = TrainingConfig(storage=str(tmp_path), unet_config=str(path))
-    exported = build_denoiser(str(path))
-    adapter_of(exported).set_default_size(exported, 512, 64)
-    theirs = json.loads(exported.to_json_string())
-    assert theirs["sample_size"] == 64 != SMALL["pixart"]["sample_size"]
-    start.check_config(config, theirs, "init_from='a'")
-    with pytest.raises(ValueError, match="^init_from='a' is a denoiser with sample_size=32, and unet_config="):
-        start.check_config(config, {**theirs, "sample_size": 32}, "init_from='a'")
 
 
 @pytest.mark.parametrize(
