@@ -2,6 +2,8 @@
 
 import pathlib
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 
 def peak_kib():
     """KiB of this process's memory at its peak so far. `ru_maxrss` would count what its parent had when it began."""

@@ -17,9 +17,10 @@ from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet, write_latents_file
 from helpers.production.checks import inputs as checks
 from helpers.raw import inputs
-from tests.copy_table import MODULES
 from tests.latents import build_segment
 
+ROOT = pathlib.Path(__file__).parents[3]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "helpers").rglob("*.py")}
 PICKLED = {b"ARROW:extension:name": b"ray.data.arrow_pickled_object", b"ARROW:extension:metadata": b""}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from helpers.raw import images
-from tests.copy_table import ROOT
+from tests.peak import ROOT
 
 COLOUR = (200, 100, 50)
 
@@ -426,8 +426,7 @@ PEAK = """
 import numpy as np
 from PIL import Image, ImageCms
 from helpers.raw import images
-from tests.copy_table import ROOT
-from tests.peak import peak_kib
+from tests.peak import ROOT, peak_kib
 
 picture = {kind}
 before = peak_kib()
