@@ -53,12 +53,20 @@ def modules():
 MODULES = modules()
 
 
+def nodes(tree):
+    """The nodes of a tree, without what only a type checker runs."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from nodes(node)
+
+
 @functools.cache
 def imports(module):
     """Dotted names that a module imports from the package, in functions too."""
     path, found = MODULES[module], []
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             found += [".".join([*base, alias.name]) for alias in node.names]
