@@ -1,8 +1,8 @@
-"""The loss on held-out rows, with the same noise every time, so that steps and runs can be compared. No Ray."""
+"""The loss on held-out rows by noise level. The noise is the same every time, so steps and runs can be compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from .config import TrainingConfig
 from .distributed import rank, sum_over_ranks, world_size
 from .latents import schema
-from .latents.held_out import ValidationSet
 from .latents.manifest import Manifest
 from .model import diffusion
 from .model.sharding import autocast
@@ -20,7 +19,8 @@ from .train.step import Unit, training_schedule
 
 BATCH_SIZE = 64
 Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
-Rows = pa.Table | ValidationSet
+# Held-out rows (`held_out.of_run`), or a function with `num_rows` that streams those with the latents of a column.
+Rows = pa.Table | Callable[[schema.ColumnSpec], Batches]
 
 
 def held_out_losses(
@@ -33,18 +33,6 @@ def held_out_losses(
     loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
     by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
     return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
-
-
-def validation_set_losses(denoiser: torch.nn.Module, config: TrainingConfig) -> dict[str, Any]:
-    """`held_out_losses` of the rows of `validation_uri`, as "validation_set_loss" and so on; {} without such rows.
-
-    Call it on all ranks, which share the rows.
-    """
-    if not config.validation_uri:
-        return {}
-    rows = ValidationSet(config.validation_uri, config.largest_resolution, rank(), world_size())
-    losses = {"uri": config.validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
-    return {f"validation_set_{name.removeprefix('validation_')}": value for name, value in losses.items()}
 
 
 def validation_loss(

@@ -1,22 +1,17 @@
-"""Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder.
+"""Evaluation results of a run's checkpoints: one file `validation/{step}.json` each, in the run's folder. No PyTorch.
 
 Keys of a file; an evaluation has those that apply to it:
 
 - `step`: of the checkpoint.
-- `validation_loss`, `unweighted`: see `evaluation.validation_loss`.
-- `rows`: the number of validation rows.
-- `loss_by_noise`: {timestep: unweighted loss}.
-- `validation_set_loss`, `validation_set_unweighted`, `validation_set_rows`, `validation_set_loss_by_noise`: the same
-  four for a `validation_uri`.
-- `validation_set_uri`: that `validation_uri`.
-- `prompts`: the number of pictures drawn.
+- `validation_loss`, `unweighted`, `loss_by_noise` ({timestep: unweighted loss}), `rows`: see
+  `helpers.evaluate.held_out_losses`.
+- `validation_set_loss`, ...: the same four for a `validation_uri`, which is `validation_set_uri`.
+- `prompts`: the number of images drawn.
 - `clip_score`, `cmmd`, `agreement`, `agreement_by_attribute`: if they were asked for.
 - `seconds`: duration of the evaluation.
 - `failed`: {part of the evaluation: why it failed}; absent if nothing failed.
 - `skipped`: why the checkpoint was not evaluated, for example because a newer one is evaluated instead.
 - `unfinished`: true while an evaluation runs.
-- `to_score`: {ranks, prompts} of pictures that the trainers drew (`evaluation.at_checkpoints.OnWorkers`); it is removed
-  when the pictures are scored.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ def result_uri(run_uri: str, step: int) -> str:
 
 
 def grid_uri(run_uri: str, step: int) -> str:
-    """The first pictures that an evaluation drew, as one PNG."""
+    """The first images that an evaluation drew, as one PNG."""
     return storage.join(run_uri, "evaluation", f"{step:09d}", "grid.png")
 
 
@@ -64,8 +59,7 @@ def result_in(uri: str) -> dict[str, Any]:
 def note(run_uri: str, step: int, *, skipped: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
     """Record in a step's result that its evaluation was skipped or failed, print it; returns the result."""
     result = read_result(run_uri, step)
-    for name in ("unfinished", "to_score"):
-        result.pop(name, None)
+    result.pop("unfinished", None)
     if skipped:
         result["skipped"] = skipped
     if failed:
@@ -121,3 +115,19 @@ def is_best(run_uri: str, result: dict[str, Any], best_by: str) -> bool:
     values = [other[best_by] for other in others if other.get(best_by) is not None]
     best = max if best_by in HIGHER_IS_BETTER else min
     return best([result[best_by], *values]) == result[best_by]
+
+
+class ResultsReader:
+    """Reads the results of evaluations that finish after it is created."""
+
+    def __init__(self, run_uri: str):
+        self.folder, self.seen = storage.join(run_uri, "validation"), set()
+        self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Results of evaluations finished since the last call."""
+        uris = storage.list_files(self.folder, ".json")
+        found = {uri: result_in(uri) for uri in uris if uri not in self.seen}
+        finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
+        self.seen |= finished.keys()
+        return list(finished.values())

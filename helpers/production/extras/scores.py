@@ -1,4 +1,4 @@
-"""Scores of generated images: how well they match their prompts, and how far they are from real images.
+"""What is measured of a checkpoint: losses on held-out rows, images of prompts, CLIP score and CMMD of the images.
 
 CLIP score: mean cosine similarity of the embeddings of images and their prompts. CMMD: a distance between two sets of
 images. Both take embeddings as (images, width) arrays, which `CLIP` makes.
@@ -6,19 +6,242 @@ images. Both take embeddings as (images, width) arrays, which `CLIP` makes.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import io
+import json
+import time
+import zlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import ray.train
 import torch
 import transformers
 from PIL import Image
 
-from ...encode import models
-from ...encode.models import TINY_CLIP
+from ... import sample, storage
+from ...config import TrainingConfig
+from ...distributed import rank, world_size
+from ...encode import captions, encoder, models
+from ...encode.models import TINY_CLIP, TINY_SD
+from ...evaluate import held_out_losses
+from ...latents import held_out, schema
+from ...latents.manifest import DataSets, Manifest
+from ...model.denoisers import build_denoiser
+from ...model.sharding import cast_inputs
+from ...train import checkpoint, checkpoint_io
+from ..data import validation_set
+from . import results
 
+if TYPE_CHECKING:
+    from .evaluate import Evaluate
+
+NUM_PROMPTS = 64  # captions of held-out rows, if no prompts are given
+GRID = 16  # images kept per checkpoint, of the first prompts
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ROWS_AT_A_TIME = 1024  # rows of a kernel matrix that are held at once: 250 MB of 30,000 x 30,000 elements
 BATCH_SIZE = 64
+
+
+# ---- a checkpoint
+
+
+def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
+    """`evaluate` with a list of prompts, and with the commit of a CLIP on the hub.
+
+    Call it on the driver. Raises ValueError for arguments that do not go together, or do not fit the run and its data.
+    """
+    best_by, data = evaluate.best_by, DataSets.open(config.proportions).first
+    lacks = {
+        "clip_model": best_by in ("clip_score", "cmmd") and evaluate.clip_model is None,
+        "validation_uri": best_by.startswith("validation_set") and not evaluate.validation_uri,
+        "agreement": best_by == "agreement" and evaluate.agreement is None,
+    }
+    if missing := [name for name, is_missing in lacks.items() if is_missing]:
+        raise ValueError(f"best_by={best_by!r} needs {missing[0]}: give one, or choose another best_by.")
+    sample.choose_sampler(config, evaluate.sampler, evaluate.sampling_steps)
+    if evaluate.validation_uri:
+        validation_set.check(evaluate.validation_uri, config, data)
+    held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
+    prompts = read_prompts(evaluate.prompts, data.text_encoder_model)
+    clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")
+    return dataclasses.replace(evaluate, prompts=prompts, clip_model=clip_model)
+
+
+def read_prompts(given: list[str] | str | None, text_encoder_model: str) -> list[str] | None:
+    """The prompts of a list, or of a text file with one a line; None stays None. Blank lines are left out.
+
+    Raises ValueError if there are none, and for a prompt with more tokens than the text encoder reads.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str) and not storage.is_file(given):
+        raise FileNotFoundError(f"prompts={given!r} does not exist: give a text file of prompts, or a list of them.")
+    lines = storage.read_bytes(given).decode("utf-8-sig").split("\n") if isinstance(given, str) else given
+    prompts = [" ".join(line.split()) for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts={given!r} holds no prompt: give at least one.")
+    tokenizer = captions.load_tokenizer(text_encoder_model)
+    for prompt, count in zip(prompts, captions.count_tokens(prompts, tokenizer), strict=True):
+        if count > tokenizer.model_max_length:
+            raise ValueError(
+                f"The prompt {prompt[:60]!r} has {count:,} tokens, and the text encoder reads "
+                f"{tokenizer.model_max_length}: shorten it."
+            )
+    return prompts
+
+
+def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluate: Evaluate, config: TrainingConfig) -> dict[str, Any]:
+    """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
+    with saved.as_directory() as folder:
+        denoiser = checkpoint_io.load_weights(folder, build_denoiser(config.unet_config)).to(find_device()).eval()
+        if config.precision == "bf16" and config.strategy != "ddp":
+            compute_in_bf16(denoiser)
+        result = evaluate_denoiser(denoiser, evaluate, config, checkpoint.step_of(folder))
+        if results.is_best(config.run_uri, result, evaluate.best_by):
+            checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
+    return result
+
+
+def find_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compute_in_bf16(denoiser: torch.nn.Module) -> None:
+    """Let a denoiser compute as FSDP2 does in training: weights and inputs in bf16, the prediction in fp32."""
+    denoiser.to(torch.bfloat16)
+    denoiser.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    denoiser.register_forward_hook(lambda module, arguments, output: (output[0].float(),))
+
+
+def evaluate_denoiser(
+    denoiser: torch.nn.Module, evaluate: Evaluate, config: TrainingConfig, step: int
+) -> dict[str, Any]:
+    """Evaluate a denoiser in this process; returns the content of the run's `validation/{step}.json`.
+
+    The losses are written before the first image is drawn, so that they survive if drawing fails. Failures are recorded
+    and the rest continues.
+    """
+    started, failed, manifest = time.perf_counter(), {}, DataSets.open(config.proportions).first
+    result = losses(denoiser, manifest, config, evaluate.validation_uri, step, unfinished=True)
+    rows, prompts = held_out.of_run(config), evaluate.prompts
+    if prompts is None:
+        texts = [] if rows is None else rows[schema.CAPTION].to_pylist()
+        prompts = list(dict.fromkeys(texts))[:NUM_PROMPTS]
+
+    def attempt(what: str, measure: Callable[[], Any]) -> Any:
+        try:
+            return measure()
+        except Exception as error:  # must not end the run
+            failed[what] = f"{type(error).__name__}: {error}"
+
+    images = attempt("drawing", lambda: draw(denoiser, manifest, prompts, evaluate, config)) if prompts else None
+    if images:
+        save_grid(images, prompts, config, step)
+        result["prompts"] = len(prompts)
+        for name, measure in measures(images, prompts, rows, manifest, evaluate, config).items():
+            result |= attempt(name, measure) or {}
+    result["seconds"] = round(time.perf_counter() - started, 3)
+    results.write_result(config.run_uri, result)
+    return results.note(config.run_uri, step, failed=failed) if failed else result
+
+
+def losses(
+    denoiser: torch.nn.Module,
+    manifest: Manifest,
+    config: TrainingConfig,
+    validation_uri: str,
+    step: int,
+    **flags: bool,
+) -> dict[str, Any]:
+    """{"step", ...}: `held_out_losses` of held-out rows, and of `validation_uri` as "validation_set_loss" and so on.
+
+    Call it on all ranks, which share the rows. Rank 0 writes the result of the step, with `flags`.
+    """
+    started, rows = time.perf_counter(), held_out.of_run(config)
+    found = {"step": step, **held_out_losses(denoiser, manifest, rows, config)}
+    if validation_uri:
+        rows = validation_set.ValidationSet(validation_uri, config.largest_resolution, rank(), world_size())
+        others = {"uri": validation_uri, **held_out_losses(denoiser, rows.manifest, rows, config)}
+        found |= {f"validation_set_{name.removeprefix('validation_')}": value for name, value in others.items()}
+    found["seconds"] = round(time.perf_counter() - started, 3)
+    if rank() == 0:
+        results.write_result(config.run_uri, found | flags)
+    return found
+
+
+def draw(
+    denoiser: torch.nn.Module, manifest: Manifest, prompts: list[str], evaluate: Evaluate, config: TrainingConfig
+) -> list[np.ndarray]:
+    steps = evaluate.sampling_steps
+    pipeline = sample.pipeline_of_run(denoiser, manifest, config, sampler=evaluate.sampler, steps=steps)
+    device = next(denoiser.parameters()).device
+    pipeline.vae.to(device)
+    pipeline.text_encoder.to(device)
+    options = {"steps": steps, "guidance_scale": evaluate.guidance_scale}
+    return sample.generate(pipeline, prompts, resolution=config.largest_resolution, **options)
+
+
+def save_grid(images: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:
+    """Write the first images to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
+    uri, shown = storage.join(config.run_uri, "evaluation", f"{step:09d}"), images[:GRID]
+    blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
+    padded = [*shown, *blank]
+    rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
+    storage.write_bytes(storage.join(uri, "grid.png"), sample.to_png(np.concatenate(rows)))
+    sample.save_images(shown, uri)
+    storage.write_text(storage.join(uri, "prompts.json"), json.dumps(prompts[:GRID], ensure_ascii=False))
+
+
+def measures(
+    images: list[np.ndarray],
+    prompts: list[str],
+    rows: pa.Table | None,
+    manifest: Manifest,
+    evaluate: Evaluate,
+    config: TrainingConfig,
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """{name of a score: function that computes it}, of the scores that `evaluate` asks for."""
+    clip = functools.cache(lambda: CLIP(evaluate.clip_model, find_device()))
+    embedded = functools.cache(lambda: clip().images(images))
+
+    def rate_agreement():
+        shares = evaluate.agreement(images, prompts)
+        return {"agreement": shares["all"], "agreement_by_attribute": shares}
+
+    found = {"agreement": rate_agreement} if evaluate.agreement else {}
+    if uses_clip(evaluate.clip_model, manifest):
+        found["clip_score"] = lambda: {"clip_score": clip_score(embedded(), clip().texts(prompts))}
+        if rows is not None:
+            found["cmmd"] = lambda: {"cmmd": cmmd(embedded(), embed_held_out(clip(), rows, manifest, evaluate, config))}
+    return found
+
+
+def uses_clip(clip_model: str | None, manifest: Manifest) -> bool:
+    """Whether CLIP judges the run's images. tiny-clip was only trained on the drawn data set."""
+    return bool(clip_model) and (clip_model != TINY_CLIP or manifest.vae_model == TINY_SD)
+
+
+def embed_held_out(
+    clip: CLIP, rows: pa.Table, manifest: Manifest, evaluate: Evaluate, config: TrainingConfig
+) -> np.ndarray:
+    """(n, d) embeddings of the held-out rows' images, cached in the run's `validation/`."""
+    name = f"held-out-{zlib.crc32(evaluate.clip_model.encode()):08x}.npy"
+    uri, images = storage.join(config.run_uri, held_out.FOLDER, name), []
+    if storage.exists(uri):
+        return np.load(io.BytesIO(storage.read_bytes(uri)))
+    vae = encoder.load_vae(manifest.vae_model).to(find_device())
+    for spec in manifest.latents_at(config.largest_resolution):
+        if spec.name in rows.column_names:
+            moments, valid = spec.decode(rows[spec.name])
+            images += list(sample.reconstruct(vae, moments[np.asarray(valid)]))
+    embedded, file = clip.images(images), io.BytesIO()
+    np.save(file, embedded)
+    storage.write_bytes(uri, file.getvalue())
+    return embedded
 
 
 # ---- scores
@@ -28,14 +251,9 @@ def clip_score(images_ND: np.ndarray, texts_ND: np.ndarray) -> float:
     """100 x the mean of max(cosine, 0) of the CLIP embeddings of images and their prompts, row by row: 0 to 100.
 
     Hessel et al. 2021 (https://arxiv.org/abs/2104.08718), with the weight 100 that reports on Stable Diffusion use
-    instead of 2.5. Only scores from the same CLIP are comparable. Raises ValueError for arrays of different shapes.
+    instead of 2.5. Only scores from the same CLIP are comparable.
     """
     images, texts = np.asarray(images_ND, np.float64), np.asarray(texts_ND, np.float64)
-    if images.ndim != 2 or images.shape != texts.shape or not len(images):
-        raise ValueError(
-            f"The CLIP score takes one text embedding an image, at least one; the shapes are {images.shape} and "
-            f"{texts.shape}: embed images and prompts by the same CLIP."
-        )
     norms = np.linalg.norm(images, axis=1) * np.linalg.norm(texts, axis=1)
     return float(100 * np.maximum((images * texts).sum(1) / norms, 0).mean())
 
@@ -48,18 +266,11 @@ def cmmd(x_ND: np.ndarray, y_MD: np.ndarray) -> float:
     in its code, https://github.com/google-research/google-research/tree/master/cmmd. The estimate is stable from a few
     thousand images on. It has an upward bias of order 1/N, so compare sets of the same size.
 
-    Raises ValueError for fewer than 2 rows, different widths, or values that are not finite.
+    Raises ValueError for fewer than 2 rows.
     """
     x, y = np.asarray(x_ND, np.float64), np.asarray(y_MD, np.float64)
-    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
-        raise ValueError(
-            f"CMMD compares embeddings of one width, (images, width) each; the shapes are {x.shape} and {y.shape}: "
-            "make both by the same CLIP."
-        )
     if min(len(x), len(y)) < 2:
         raise ValueError(f"CMMD takes at least 2 images on each side; there are {len(x)} and {len(y)}: give more.")
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("CMMD takes finite embeddings; some are NaN or infinite: compute them in fp32.")
     return float(CMMD_SCALE * (mean_kernel(x, x) + mean_kernel(y, y) - 2 * mean_kernel(x, y)))
 
 

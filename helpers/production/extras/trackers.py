@@ -1,4 +1,4 @@
-"""A run's metrics, images and parameters in TensorBoard or Weights & Biases.
+"""A run's metrics, images and parameters in TensorBoard or Weights & Biases. No PyTorch.
 
 The driver tracks what the run writes to its folder (`monitor.monitor_run`). Workers are not involved, and a tracker
 that fails does not affect the run.
@@ -10,16 +10,52 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ... import storage
-from ...config import TrainingConfig
-from . import results
+from ...config import Several, TrainingConfig
+from ...train.extra import Extra
+from . import validated
 
 # `track(step, values)`: values by name are numbers or RGB images, (H, W, 3) uint8 arrays or Pillow's.
 Track = Callable[[int, dict[str, Any]], object]
+
+
+@validated
+class Trackers(Extra):
+    """Tracks a run with "tensorboard", and with "wandb" if it is installed."""
+
+    names: Several[Literal["tensorboard", "wandb"]] = ("tensorboard",)
+
+    @contextlib.contextmanager
+    def on_driver(self, config: TrainingConfig) -> Iterator[Track]:
+        """Yields `track(step, values)`, which calls all trackers.
+
+        A tracker that is not installed, cannot be reached or fails is reported once and dropped.
+        """
+        opened = {name: TRACKERS[name](config) for name in self.names}
+        tracks: dict[str, Track] = {}
+
+        def attempt(name: str, action: Callable, *arguments: Any) -> Any:
+            try:
+                return action(*arguments)
+            except Exception as error:  # tracking must not end the run
+                tracks.pop(name, None)
+                print(f"tracker {name} failed: {type(error).__name__}: {error}. The run goes on without it.")
+
+        def track(step: int, values: dict[str, Any]) -> None:
+            for name, tracker in list(tracks.items()):
+                attempt(name, tracker, step, values)
+
+        for name, context in opened.items():
+            tracks |= {name: tracker} if (tracker := attempt(name, context.__enter__)) else {}
+        try:
+            yield track
+        finally:
+            for name in list(tracks):
+                attempt(name, opened[name].__exit__, None, None, None)
 
 
 def is_number(value: Any) -> bool:
@@ -42,7 +78,7 @@ def tensorboard(config: TrainingConfig) -> Iterator[Track]:
         writer = stack.enter_context(SummaryWriter(folder, flush_secs=10))
         writer.add_text("parameters", f"```\n{json.dumps(config.to_dict(), indent=1)}\n```")
 
-        def track(step, values):
+        def track(step: int, values: dict[str, Any]) -> None:
             for name, value in values.items():
                 if is_number(value):
                     writer.add_scalar(name, value, step)
@@ -61,7 +97,7 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
     with wandb.init(**named, config=config.to_dict()) as run:
         run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a validation's do
 
-        def track(step, values):
+        def track(step: int, values: dict[str, Any]) -> None:
             shown = {name: value if is_number(value) else wandb.Image(value) for name, value in values.items()}
             run.log({"step": step, **shown})
 
@@ -69,51 +105,3 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
-
-
-@contextlib.contextmanager
-def start(config: TrainingConfig) -> Iterator[Track]:
-    """Start `config.trackers`; yields `track(step, values)`, which calls all of them.
-
-    A tracker that is not installed, cannot be reached or fails is reported once and dropped; training continues.
-    """
-    started: dict[str, Track] = {}
-    opened = {name: TRACKERS[name](config) for name in config.trackers}
-
-    def attempt(name, action, *arguments):
-        try:
-            return action(*arguments)
-        except Exception as error:  # tracking must not end the run
-            started.pop(name, None)
-            why = "is not installed" if isinstance(error, ImportError) else "failed"
-            print(f"tracker {name} {why}: {type(error).__name__}: {error}. The run goes on without it.")
-
-    def track(step: int, values: dict[str, Any]) -> None:
-        for name, tracker in list(started.items()):
-            attempt(name, tracker, step, values)
-
-    for name, context in opened.items():
-        tracker = attempt(name, context.__enter__)
-        if tracker:
-            started[name] = tracker
-    try:
-        yield track
-    finally:
-        for name in list(started):
-            attempt(name, opened[name].__exit__, None, None, None)
-
-
-class EvaluationReader:
-    """Reads the results of evaluations that finish after it is created."""
-
-    def __init__(self, run_uri: str):
-        self.folder, self.seen = storage.join(run_uri, "validation"), set()
-        self.read()
-
-    def read(self) -> list[dict[str, Any]]:
-        """Results of evaluations finished since the last call."""
-        uris = storage.list_files(self.folder, ".json")
-        found = {uri: results.result_in(uri) for uri in uris if uri not in self.seen}
-        finished = {uri: result for uri, result in found.items() if "unfinished" not in result}
-        self.seen |= finished.keys()
-        return list(finished.values())

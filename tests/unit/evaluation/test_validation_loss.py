@@ -4,12 +4,12 @@ import torch
 
 from helpers.config import TrainingConfig
 from helpers.evaluate import losses_by_noise, validation_loss
-from helpers.latents import held_out, schema
-from helpers.latents.manifest import DataSets, write_manifest
+from helpers.latents import schema
+from helpers.latents.manifest import write_manifest
 from helpers.latents.read import read_row_ranges
 from helpers.model import diffusion
 from helpers.model.denoisers import build_denoiser
-from helpers.train import setup
+from helpers.production.data import validation_set
 from helpers.train.step import Unit
 from tests.benchmarks import made_up
 from tests.latents import SHAPES
@@ -59,41 +59,33 @@ def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypat
         read.update(ranges)
         return read_row_ranges(ranges, **options)
 
-    monkeypatch.setattr(held_out, "read_row_ranges", read_noted)
-    rows, used = held_out.ValidationSet(f"{tmp_path}/set", 32), []
+    monkeypatch.setattr(validation_set, "read_row_ranges", read_noted)
+    rows, used = validation_set.ValidationSet(f"{tmp_path}/set", 32), []
     for number, (table, positions, counts) in enumerate(rows(manifest.latents(32)), start=1):
         used += positions[counts].tolist()
         assert table["id"].to_pylist() == positions.tolist() and len(table) <= 64
-        assert number <= len(read) <= number + held_out.GROUPS_AHEAD
+        assert number <= len(read) <= number + validation_set.GROUPS_AHEAD
     assert used == list(range(2000)) and rows.num_rows == 2000
     assert sum(one.num_rows for one in read) == 2000
 
 
 SMALL = {name: shape for name, shape in SHAPES.items() if "64" not in name}
-LONGER = {**SHAPES, schema.EMBEDDINGS: (9, 128)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("name", "changes", "said"),
     [
-        (None, "holds no stored latents: make them with Preprocessing.ipynb."),
-        ({"job": {"online": {"limit": 3}}}, "holds no stored latents: make them with Preprocessing.ipynb."),
-        ({"shapes": SMALL, "resolutions": [32]}, "holds no latents of resolution=64, which the run is validated at: "),
-        ({"encoder": {"model": "another"}}, "has encoder={'model': 'another'}, and the run's data has {'model': 'made"),
-        ({"scaling_factor": 0.25}, "has scaling_factor=0.25, and the run's data has 0.5: encode both with the same "),
-        ({"shapes": LONGER}, "has caption_embeddings=(9, 128), and the run's data has (6, 128): encode both with "),
+        ("set", None, "holds no stored latents"),
+        ("set", {"job": {"online": {"limit": 3}}}, "holds no stored latents"),
+        ("set", {"shapes": SMALL, "resolutions": [32]}, "holds no latents of resolution=64"),
+        ("set", {"encoder": {"model": "another"}}, "another"),
+        ("set", {"scaling_factor": 0.25}, "scaling_factor=0.5, not 0.25"),
+        ("latents", {}, "is what the run trains on"),
     ],
 )
-def test_a_validation_set_unlike_the_data_is_refused_before_the_run_starts(tmp_path, build_manifest, changes, said):
-    config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "set")
+def test_a_validation_set_unlike_the_data_is_refused(tmp_path, build_manifest, name, changes, said):
+    config, uri = TrainingConfig(storage=tmp_path), str(tmp_path / name)
     if changes is not None:
-        write_manifest(config.validation_uri, build_manifest(**changes), [])
-    with pytest.raises(ValueError) as error:
-        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))
-    assert str(error.value).startswith(f"validation_uri={config.validation_uri!r} {said}")
-
-
-def test_training_data_are_no_validation_set(tmp_path, build_manifest):
-    config = TrainingConfig(storage=tmp_path, validation_uri=tmp_path / "latents")
-    with pytest.raises(ValueError, match="is what the run trains on: give another data set, or leave it empty.$"):
-        setup.check_run(config, DataSets({config.latents_uri: build_manifest()}, config.proportions))
+        write_manifest(uri, build_manifest(**changes), [])
+    with pytest.raises(ValueError, match=said):
+        validation_set.check(uri, config, build_manifest())
