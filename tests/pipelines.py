@@ -153,8 +153,13 @@ def draw_and_encode(storage_uri, num_rows):
 TWO_WORKERS = {"num_training_workers": 2, "strategy": "fsdp", "resolution": {32: 0.5, 64: 0.5}}
 
 
+def evaluated(every, **changes):
+    """`extras` of a run that is evaluated every so many steps, with two prompts; `changes`: arguments of `Evaluate`."""
+    return {"evaluate": {"every": every, "prompts": ["a red circle", "a blue square"], "sampling_steps": 2, **changes}}
+
+
 def short_run(storage_uri, name, **changes):
-    """The parameters of a run of some seconds, two units a step, that saves every ten steps and is not validated."""
+    """The parameters of a run of some seconds, two units a step, that saves every ten steps and is not evaluated."""
     return TrainingConfig(
         **{
             "storage": storage_uri,
@@ -165,10 +170,8 @@ def short_run(storage_uri, name, **changes):
             "max_steps": 40,
             "warmup_steps": 4,
             "checkpoint_every": 10,
-            "validate_every": 0,
+            "extras": {"evaluate": None},
             "validation_share": 0.05,
-            "prompts": ["a red circle", "a blue square"],
-            "sampling_steps": 2,
             **changes,
         }
     )
@@ -246,7 +249,7 @@ def online_stream(
 
 def trainer_of(notebook, config, loop, **changes):
     """`build_trainer` of a notebook, for workers that run `loop`."""
-    changes = {"test_prompts": config.prompts and list(config.prompts), "detector": None, **changes}
+    changes = {"test_prompts": ["a red circle", "a blue square"], "detector": None, **changes}
     changes["loop"] = stand_in(train_loop, train_loop_per_worker=loop)
     return from_notebook(notebook, "build_trainer", **parameters(notebook, config, **changes))
 

@@ -28,7 +28,7 @@ from ..latents.parquet import read_parquet
 from ..latents.read import example_rows
 from ..online.config import OnlineConfig
 from ..production.data import exclusions
-from ..production.extras import at_checkpoints
+from ..production.extras import scores
 from ..production.readers import detect
 from ..raw import filters, images, inputs, readers
 from ..train import checkpoint, resume, setup
@@ -271,10 +271,11 @@ def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list
     """`(prompts, detector)`: captions that training does not see, and a function that scores images of them.
 
     The drawn sample data has captions that no drawn image has, and `captioned_shapes.agreement`. Other data has the
-    captions of held-out rows (of training rows, if nothing is held out), and None. `config.prompts` replaces the
-    prompts.
+    captions of held-out rows (of training rows, if nothing is held out), and None. Prompts that the parameter `extras`
+    gives for `evaluate` replace them.
     """
-    given = at_checkpoints.resolve_prompts(config)
+    text_encoder_model = DataSets.open(config.proportions).first.text_encoder_model
+    given = scores.read_prompts((config.extras.get("evaluate") or {}).get("prompts"), text_encoder_model)
     rows = held_out.first(config.proportions, config.largest_resolution, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:

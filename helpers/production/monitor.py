@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 import ray.train
@@ -39,15 +40,16 @@ def raise_end(run_uri: str) -> Iterator[None]:
         raise RuntimeError(storage.read_json(ended)["error"])
 
 
-def say_if_finished(config: TrainingConfig) -> bool:
+def say_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = None) -> bool:
     """Whether a run has done all its steps; if so, print when, and how to train anew.
 
-    A run whose last evaluation is missing is not finished: `trainer.fit()` makes up for it.
+    A run that `extras` evaluate, and whose last evaluation is missing, is not finished: `trainer.fit()` makes up for
+    it.
     """
     step = resume.last_step(config)
     result = results.read_result(config.run_uri, step)
-    missing = len(result) == 1 or "unfinished" in result or "to_score" in result
-    if step < config.max_steps or (config.validates_at(step) and missing):
+    missing = len(result) == 1 or "unfinished" in result
+    if step < config.max_steps or ("evaluate" in (extras or {}) and missing):
         return False
     written = storage.version(storage.join(checkpoint.last_complete(config.run_uri), checkpoint.PROGRESS))[1]
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(written / 1e9))
@@ -72,7 +74,7 @@ class RunDisplay:
     def __init__(self, run_uri: str, max_steps: int, track: trackers.Track = lambda step, values: None):
         self.run_uri, self.max_steps, self.track = run_uri, max_steps, track
         self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
-        self.metrics, self.evaluations = MetricsReader(run_uri), trackers.EvaluationReader(run_uri)
+        self.metrics, self.evaluations = MetricsReader(run_uri), results.ResultsReader(run_uri)
         self.num_failures = len(faults.read_failures(run_uri))
         self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
 
@@ -132,7 +134,7 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
     """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
 
     Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
-    metrics and images go to `config.trackers`. The run's lease is held until the block ends. If the storage is
+    metrics and images go to the trackers of `extras`. The run's lease is held until the block ends. If the storage is
     unreachable, a warning is printed once and the last display stays.
 
     An interrupt ends the run and raises KeyboardInterrupt, whose text says at which step the same cell resumes the run.
@@ -153,9 +155,7 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_interrupt_hint(lambda: where_it_stopped(config)))
-        for extra in (extras or {}).values():
-            stack.enter_context(extra.on_driver(config))
-        track = stack.enter_context(trackers.start(config))
+        track = stack.enter_context(enter_extras(config, extras or {}))
         display = RunDisplay(config.run_uri, config.max_steps, track)
         display.metrics.read()  # steps of an earlier driver
         display.progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
@@ -167,6 +167,19 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
             poll_in_background(poll, every),
         ):
             yield
+
+
+@contextlib.contextmanager
+def enter_extras(config: TrainingConfig, extras: dict[str, Extra]) -> Iterator[trackers.Track]:
+    """What the extras of a run do on the driver; yields `track(step, values)`, which calls all trackers."""
+    with contextlib.ExitStack() as stack:
+        tracks = [stack.enter_context(extra.on_driver(config)) for extra in extras.values()]
+
+        def track(step: int, values: dict[str, Any]) -> None:
+            for tracker in filter(None, tracks):
+                tracker(step, values)
+
+        yield track
 
 
 def where_it_stopped(config: TrainingConfig) -> str:

@@ -11,7 +11,7 @@ from helpers.config import PreprocessingConfig
 from helpers.latents.manifest import read_manifest
 from helpers.lesson import captioned_shapes
 from tests.faults import is_evaluated, loop_with, simulated_cluster, wait_until
-from tests.pipelines import TWO_WORKERS, encode, fit, short_run
+from tests.pipelines import TWO_WORKERS, encode, evaluated, fit, short_run
 
 ROWS = 600
 
@@ -43,7 +43,8 @@ def encoded(finished_job, cluster):
 def run(encoded, tmp_path_factory):
     """A finished run, undisturbed and validated: (config, Ray Train's result). Two workers shard it, at two sizes."""
     validation_uri = shutil.copytree(encoded[0].latents_uri, f"{encoded[0].storage}/validation set")
-    config = short_run(encoded[0].storage, "first", **TWO_WORKERS, validate_every=20, validation_uri=validation_uri)
+    extras = evaluated(20, validation_uri=validation_uri)
+    config = short_run(encoded[0].storage, "first", **TWO_WORKERS, extras=extras)
     flag = tmp_path_factory.mktemp("flags") / "evaluated"
     wait = functools.partial(wait_until, functools.partial(is_evaluated, config, 20))
     return config, fit(config, loop=loop_with((wait, 30, 0, flag)))  # or step 40 would be evaluated in its place

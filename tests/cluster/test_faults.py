@@ -44,7 +44,7 @@ from tests.faults import (
     truncate_newest,
     wait_for_ever,
 )
-from tests.pipelines import TWO_WORKERS, build_pipeline, fit, short_run
+from tests.pipelines import TWO_WORKERS, build_pipeline, evaluated, fit, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -120,7 +120,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
 @slow
 def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_the_run(run, capsys):
     """One is kept: that of step 10, from which the same command goes on."""
-    config = run_of(run, "refused", max_failures=1, checkpoints_kept=1, checkpoint_every=5, validate_every=20)
+    config = run_of(run, "refused", max_failures=1, checkpoints_kept=1, checkpoint_every=5, extras=evaluated(20))
     ended = "3 checkpoints in a row were lost; checkpoint-000000025-001 .*: OSError: AWS Error SLOW_DOWN"
     with pytest.raises(RuntimeError, match=ended), monitor.monitor_run(config):
         fit(config, loop=loop_with_refused_uploads(1, (5, 15, 20, 25)))

@@ -27,7 +27,7 @@ from helpers.online import encode as online
 from helpers.online import prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
-from helpers.production.extras import between_steps, evaluate, results, settings
+from helpers.production.extras import evaluate
 from helpers.train import faults, metrics, resume, sources
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
@@ -353,8 +353,8 @@ def test_what_samples_on_a_gpu_leaves_its_memory(nodes):
     lose(nodes, node)
 
 
-def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes, tmp_path, monkeypatch):
-    """Of two kinds on three nodes; a free GPU of the other kind is none to spare; scores need no GPU."""
+def test_sampling_and_validation_land_on_the_trainers_kind_of_gpu(nodes, tmp_path, monkeypatch):
+    """Of two kinds on three nodes; a free GPU of the other kind is none to spare."""
     small = dict(num_cpus=2, object_store_memory=80_000_000)
     kinds = {"A100": 2, "A10G": 4}
     added = {
@@ -362,9 +362,7 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
         for kind, count in kinds.items()
     }
     kind_of = {node.node_id: kind for node, kind in added.items()}
-    config = TrainingConfig(
-        storage=str(tmp_path), use_gpu=True, training_accelerator_type="A100", checkpoint_every=10, validate_every=10
-    )
+    config = TrainingConfig(storage=str(tmp_path), use_gpu=True, training_accelerator_type="A100", checkpoint_every=10)
 
     def where(*_):
         return {"node": this_node(), "gpus": len(ray.get_gpu_ids())}
@@ -372,19 +370,16 @@ def test_sampling_validation_and_scoring_land_on_the_trainers_kind_of_gpu(nodes,
     found = [cluster.run_on_device(where, 3, use_gpu=True, accelerator_type="A100") for _ in range(3)]
     assert {(kind_of[one["node"]], one["gpus"]) for one in found} == {("A100", 1)}
     saved = ray.train.Checkpoint(storage.join(config.run_uri, "checkpoint-000000010-001"))
-    found = evaluate.validate(saved, settings.Evaluation(config), work=where)
+    monkeypatch.setattr(evaluate, "evaluate_here", where)
+    found = evaluate.validate(saved, evaluate.Evaluate(every=10), config)
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
-    spare = functools.partial(between_steps.has_spare_gpu, torch.device("cuda"))
+    spare = functools.partial(evaluate.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
     trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.StepSource).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
-
-    monkeypatch.setattr(evaluate, "score_here", where)
-    results.write_result(config.run_uri, {"step": 10, "unfinished": True, "to_score": {"ranks": 0, "prompts": []}})
-    assert evaluate.validate(saved, settings.Evaluation(config), timeout_s=60)["gpus"] == 0
     ray.kill(trainers)
     for node in added:
         lose(nodes, node)

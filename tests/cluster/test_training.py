@@ -21,14 +21,14 @@ from helpers.lesson import captioned_shapes, display
 from helpers.model.denoisers import build_denoiser
 from helpers.online import prepare
 from helpers.online.config import OnlineConfig
-from helpers.production.extras import at_checkpoints, between_steps, results, settings
+from helpers.production.extras import evaluate, results, scores
 from helpers.train import checkpoint, checkpoint_io, resume, setup
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.profiling import speed_summary
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.latents import plan_for
-from tests.pipelines import TWO_WORKERS, assert_bare, encode, fit, short_run
+from tests.pipelines import TWO_WORKERS, assert_bare, encode, evaluated, fit, short_run
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def data(encoded):
 
 
 def small(data, run_name="first", **changes):
-    return short_run(data, run_name, **{"validate_every": 20, "max_failures": 0, **changes})
+    return short_run(data, run_name, **{"extras": evaluated(20), "max_failures": 0, **changes})
 
 
 COLUMNS = {"step", "attempt", "loss", "learning_rate", "grad_norm", "images_per_second", "data_wait_share"}
@@ -93,14 +93,15 @@ def test_validation_runs_beside_training_on_held_out_rows(run):
 def validating_loop(folder):
     """The worker loop where there is no GPU to spare; a rank that validates leaves a file."""
 
-    class Noted(at_checkpoints.OnWorkers):
-        def __call__(self, denoiser, config, step):
-            (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
-            return super().__call__(denoiser, config, step)
-
     def loop(config, **options):
-        between_steps.has_spare_gpu = lambda *_: False
-        options["evaluate"] = Noted(list(config.prompts))
+        compute = scores.losses
+
+        def noted(*arguments, **flags):
+            (folder / f"rank {ray.train.get_context().get_world_rank()}").touch(exist_ok=False)
+            return compute(*arguments, **flags)
+
+        evaluate.has_spare_gpu = lambda *_: False
+        scores.losses = noted
         train_loop_per_worker(config, **options)
 
     return loop
@@ -109,7 +110,7 @@ def validating_loop(folder):
 @slow
 def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
     """The first is killed; the second waits until training is done; so the third is skipped; the last is made."""
-    config = short_run(data, "evaluated", validate_every=10, best_by="agreement", clip_model=None)
+    config = short_run(data, "evaluated", extras=evaluated(10, best_by="agreement", clip_model=None))
     killed, waiting = tmp_path / "killed", tmp_path / "waiting"
 
     def agreement(pictures, prompts):
@@ -167,7 +168,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     """
     first, result = run
     values = {"strategy": "fsdp", "units_per_step": 4, "resolution": {32: 0.5, 64: 0.5}, "init_from": first.run_name}
-    values |= {"max_steps": 12, "checkpoint_every": 6, "validate_every": 6, "warmup_steps": 2}
+    values |= {"max_steps": 12, "checkpoint_every": 6, "extras": evaluated(6), "warmup_steps": 2}
     config = small(data, "second-phase", num_training_workers=3, **values)
     fit(config, loop=validating_loop(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1", "rank 2"]
@@ -183,7 +184,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
     middle, last = results.read_results(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
     saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
-    again = at_checkpoints.evaluate_checkpoint(saved, settings.Evaluation(config, list(config.prompts)))
+    again = scores.evaluate_checkpoint(saved, evaluate.Evaluate(prompts=[]), config)
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
@@ -227,7 +228,7 @@ def test_pictures_of_several_shapes_train_as_a_bare_loop(data, tmp_path, monkeyp
     raw = PreprocessingConfig(storage=data, latents_uri=str(tmp_path / "latents"), aspect_ratios=[0.67, 1, 1.5])
     encode(raw)
     values = {"latents_uri": raw.latents_uri, "resolution": 64, "global_batch_size": 24, "units_per_step": 3}
-    values |= {"num_training_workers": 2, "max_steps": 16, "validate_every": 10, "init_from": "./unet"}
+    values |= {"num_training_workers": 2, "max_steps": 16, "extras": evaluated(10), "init_from": "./unet"}
     config = small(data, "shapes", **values)
     result = fit(config)
     metrics = read_metrics(config.run_uri)
@@ -249,8 +250,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     opened.set_progress_bar_config(disable=True)
     prompt = captioned_shapes.held_out_prompts(1)[0]
     mine = sample.sample(config, [prompt], result.checkpoint)[0]
-    options = {"steps": config.sampling_steps, "guidance_scale": config.guidance_scale}
-    theirs = sample.generate(opened, [prompt], resolution=config.largest_resolution, **options)[0]
+    theirs = sample.generate(opened, [prompt], resolution=config.largest_resolution)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
         averaged = checkpoint_io.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
@@ -299,7 +299,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path, monkeypat
 
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
-    none_held_out = {"prompts": None, "validation_share": 0.0, "validate_every": 0}
+    none_held_out = {"validation_share": 0.0, "extras": {}}
     assert display.prompts_and_detector(small(data, **none_held_out), 4)[1] is captioned_shapes.agreement
     rows = pa.table({"caption": ["a dog", "a cat"], "hash": [1, 2], "jpg": [b"", b""]})
     pq.write_table(rows, tmp_path / "raw.parquet")

@@ -15,7 +15,7 @@ from tests.notebooks.test_notebooks import code_cells
 from tests.pipelines import TRAINING, draw_and_encode
 
 SHRUNK = {"resolution": 32, "max_steps": 600, "warmup_steps": 2, "checkpoint_every": 20, "global_batch_size": 16}
-SHRUNK |= {"validate_every": 0, "validation_share": 0.05, "sampling_steps": 2, "sections": ["prompt-box"]}
+SHRUNK |= {"extras": {"evaluate": None}, "validation_share": 0.05, "sections": ["prompt-box"]}
 
 
 class Reader:

@@ -8,11 +8,12 @@ import pytest
 
 from tests.execute_notebooks import NOTEBOOKS, ROOT
 from tests.faults import slow
+from tests.pipelines import evaluated
 
 PREPROCESSING, TRAINING, ONLINE, EVALUATION, SCALING = NOTEBOOKS
 DATA = {"limit": 200, "validation_share": 0.1}
-RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "validate_every": 2, "global_batch_size": 16}
-RUN |= {"sampling_steps": 2, "prompts": ["a red circle", "a blue square"], "validation_share": 0.1}
+RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "global_batch_size": 16}
+RUN |= {"extras": evaluated(2), "validation_share": 0.1}
 SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {}}
 MAIN = [PREPROCESSING, TRAINING, ONLINE]
 READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN}

@@ -21,7 +21,8 @@ from helpers.production import monitor
 from tests.pipelines import fit, short_run
 
 cluster.connect("local", num_cpus=4)
-config = short_run("s3://bucket/notebook", "run", max_steps=10, trackers=["tensorboard"])
+extras = {"evaluate": None, "trackers": {"names": ["tensorboard"]}}
+config = short_run("s3://bucket/notebook", "run", max_steps=10, extras=extras)
 with monitor.monitor_run(config):
     fit(config)
 gcs = ray._private.worker.global_worker.gcs_client

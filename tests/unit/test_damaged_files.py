@@ -17,7 +17,7 @@ from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson import display, generation
 from helpers.lesson.figures import read_evaluated_images
 from helpers.production import monitor
-from helpers.production.extras import results, trackers
+from helpers.production.extras import results
 from helpers.train import checkpoint, faults, setup, upload
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
 from tests.unit.encode.test_job import ROWS, failing, job_of
@@ -167,7 +167,7 @@ def test_a_segment_whose_entry_is_damaged_is_encoded_again(tmp_path, capsys):
 
 def test_a_damaged_result_or_failure_is_shown_as_that(tmp_path):
     run_uri = str(tmp_path)
-    reader = trackers.EvaluationReader(run_uri)
+    reader = results.ResultsReader(run_uri)
     results.write_result(run_uri, {"step": 10, "clip_score": 0.2})
     uri = half(results.result_uri(run_uri, 20), {"step": 20, "clip_score": 0.9})
     said = f"evaluation of step 20, reading failed: {uri} is damaged or cut short"

@@ -51,7 +51,7 @@ def check_gpus(
     elif validates and has < wanted:
         print(
             f"Training and its validation want {wanted:g} {gpus}, one of them for validation, and the cluster has "
-            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them, or set validate_every=0."
+            f"{has:g}: the trainers stop to validate. Add a GPU to validate beside them."
         )
 
 

@@ -30,10 +30,11 @@ from ...encode.models import TINY_CLIP, TINY_SD
 from ...evaluate import held_out_losses
 from ...latents import held_out, schema
 from ...latents.manifest import DataSets, Manifest
+from ...latents.read import IsExcluded
 from ...model.denoisers import build_denoiser
 from ...model.sharding import cast_inputs
 from ...train import checkpoint, checkpoint_io
-from ..data import validation_set
+from ..data import exclusions, validation_set
 from . import results
 
 if TYPE_CHECKING:
@@ -65,10 +66,15 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
     sample.choose_sampler(config, evaluate.sampler, evaluate.sampling_steps)
     if evaluate.validation_uri:
         validation_set.check(evaluate.validation_uri, config, data)
-    held_out.of_run(config)  # the trainers then find them: a large data set's list of files takes gigabytes
+    held_out_rows(config, functools.partial(exclusions.is_listed, config.leave_out))
     prompts = read_prompts(evaluate.prompts, data.text_encoder_model)
     clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")
     return dataclasses.replace(evaluate, prompts=prompts, clip_model=clip_model)
+
+
+def held_out_rows(config: TrainingConfig, is_excluded: IsExcluded | None = None) -> pa.Table | None:
+    """The run's held-out rows. The driver finds them: a large data set's list of files takes gigabytes."""
+    return held_out.of_run(config.run_uri, config.proportions, config.largest_resolution, is_excluded)
 
 
 def read_prompts(given: list[str] | str | None, text_encoder_model: str) -> list[str] | None:
@@ -127,7 +133,7 @@ def evaluate_denoiser(
     """
     started, failed, manifest = time.perf_counter(), {}, DataSets.open(config.proportions).first
     result = losses(denoiser, manifest, config, evaluate.validation_uri, step, unfinished=True)
-    rows, prompts = held_out.of_run(config), evaluate.prompts
+    rows, prompts = held_out_rows(config), evaluate.prompts
     if prompts is None:
         texts = [] if rows is None else rows[schema.CAPTION].to_pylist()
         prompts = list(dict.fromkeys(texts))[:NUM_PROMPTS]
@@ -161,7 +167,7 @@ def losses(
 
     Call it on all ranks, which share the rows. Rank 0 writes the result of the step, with `flags`.
     """
-    started, rows = time.perf_counter(), held_out.of_run(config)
+    started, rows = time.perf_counter(), held_out_rows(config)
     found = {"step": step, **held_out_losses(denoiser, manifest, rows, config)}
     if validation_uri:
         rows = validation_set.ValidationSet(validation_uri, config.largest_resolution, rank(), world_size())

@@ -4,7 +4,6 @@ import torch
 
 from helpers.config import TrainingConfig
 from helpers.evaluate import losses_by_noise, validation_loss
-from helpers.latents import schema
 from helpers.latents.manifest import write_manifest
 from helpers.latents.read import read_row_ranges
 from helpers.model import diffusion

@@ -23,6 +23,7 @@ from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
 from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser
+from helpers.production.data.validation_set import ValidationSet
 from helpers.production.extras.meter import training_flops
 from helpers.raw import images, inputs
 from helpers.train import setup
@@ -220,12 +221,12 @@ def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
     np.testing.assert_allclose(validation_loss(state.denoiser, manifest, rows, config), expected, rtol=1e-6)
 
 
-def validate(rank, folder, config, world):
+def validate(rank, folder, uri, config, world):
     """One of `world` processes, which validate on a validation set together."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world} meet", rank=rank, world_size=world)
     config = TrainingConfig(**config)
-    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution, rank, world)
+    rows = ValidationSet(uri, config.largest_resolution, rank, world)
     losses = losses_by_noise(build_denoiser("tiny").eval(), rows.manifest, rows, config)
     np.save(f"{folder}/{world}-{rank}.npy", losses)
     dist.destroy_process_group()
@@ -234,14 +235,14 @@ def validate(rank, folder, config, world):
 def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tmp_path):
     """Of all of its shapes, held out or not. Three ranks have two row groups of each shape: one computes in vain."""
     uri, manifest = folder
-    config, denoiser = TrainingConfig(validation_uri=uri), build_denoiser("tiny").eval()
-    rows = held_out.ValidationSet(config.validation_uri, config.largest_resolution)
+    config, denoiser = TrainingConfig(), build_denoiser("tiny").eval()
+    rows = ValidationSet(uri, config.largest_resolution)
     assert rows.num_rows == 40
     alone = losses_by_noise(denoiser, rows.manifest, rows, config)
     in_one_batch = losses_by_noise(denoiser, manifest, pq.read_table(f"{uri}/data"), config)
     np.testing.assert_allclose(alone, in_one_batch, rtol=1e-5)
     for world in (2, 3):
-        start_ranks(validate, (str(tmp_path), config.to_dict(), world), nprocs=world)
+        start_ranks(validate, (str(tmp_path), uri, config.to_dict(), world), nprocs=world)
         for rank in range(world):
             np.testing.assert_allclose(np.load(tmp_path / f"{world}-{rank}.npy"), alone, rtol=1e-12)
 

@@ -9,12 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers.config import TrainingConfig
-from helpers.latents import held_out, schema
+from helpers.latents import schema
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.parquet import write_latents_file
 from helpers.latents.plan import load_plan
 from helpers.latents.read import example_rows, latents_reader
 from helpers.lesson import display
+from helpers.production.data.validation_set import ValidationSet
 from helpers.train import setup
 from tests.latents import read_steps, write_job
 
@@ -75,7 +76,7 @@ def train(latents):
 
 
 def validate(latents):
-    return list(held_out.ValidationSet(str(latents), 32)(SPECS[0]))
+    return list(ValidationSet(str(latents), 32)(SPECS[0]))
 
 
 READERS = [train, validate, lambda latents: example_rows(str(latents), 100)]

@@ -9,7 +9,7 @@ from ray import cloudpickle
 
 from helpers.config import TrainingConfig
 from helpers.lesson import captioned_shapes
-from helpers.production.extras import evaluate, failures, settings
+from helpers.production.extras import evaluate, failures
 from helpers.train import sources
 
 LOAD = """
@@ -30,7 +30,7 @@ HANDED_OVER = {
     "the process of stored data": source_of,
     "the controller, as callbacks": lambda config: failures.RecordFailures(config.run_uri),
     "the controller, and the task that waits for an evaluation": lambda config: functools.partial(
-        evaluate.validate, evaluation=settings.Evaluation(config, ["a red circle"], captioned_shapes.agreement)
+        evaluate.validate, evaluate=evaluate.Evaluate(agreement=captioned_shapes.agreement), config=config
     ),
 }
 

@@ -17,6 +17,7 @@ from helpers.config import TrainingConfig
 from helpers.notebook import Progress, batch_terminal, poll_in_background, time
 from helpers.production import monitor
 from helpers.production.extras import results
+from helpers.production.extras.evaluate import Evaluate
 from helpers.sample import to_png
 from helpers.train import checkpoint, faults, metrics
 
@@ -149,14 +150,15 @@ def save_run(config, step):
 
 
 def test_a_finished_run_says_when_it_ended_and_how_to_train_anew(tmp_path, capsys):
-    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20, checkpoint_every=10, validate_every=10)
+    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20, checkpoint_every=10)
+    extras = {"evaluate": Evaluate()}
     for step in (10, 20):
         save_run(config, step)
-        assert not monitor.say_if_finished(config)  # at 20 its last evaluation is missing
+        assert not monitor.say_if_finished(config, extras)  # at 20 its last evaluation is missing
     results.write_result(config.run_uri, {"step": 20, "unfinished": True})  # as a killed driver leaves it
-    assert not monitor.say_if_finished(config)
+    assert not monitor.say_if_finished(config, extras)
     results.write_result(config.run_uri, {"step": 20, "validation_loss": 0.2})
-    assert monitor.say_if_finished(config)
+    assert monitor.say_if_finished(config, extras)
     said = capsys.readouterr().out
     assert said.startswith("Nothing to do: the run a finished its 20 steps on ")
     assert time.strftime("%d %B %Y") in said and 'such as "a-2"' in said

@@ -6,23 +6,23 @@ import types
 
 import numpy as np
 import pytest
-from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.production import monitor
-from helpers.production.extras import results
-from helpers.production.extras import trackers as tracking
+from helpers.production.extras import results, trackers
+from helpers.production.extras.trackers import Trackers
+from helpers.sample import to_png
 from helpers.train.metrics import MetricsLog
 
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
 SPEED = {"images_per_second": 10.0, "step_seconds": 1.0, "checkpoint_seconds": 0.0, "data_wait_share": 0.1}
-PICTURE = np.zeros((4, 6, 3), np.uint8)
+IMAGE = np.zeros((4, 6, 3), np.uint8)
 
 
-def run_of(tmp_path, *trackers):
-    return TrainingConfig(storage=str(tmp_path), run_name="tracked", max_steps=3, trackers=list(trackers))
+def extras(*names):
+    return {"trackers": Trackers(names=list(names))}
 
 
 def take_steps(config, *steps):
@@ -46,10 +46,10 @@ def records(folder):
 
 
 @pytest.fixture
-def run_folder(tmp_path):
-    config = run_of(tmp_path)
+def config(tmp_path):
+    config = TrainingConfig(storage=str(tmp_path), run_name="tracked", max_steps=3)
     storage.write_json(storage.join(config.run_uri, "config.json"), {"parameters": config.to_dict()})
-    return tmp_path
+    return config
 
 
 @pytest.fixture
@@ -61,14 +61,13 @@ def tracked(monkeypatch):
     def stand_in(config):
         yield lambda step, values: seen.append((step, values))
 
-    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", stand_in)
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", stand_in)
     return seen
 
 
-def test_trackers_get_steps_and_validations(run_folder, tracked):
-    config = run_of(run_folder, "tensorboard")
+def test_trackers_get_steps_and_validations(config, tracked):
     take_steps(config, 1)  # of an earlier driver
-    with monitor.monitor_run(config, every=60):
+    with monitor.monitor_run(config, extras("tensorboard"), every=60):
         take_steps(config, 2, 3)
     by_kind = {"validation_loss" in values: (step, values) for step, values in tracked}
     assert sorted(step for step, _ in tracked) == [2, 3, 3]
@@ -76,37 +75,31 @@ def test_trackers_get_steps_and_validations(run_folder, tracked):
     assert by_kind[True] == (3, {"validation_loss": 0.25, "unweighted": 0.3, "rows": 2})
 
 
-def test_an_evaluation_is_tracked_when_it_is_over(run_folder, tracked, capsys):
-    """With its losses by noise level and its pictures; what failed or was skipped is said once."""
-    config = run_of(run_folder, "tensorboard")
+def test_an_evaluation_is_tracked_when_it_is_over(config, tracked, capsys):
+    """With its losses by noise level and its images; what failed or was skipped is said once."""
     result = {"step": 2, "validation_loss": 0.25, "loss_by_noise": {"62": 0.5, "937": 0.1}}
     results.write_result(config.run_uri, {**result, "unfinished": True})
-    folder = run_folder / "runs/tracked/evaluation/000000002"
-    folder.mkdir(parents=True)
-    Image.fromarray(PICTURE).save(folder / "grid.png")
-    with monitor.monitor_run(config, every=60):
-        results.write_result(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few pictures"}})
+    storage.write_bytes(results.grid_uri(config.run_uri, 2), to_png(IMAGE))
+    with monitor.monitor_run(config, extras("tensorboard"), every=60):
+        results.write_result(config.run_uri, {**result, "clip_score": 30.0, "failed": {"cmmd": "too few images"}})
         results.note(config.run_uri, 3, skipped="step 4 is newer")
     ((step, values),) = tracked
-    assert step == 2 and np.array_equal(values.pop("evaluation"), PICTURE)
+    assert step == 2 and np.array_equal(values.pop("evaluation"), IMAGE)
     by_noise = {"loss_by_noise/0062": 0.5, "loss_by_noise/0937": 0.1}
     assert values == {"validation_loss": 0.25, "clip_score": 30.0, **by_noise}
     lines = capsys.readouterr().out.splitlines()
-    assert lines.count("evaluation of step 2, cmmd failed: too few pictures") == 1
+    assert lines.count("evaluation of step 2, cmmd failed: too few images") == 1
     assert "evaluation of step 3 skipped: step 4 is newer" in lines
-    with monitor.monitor_run(config, every=60):
+    with monitor.monitor_run(config, extras("tensorboard"), every=60):
         pass
     assert len(tracked) == 1
 
 
-def test_tensorboard_gets_numbers_pictures_and_parameters(run_folder):
-    config = run_of(run_folder, "tensorboard")
-    with tracking.start(config) as track:
-        track(7, {"loss": 0.5, "a red circle": PICTURE})
+def test_tensorboard_gets_numbers_images_and_parameters(config, tmp_path):
+    with Trackers().on_driver(config) as track:
+        track(7, {"loss": 0.5, "a red circle": IMAGE})
     found = [
-        (event.step, value)
-        for event in records(run_folder / "runs/tracked/tensorboard")
-        for value in event.summary.value
+        (event.step, value) for event in records(tmp_path / "runs/tracked/tensorboard") for value in event.summary.value
     ]
     values = {value.tag.partition("/")[0]: (step, value) for step, value in found}
     assert values["loss"][0] == 7 and values["loss"][1].simple_value == 0.5
@@ -125,38 +118,32 @@ def stand_in_wandb(calls):
         )
         calls.append(("finish",))
 
-    return types.SimpleNamespace(init=init, Image=lambda picture: ("picture", picture.shape))
+    return types.SimpleNamespace(init=init, Image=lambda image: ("image", image.shape))
 
 
-def test_wandb_gets_the_run_and_its_values(run_folder, monkeypatch):
+def test_wandb_gets_the_run_and_its_values(config, monkeypatch):
     """A stand-in with the calls of the real one, which is not installed here."""
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", stand_in_wandb(calls))
-    with tracking.start(run_of(run_folder, "wandb")) as track:
-        track(7, {"loss": 0.5, "sample": PICTURE})
+    with Trackers(names=["wandb"]).on_driver(config) as track:
+        track(7, {"loss": 0.5, "sample": IMAGE})
     assert calls[0][1]["name"] == "tracked" and calls[0][1]["config"]["max_steps"] == 3
-    logged = {"step": 7, "loss": 0.5, "sample": ("picture", (4, 6, 3))}
+    logged = {"step": 7, "loss": 0.5, "sample": ("image", (4, 6, 3))}
     assert calls[1:] == [("*", "step"), ("log", logged), ("finish",)]
 
 
-def test_a_tracker_that_is_not_installed_is_said_once(run_folder, monkeypatch, capsys):
+@contextlib.contextmanager
+def fails(config):
+    yield lambda step, values: 1 / 0
+
+
+@pytest.mark.parametrize("wandb", [None, fails], ids=["not installed", "fails"])
+def test_a_tracker_that_fails_is_said_once_and_left_out(config, tracked, monkeypatch, capsys, wandb):
+    if wandb:
+        monkeypatch.setitem(trackers.TRACKERS, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config = run_of(run_folder, "wandb", "tensorboard")
-    with monitor.monitor_run(config, every=60):
-        take_steps(config, 1, 2)
-    assert capsys.readouterr().out.count("tracker wandb is not installed") == 1
-    assert list(records(run_folder / "runs/tracked/tensorboard"))
-
-
-def test_a_tracker_that_fails_is_said_once_and_left_out(run_folder, tracked, monkeypatch, capsys):
-    @contextlib.contextmanager
-    def fails(config):
-        yield lambda step, values: 1 / 0
-
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", fails)
-    with tracking.start(run_of(run_folder, "wandb", "tensorboard")) as track:
+    with Trackers(names=["wandb", "tensorboard"]).on_driver(config) as track:
         track(1, LINE)
         track(2, LINE)
-    said = capsys.readouterr().out
-    assert said.count("tracker wandb failed: ZeroDivisionError: division by zero. The run goes on without it.") == 1
+    assert capsys.readouterr().out.count("tracker wandb failed") == 1
     assert [step for step, _ in tracked] == [1, 2]
