@@ -36,25 +36,15 @@ def test_cmmd_pair_by_pair(monkeypatch):
     assert scores.cmmd(x, x) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "sentence"),
-    [
-        (np.ones((9, 3)), np.ones((1, 3)), "at least 2 images on each side; there are 9 and 1: give more"),
-        (np.ones((9, 3)), np.ones((9, 2)), r"shapes are \(9, 3\) and \(9, 2\): make both by the same CLIP"),
-        (np.full((9, 2), np.nan), np.ones((9, 2)), "some are NaN"),
-    ],
-)
-def test_embeddings_that_cannot_be_compared_are_refused(x, y, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        scores.cmmd(x, y)
+def test_a_single_image_has_no_cmmd():
+    with pytest.raises(ValueError, match="at least 2 images"):
+        scores.cmmd(np.ones((9, 3)), np.ones((1, 3)))
 
 
 def test_clip_score_by_hand():
     """Cosines 1, 0.6 and -1; a negative one counts as 0."""
-    pictures, texts = [[1, 0], [0, 2], [1, 0]], [[3, 0], [4, 3], [-1, 0]]
-    assert scores.clip_score(pictures, texts) == pytest.approx(100 * (1 + 0.6 + 0) / 3)
-    with pytest.raises(ValueError, match="one text embedding an image"):
-        scores.clip_score(pictures, texts[:2])
+    images, texts = [[1, 0], [0, 2], [1, 0]], [[3, 0], [4, 3], [-1, 0]]
+    assert scores.clip_score(images, texts) == pytest.approx(100 * (1 + 0.6 + 0) / 3)
 
 
 # ---- CLIP
@@ -66,19 +56,19 @@ def clip():
 
 
 def test_embeddings_are_those_of_transformers_own_pipeline(clip):
-    """Pictures of another size are resized to the shorter side and cropped; texts end at their end token."""
-    picture = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    """Images of another size are resized to the shorter side and cropped; texts end at their end token."""
+    image = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
     captions = ["a large red circle at the top on a blue background", "a small white square"]
     side = clip.model.config.vision_config.image_size
     height = 90 * side // 70  # transformers rounds down
-    resized = np.asarray(Image.fromarray(picture).resize((side, height), Image.Resampling.BICUBIC))
+    resized = np.asarray(Image.fromarray(image).resize((side, height), Image.Resampling.BICUBIC))
     top = (height - side) // 2
     pixels = torch.from_numpy(resized[top : top + side].copy()).permute(2, 0, 1)[None] / 127.5 - 1
     whole = [clip.tokenizer(c, return_tensors="pt").input_ids for c in captions]
     with torch.no_grad():
         expected = clip.model.get_image_features(pixels).pooler_output
         texts = torch.cat([clip.model.get_text_features(ids).pooler_output for ids in whole])
-    seen, said = clip.images([picture, picture]), clip.texts(captions)
+    seen, said = clip.images([image, image]), clip.texts(captions)
     assert seen.dtype == said.dtype == np.float32 and seen.shape == (2, clip.model.config.projection_dim)
     assert np.linalg.norm(np.concatenate([seen, said]), axis=1) == pytest.approx(1, abs=1e-6)
     assert seen[0] == pytest.approx((expected / expected.norm()).numpy()[0], abs=1e-5)
