@@ -33,15 +33,14 @@ from .. import cluster, storage
 from ..latents import schema
 from ..latents.manifest import RowRange
 from ..latents.parquet import read_parquet, write_table
-from ..production.readers import detect
 from ..raw import filters, images, inputs, readers
-from ..raw.readers import GROUP, rows_of
+from ..raw.readers import GROUP, ROW
 from .config import OnlineConfig
 
 REPORT = "index.json"  # written last: an index that has it is complete
 REJECTS = "rejects"  # suffix of the folder that lists unusable rows with their reasons
 MOST_TASKS = 2_000
-ReadGroup = Callable[[str, int, tuple[str, ...], tuple[str, ...]], pa.Table]  # see `inputs.read_row_group`
+ReadGroup = Callable[[str, int, tuple[str, ...], tuple[str, ...]], pa.Table]  # see `read_row_group`
 
 
 def build_index(
@@ -91,7 +90,9 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
     report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
     try:
-        report["largest"], located = reader.largest_group(path), reader.locate(path, columns)
+        if GROUP in reader.location:
+            report["largest"] = max(reader.row_groups(path), default=0)
+        located = reader.stream(path, [*columns, *reader.location])
         tables = itertools.chain([next(located, None)], located)  # the first rows tell whether a file can be read
     except readers.Unreadable:
         report["unreadable"], tables = True, []
@@ -108,7 +109,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         sources = inputs.source_names(rows[inputs.PATH], config)
         found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
-        not_needed = [*columns, inputs.PATH, *[inputs.PLACE] * (config.id_column != inputs.PLACE)]
+        not_needed = [*columns, inputs.PATH, *[inputs.ROW_NUMBER] * (config.id_column != inputs.ROW_NUMBER)]
         used.append(rows.drop_columns(not_needed).append_column("bucket", buckets).filter(is_good))
         if report["read"] == limit:
             break
@@ -196,7 +197,6 @@ def read_indexed_rows(
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
-    config = detect.settled(config)
     columns = inputs.stored([config.id_column, *config.caption_columns, config.image_column])
     names = tuple(columns), tuple(set(config.caption_columns) - {config.id_column, config.image_column})
     folder, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
@@ -212,13 +212,35 @@ def read_indexed_rows(
         if read_group:
             found = (rows_of(read_group(path, piece[GROUP][0].as_py(), *names), piece) for piece in pieces)
         else:
-            found = inputs.reader(config).read_located(path, pieces, columns)
+            found = inputs.reader(config).read_rows(path, pieces, columns)
         for position, piece, rows in zip(positions, pieces, found, strict=True):
             rows = inputs.with_path(rows, path)
-            if inputs.PLACE in piece.column_names:
-                rows = rows.drop_columns(inputs.PLACE).append_column(inputs.PLACE, piece[inputs.PLACE])
+            if inputs.ROW_NUMBER in piece.column_names:
+                rows = rows.drop_columns(inputs.ROW_NUMBER).append_column(inputs.ROW_NUMBER, piece[inputs.ROW_NUMBER])
             tables[position] = inputs.to_raw_rows(rows, config, id_type)
     return pa.concat_tables(tables).combine_chunks()
+
+
+def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:
+    """Columns of a row group of a Parquet file, some rows at a time; `captions` as lists of short texts."""
+    tables = []
+    for table in readers.Parquet().stream(path, columns, [group]):
+        for name in captions:
+            short = pa.array(inputs.text_lists(table[name]), pa.list_(pa.string()))
+            table = table.set_column(table.column_names.index(name), name, short)
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def rows_of(table: pa.Table, piece: pa.Table) -> pa.Table:
+    """The rows of a row group that `piece` locates, in rising order.
+
+    `take` would join a column's chunks, whose offsets have only 32 bits.
+    """
+    rows = piece[ROW].to_numpy()
+    first, is_listed = int(rows[0]), np.zeros(rows[-1] + 1 - rows[0], dtype=bool)
+    is_listed[rows - first] = True
+    return table.slice(first, len(is_listed)).filter(pa.array(is_listed))
 
 
 class RowGroups:
@@ -230,7 +252,7 @@ class RowGroups:
     def __init__(self, most: int):
         # A read is a task of its own, on any node: no bytes pass through the actor.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "retry_exceptions": [OSError]}
-        self.read = functools.lru_cache(most)(ray.remote(**options)(inputs.read_row_group).remote)
+        self.read = functools.lru_cache(most)(ray.remote(**options)(read_row_group).remote)
 
     def get(self, *group: Any) -> list[ray.ObjectRef]:
         """The rows' reference, in a list, because Ray would send the rows otherwise. `group`: see `ReadGroup`."""

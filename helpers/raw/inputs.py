@@ -6,12 +6,17 @@ do not depend on files, formats or column names.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import itertools
+import json
 import math
+import posixpath
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,23 +24,117 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from pyarrow import fs
 
 from .. import storage
 from ..config import PreprocessingConfig
 from ..latents import schema
-from ..production.readers.detect import base_folder, is_bytes, is_text, list_inputs, settled
 from . import filters, readers
 from .images import BadImage
-from .readers import PATH, PLACE, texts
+from .readers import PATH, ROW_NUMBER, texts
 
 ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
+CHOSEN = ("input_format", "image_column", "caption_column", "id_column")  # parameters that must be given, or detected
 FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a file
+PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
 C_LIBRARY = ctypes.CDLL(None)
 RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
-ROWS_PER_CONVERSION = 256  # pictures given as paths are fetched this many at a time
+ROWS_PER_CONVERSION = 256  # images given as paths are fetched this many at a time
 
 
 # ---- files
+
+
+def list_inputs(config: PreprocessingConfig) -> tuple[list[str], dict[str, int]]:
+    """`(paths of what is read as one file each, {path below the input's folder: bytes} of all files)`, sorted.
+
+    The input is a file, a folder (with those in it), or a pattern. Raises FileNotFoundError if there is nothing to read.
+    """
+    listing = visible_files(walk_input(config.data_uri), config.data_uri)
+    return input_paths(listing, config), listing
+
+
+def input_paths(listing: dict[str, int], config: PreprocessingConfig) -> list[str]:
+    """The paths of `list_inputs`."""
+    check_settled(config, CHOSEN[:1])
+    uri, reader = config.data_uri, readers.reader_class(config.input_format)
+    names = reader.files(listing)
+    if not names and is_named(uri):  # whatever their suffixes
+        names = [name for name in listing if not readers.is_image(name)]
+    if not names:
+        raise FileNotFoundError(
+            f"input_uri={uri!r} holds no {reader.what} (it has {count_suffixes(listing)}): give other data, or another "
+            "input_format."
+        )
+    return [storage.join(base_folder(uri), name) for name in names]
+
+
+def count_suffixes(names: Iterable[str]) -> str:
+    """Such as "2 .jpg, 1 .txt"."""
+    counts = collections.Counter(posixpath.splitext(name)[1].lower() or "without suffix" for name in names)
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5)) or "no files"
+
+
+def visible_files(found: list[tuple[str, int | None]], input_uri: str) -> dict[str, int]:
+    """{path below the input's folder: bytes} of what `walk_input` found, without hidden and broken files."""
+    is_given = storage.is_file(input_uri)  # whatever its name
+    return {name: size for name, size in found if size is not None and (is_given or not is_hidden(name))}
+
+
+def walk_input(input_uri: str) -> list[tuple[str, int | None]]:
+    """`storage.walk` of an input, sorted; of a pattern, its matches."""
+    folder = base_folder(input_uri)
+    if storage.is_file(input_uri):
+        return [(storage.name(input_uri), storage.sizes(input_uri)[""])]
+    found = sorted(storage.walk(folder), key=lambda one: one[0])
+    if not is_glob(input_uri):
+        return found
+    pattern = glob_pattern(storage.resolve(input_uri))
+    return [(name, size) for name, size in found if pattern.fullmatch(storage.join(folder, name))]
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, by its path, is what tools leave behind. Cameras begin names of images with "_"."""
+    *folders, file = name.split("/")
+    in_hidden = any(folder.startswith((".", "_")) for folder in folders)
+    is_known = readers.is_image(file) or readers.is_text(file)
+    return in_hidden or file.startswith(".") or (file.startswith("_") and not is_known)
+
+
+def is_named(input_uri: str) -> bool:
+    """Whether an input is a file or a pattern, and not a folder."""
+    return is_glob(input_uri) or storage.is_file(input_uri)
+
+
+def is_glob(input_uri: str) -> bool:
+    """Whether a path has wildcards (`*`, `?`, `[`) and is not the name of a file or folder."""
+    has_wildcards = any(character in input_uri for character in "*?[")
+    return has_wildcards and ("://" in input_uri or not storage.exists(input_uri))
+
+
+def glob_pattern(path: str) -> re.Pattern:
+    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def expression(part: str) -> str:
+        if re.fullmatch(r"\[.*\]", part):
+            return part.replace("[!", "[^")
+        return wildcards.get(part) or re.escape(part)
+
+    return re.compile("".join(map(expression, re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path))))
+
+
+@functools.lru_cache(maxsize=16)
+def base_folder(input_uri: str) -> str:
+    """The folder that contains all files of the input: for a glob, the part before its wildcards."""
+    uri = storage.resolve(input_uri)
+    if is_glob(input_uri):
+        return re.split(r"[*?[]", uri, maxsplit=1)[0].rpartition("/")[0]
+    return uri.rpartition("/")[0] if storage.is_file(uri) else uri
+
+
+def checksum(listing: dict[str, int]) -> int:
+    return zlib.crc32(json.dumps(sorted(listing.items())).encode())
 
 
 def name_of(path: str, config: PreprocessingConfig) -> str:
@@ -83,28 +182,40 @@ def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tupl
                 return
 
 
+def reached(paths: list[str], config: PreprocessingConfig) -> list[str]:
+    """The files that `config.limit` reaches, and that can be read; all of them without a limit."""
+    return paths if config.limit is None else [path for path, rows, _ in rows_to_read(paths, config) if rows]
+
+
 # ---- columns as the files have them
+
+
+def check_settled(config: PreprocessingConfig, names: Iterable[str] = CHOSEN) -> None:
+    """Raises ValueError for a format or a column that is left open."""
+    for name in names:
+        if (value := getattr(config, name)) in (None, "auto"):
+            raise ValueError(
+                f"{name}={value!r} is left open: give it, or let production.readers.detect.detect(config) find it."
+            )
 
 
 def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
-    config = settled(config)
-    make, by_line = readers.READERS[config.input_format], config.max_captions > 1
-    found = make(column_types(config), config.caption_columns, by_line)
-    found.is_found = config.image_column_is_found
-    return found
+    check_settled(config)
+    make = readers.reader_class(config.input_format)
+    return make(column_types(config), config.caption_columns, config.max_captions > 1)
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:
-    """The columns that a job reads: id, caption, picture, and those of the filter."""
-    config = settled(config)
+    """The columns that a job reads: id, captions, image, and those of the filter."""
+    check_settled(config)
     filtered = filters.filter_columns(config.row_filter)
     return stored([config.id_column, *config.caption_columns, config.image_column, *filtered])
 
 
 def stored(columns: Iterable[str]) -> list[str]:
     """The columns that files have, each once."""
-    return [name for name in dict.fromkeys(columns) if name != PLACE]
+    return [name for name in dict.fromkeys(columns) if name != ROW_NUMBER]
 
 
 def size_columns(config: PreprocessingConfig) -> list[str]:
@@ -119,69 +230,10 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     """
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
-    in_tar = config.input_format == "webdataset" and readers.names_picture(config.image_column)
-    types[config.image_column] = pa.binary() if in_tar else pa.string()
+    types[config.image_column] = pa.binary() if config.input_format == "webdataset" else pa.string()
     for name in config.caption_columns:  # text if a filter compares it
         types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())
     return types | dict.fromkeys(stored([config.id_column]), pa.string())
-
-
-def first_rows(config: PreprocessingConfig, num_rows: int) -> pa.Table:
-    """The first rows as the files store them, with `path`, to look at before any pipeline is built."""
-    config = settled(config)
-    paths, tables = list_inputs(config.data_uri, config.input_format), []
-
-    def readable() -> Iterator[pa.Table]:
-        for path in paths:
-            with contextlib.suppress(*[readers.Unreadable] * (len(paths) > 1)):
-                yield from stream_file(path, used_columns(config), reader(config))
-
-    for table in readable():
-        tables.append(table[:num_rows])
-        num_rows -= len(tables[-1])
-        if num_rows == 0:
-            break
-    if not tables:
-        raise ValueError(f"The input holds no rows ({config.data_uri}): give other data.")
-    return as_shown(join_alike(tables))
-
-
-def as_shown(table: pa.Table) -> pa.Table:
-    """The table with columns of text as bytes if some are not UTF-8, because such text cannot be shown."""
-    for number, (field, column) in enumerate(zip(table.schema, table.columns, strict=True)):
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            column = column.cast(pa.list_(pa.binary()) if is_list(field.type) else pa.binary())
-            table = table.set_column(number, field.name, column)
-    return table
-
-
-def join_alike(tables: list[pa.Table]) -> pa.Table:
-    """Rows of several files to look at; those of the first file's types, if the files' types cannot be joined."""
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.concat_tables([table for table in tables if table.schema == tables[0].schema])
-
-
-def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:
-    """Columns of a row group of a Parquet file, some rows at a time; `captions` as lists of short texts."""
-    tables = []
-    for table in readers.Parquet().stream(path, list(columns), [group]):
-        for name in captions:
-            short = pa.array(text_lists(table[name]), pa.list_(pa.string()))
-            table = table.set_column(table.column_names.index(name), name, short)
-        tables.append(table)
-    return pa.concat_tables(tables)
-
-
-def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
-    """A table of one file's rows with the columns `PATH` and `PLACE`, where the reader has not added them."""
-    if PATH in table.column_names:
-        return table
-    places = pa.array(np.arange(first_row, first_row + len(table)))
-    return table.append_column(PATH, pa.repeat(path, len(table))).append_column(PLACE, places)
 
 
 # ---- Ray Data
@@ -189,52 +241,57 @@ def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
 
 def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     """A lazy Ray dataset of the raw rows (`to_raw_rows`) of an `encode.job.Segment` that `row_filter` keeps."""
-    config = settled(config)
     rows = read_columns(segment.paths, used_columns(config), config)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
     expression = filters.parse_filter(config.row_filter)
     if expression is not None:
         rows = rows.filter(expr=expression, **RETRIES)
-    typed = reader(config)
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        ids = id_type_of(*pool.map(typed.schema, segment.paths if typed.typed else []), config=config)
-    convert = functools.partial(convert_block, config=config, id_type=ids)
+    convert = functools.partial(convert_block, config=config, id_type=id_type_of(segment.paths, config))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
 
 def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
-    """A dataset of columns of files, with `path`. A task reads a file, or some row groups of it (`readers.PART_ROWS`).
+    """A dataset of columns of files, with `path`. A task reads a file, or some row groups of it (`parts`).
 
     `ray.data.read_parquet` sizes what it reads at a time by the footer, in which a row group with long captions may
     look small.
     """
     one = reader(config)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        parts = [
-            {PATH: path, FIRST_ROW: first_row, GROUPS: groups}
-            for path, of in zip(paths, pool.map(one.parts, paths), strict=True)
-            for first_row, groups in of
-        ]
+        tasks = list(itertools.chain.from_iterable(pool.map(functools.partial(parts, one), paths)))
     read = functools.partial(read_part, columns=columns, reader=one)
-    tasks = ray.data.from_items(parts, override_num_blocks=len(parts))
-    return tasks.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
+    rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    return rows.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
+
+
+def parts(reader: readers.Reader, path: str) -> list[dict[str, Any]]:
+    """What tasks read of a file, each for itself, as `{PATH, FIRST_ROW, GROUPS}`; None stands for all row groups."""
+    if readers.GROUP not in reader.location:
+        return [{PATH: path, FIRST_ROW: 0, GROUPS: None}]
+    first_rows = np.cumsum([0, *reader.row_groups(path)]).tolist()
+    numbers = range(len(first_rows) - 1)
+    parts = [list(of) for _, of in itertools.groupby(numbers, key=lambda group: first_rows[group] // PART_ROWS)]
+    parts = parts or [[]]  # a file without rows is read too
+    return [{PATH: path, FIRST_ROW: first_rows[of[0]] if of else 0, GROUPS: of} for of in parts]
 
 
 def read_part(part: pa.Table, *, columns: list[str], reader: readers.Reader) -> Iterator[pa.Table]:
-    """`stream_file` of a file's part, which is a row of `PATH`, `FIRST_ROW` and `GROUPS`."""
+    """Columns of the rows of a file's part, which is a row as of `parts`, with `PATH` and `ROW_NUMBER`."""
     (one,) = part.to_pylist()
-    yield from stream_file(one[PATH], columns, reader, one[FIRST_ROW], one[GROUPS])
-
-
-def stream_file(
-    path: str, columns: list[str], reader: readers.Reader, first_row: int = 0, groups: list[int] | None = None
-) -> Iterator[pa.Table]:
-    """Columns of the rows of a file, or of some row groups, with `PATH` and `PLACE`; some rows at a time."""
-    for table in reader.stream(path, columns, groups):
-        yield with_path(table, path, first_row)
+    first_row = one[FIRST_ROW]
+    for table in reader.stream(one[PATH], columns, one[GROUPS]):
+        yield with_path(table, one[PATH], first_row)
         first_row += len(table)
+
+
+def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
+    """A table of one file's rows with the columns `PATH` and `ROW_NUMBER`, where the reader has not added them."""
+    if PATH in table.column_names:
+        return table
+    numbers = pa.array(np.arange(first_row, first_row + len(table)))
+    return table.append_column(PATH, pa.repeat(path, len(table))).append_column(ROW_NUMBER, numbers)
 
 
 # ---- raw rows
@@ -243,7 +300,7 @@ def stream_file(
 def convert_block(
     block: pa.Table, *, config: PreprocessingConfig, id_type: pa.DataType | None = None
 ) -> Iterator[pa.Table]:
-    """`to_raw_rows` of a block, some rows at a time, because pictures given as paths may be too many to hold."""
+    """`to_raw_rows` of a block, some rows at a time, because images given as paths may be too many to hold."""
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config, id_type)
     release_memory()
@@ -257,17 +314,16 @@ def release_memory() -> None:
 
 
 def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | None = None) -> pa.Table:
-    """Rows as a reader returns them -> raw rows. Pictures given as paths are fetched here.
+    """Rows as a reader returns them -> raw rows. Images given as paths are fetched here.
 
     Columns:
         id: int64 or text, as `id_type` says, or as the column's own type (`ids_of`)
         caption: text, or why it cannot be used (`text_reason`); with several captions a row, caption_2 and so on too
         image: encoded bytes, or null
-        error: why a picture could not be fetched, or null
+        error: why an image could not be fetched, or null
         source: the file's path below the input's folder
     """
-    config = settled(config)
-    images, errors = picture_bytes(table, config)
+    images, errors = image_bytes(table, config)
     ids = ids_of(table, config)
     columns = {ID: ids.cast(id_type or ids.type), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
@@ -288,44 +344,77 @@ def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str |
     return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
 
 
-def picture_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
+def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    If a struct has no bytes, its path is read.
-    Paths are relative to the input's folder or, in image folders and a metadata.parquet, to the row's table's folder.
+    If a struct has no bytes, its path is read. Paths are relative to the input's folder or, in image folders and a
+    metadata.parquet, to the folder of the row's table.
     """
-    column, names = picture_fields(table[config.image_column])
-    if not is_text(column.type):
-        column = column.cast(pa.large_binary())
-        if not is_text(names.type) or column.null_count == 0:
-            is_several = pc.equal(column, pa.scalar(readers.SEVERAL, column.type))
-            return column, pc.if_else(is_several, readers.SEVERAL[1:].decode(), pa.scalar(None, pa.string()))
+    column, names = image_fields(table[config.image_column])
+    if not is_text(names.type) or not (is_text(column.type) or column.null_count):
+        data = column.cast(pa.large_binary())
+        is_sample = config.input_format == "webdataset" and config.image_column == readers.ONLY_IMAGE
+        error = pa.scalar("not exactly one image in the sample" if is_sample else None, pa.string())
+        return data, pc.if_else(data.is_null(), error, pa.scalar(None, pa.string()))
     base = base_folder(config.data_uri)
 
     def folder_of(path: str) -> str:  # `datasets` takes a metadata.parquet too
         is_beside = config.input_format == "imagefolder" or storage.name(path) == "metadata.parquet"
         return path.rpartition("/")[0] if is_beside else base
 
-    folders = list(map(folder_of, table[PATH].to_pylist()))
-    if is_text(column.type):
-        pictures = readers.read_pictures(texts(column), folders, base)
-    else:
-        missing = np.flatnonzero(pc.and_(column.is_null(), names.is_valid()).to_numpy(zero_copy_only=False)).tolist()
-        wanted = texts(names.take(missing)), [folders[row] for row in missing], base
-        pictures = column.to_pylist()
-        for row, picture in zip(missing, readers.read_pictures(*wanted), strict=True):
-            pictures[row] = picture
-    images = [None if isinstance(picture, BadImage) else picture for picture in pictures]
-    errors = [str(picture) if isinstance(picture, BadImage) else None for picture in pictures]
+    folders = [folder_of(path) for path in table[PATH].to_pylist()]
+    found = [None] * len(table) if is_text(column.type) else column.cast(pa.large_binary()).to_pylist()
+    missing = [row for row, data in enumerate(found) if data is None]
+    wanted = [texts(names.take(missing)), [folders[row] for row in missing]]
+    fetched = readers.in_parallel(base, functools.partial(fetch_image, base=base), *wanted)
+    for row, data in zip(missing, fetched, strict=True):
+        found[row] = data
+    images = [None if isinstance(data, BadImage) else data for data in found]
+    errors = [str(data) if isinstance(data, BadImage) else None for data in found]
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
 
 
-def picture_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """`(bytes or paths, paths if it has them)` of an image column."""
-    if not pa.types.is_struct(column.type):
-        return column, column
-    names = [name for name in ("bytes", "path") if column.type.get_field_index(name) >= 0]
-    return pc.struct_field(column, names[0]), pc.struct_field(column, names[-1])
+def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
+    """The bytes of the image at a path, or a `BadImage` that says why there are none.
+
+    Args:
+        name: relative to `folder`, or absolute; None for a row without one.
+        base: the folder that paths may not leave.
+    """
+    if not name:
+        return BadImage("no image path")
+    if is_url(name):
+        return BadImage("a URL, not downloaded")
+    filesystem, root = storage.open_filesystem(base)
+    is_local = isinstance(filesystem, fs.LocalFileSystem)
+    scheme, is_uri, inner = name.rpartition("://")
+    if not is_uri:
+        inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
+    inner = posixpath.normpath(inner)
+    is_elsewhere = is_uri and scheme != base.rpartition("://")[0]
+    if is_elsewhere or not inner.startswith(root.rstrip("/") + "/"):
+        return BadImage("image path outside of the input")
+    try:
+        found, most = filesystem.get_file_info(inner) if is_local else None, readers.MAX_BYTES
+        if found and found.type == fs.FileType.Unknown:
+            return BadImage("not a regular file")  # to open a FIFO would wait for ever
+        if found and found.is_file:
+            most = min(found.size, most)  # memory is taken for all that may come
+        with filesystem.open_input_stream(inner) as stream:
+            data = stream.read(most + 1)
+        return data if len(data) <= readers.MAX_BYTES else BadImage("too many bytes")
+    except FileNotFoundError:
+        return BadImage("image file not found")
+    except (pa.ArrowInvalid, ValueError, UnicodeError):
+        return BadImage("invalid image path")
+    except OSError:
+        if not is_local:
+            raise  # the store did not answer: the job stops, and a rerun reads it again
+        return BadImage("image file not readable")  # a folder, no permission, a text in base64
+
+
+def is_url(text: str | None) -> bool:
+    return str(text).lower().startswith(("http://", "https://"))
 
 
 def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
@@ -357,17 +446,17 @@ def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
 
 
 def ids_of(table: pa.Table, config: PreprocessingConfig) -> pa.ChunkedArray | pa.Array:
-    """Ids by their column; else "{file}:{place}" by `PATH` and `PLACE`, and "{file}" of a picture with side-cars."""
-    if config.id_column != PLACE:
+    """Ids by their column; else "{file}:{row number}", and "{file}" of a row without a number."""
+    if config.id_column != ROW_NUMBER:
         return row_ids(table[config.id_column])
-    names, places = source_names(table[PATH], config), table[PLACE].cast(pa.string())
-    return pc.coalesce(pc.binary_join_element_wise(names, places, ":"), names)
+    names, numbers = source_names(table[PATH], config), table[ROW_NUMBER].cast(pa.string())
+    return pc.coalesce(pc.binary_join_element_wise(names, numbers, ":"), names)
 
 
 def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Ids in the type that they are stored in. Bytes that are no printable text, such as hashes, become hex digits."""
     if not (is_text(column.type) or is_bytes(column.type)):
-        return column.cast(id_type(column.type))
+        return column.cast(common_id_type([column.type]))
 
     def is_readable(text: str | None) -> bool:
         return text is not None and (is_text(column.type) or text.isprintable())
@@ -376,16 +465,47 @@ def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     return pa.array([value.hex() if value and not is_readable(text) else text for value, text in pairs], pa.string())
 
 
-def id_type(*column_types: pa.DataType) -> pa.DataType:
-    """The type that ids are stored in: int64 if all are integers, else text. uint64 does not fit: text too."""
-    fit = [pa.types.is_integer(kind) and kind != pa.uint64() for kind in column_types]
-    return pa.int64() if fit and all(fit) else pa.string()
+def id_type_of(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
+    """The type in which the ids of all files can be stored (`common_id_type`)."""
+    if config.id_column == ROW_NUMBER or not reader(config).typed:
+        return pa.string()
+    return common_id_type(columns.field(config.id_column).type for columns in schemas(paths, config).values())
 
 
-def id_type_of(*files: pa.Schema, config: PreprocessingConfig) -> pa.DataType:
-    """`id_type` by the columns of some files."""
-    return id_type(*(columns.field(name).type for columns in files for name in stored([config.id_column])))
+def common_id_type(kinds: Iterable[pa.DataType]) -> pa.DataType:
+    """int64 if all types are integers, else text. uint64 does not fit: text too."""
+    return pa.int64() if all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds) else pa.string()
 
 
-def is_list(column_type: pa.DataType) -> bool:
-    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
+def schemas(paths: list[str], config: PreprocessingConfig) -> dict[str, pa.Schema]:
+    """{path: columns}: of all files that can be read, the first with each set of columns.
+
+    Raises Unreadable if none can be read.
+    """
+    read, errors = reader(config).schema, []
+
+    def schema_of(path: str) -> pa.Schema | None:
+        try:
+            return read(path)
+        except readers.Unreadable as error:
+            errors.append(error)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = dict(zip(paths, pool.map(schema_of, paths), strict=True))
+    different = {str(columns): path for path, columns in reversed(found.items()) if columns is not None}
+    if not different:
+        raise errors[0]
+    return {path: columns for path, columns in found.items() if path in different.values()}
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)

@@ -1,106 +1,122 @@
-"""Checks of the raw data's columns, before any worker starts."""
+"""What is refused of raw data before any worker starts, in one sentence each: its files, then its columns."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
 from ...config import PreprocessingConfig
 from ...raw import filters, inputs, readers
-from ..readers.detect import is_text_or_bytes, picture_type
+from ...raw.inputs import is_bytes, is_list, is_text
+
+COMPRESSED_TAR, BROKEN = "compressed tar", "broken link"  # kinds of files
 
 
-def check_inputs(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
-    """The Arrow type in which all ids can be stored. Raises ValueError as `check_input` does, for any of the files.
+def refuse(sentences: Iterable[str]) -> None:
+    """Raises ValueError with the first sentence."""
+    for sentence in sentences:
+        raise ValueError(sentence)
 
-    Only Parquet files have types that may differ. With a limit, only the files that it reaches are looked at.
-    """
-    first, columns = first_readable(paths, config)
-    if not inputs.reader(config).typed:
-        return inputs.id_type_of(columns, config=config)
-    if config.limit is not None:
-        paths = [path for path, taken, _ in inputs.rows_to_read(paths, config) if taken is not None]
 
-    def schema_of(path: str) -> pa.Schema | None:
-        with contextlib.suppress(readers.Unreadable):
-            return inputs.reader(config).schema(path)
+def files_problems(kinds: dict[str, str], config: PreprocessingConfig) -> Iterator[str]:
+    """`kinds`: the kind of each file below the input."""
+    reader = readers.reader_class(config.input_format)
+    for name, kind in kinds.items():
+        if kind == COMPRESSED_TAR and config.input_format == "webdataset":
+            yield readers.COMPRESSED_TAR.format(name)
+        if kind == BROKEN and f"/{name}".lower().endswith(reader.suffixes):
+            yield f"{name} is a link that leads nowhere, no regular file, or its name is not UTF-8: rename or remove it."
 
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        schemas = zip(paths, pool.map(schema_of, paths), strict=True)
-        different = {str(columns): (path, columns) for path, columns in schemas if columns is not None}
-    for path, columns in different.values():
+
+def column_problems(paths: list[str], config: PreprocessingConfig) -> Iterator[str]:
+    """Those of `COLUMNS`, of all files; of formats without types, of the first file that can be read."""
+    reader = inputs.reader(config)
+    found = inputs.schemas(inputs.reached(paths, config) if reader.typed else first_readable(paths, reader), config)
+    for path, columns in found.items():
+        for check in COLUMNS:
+            yield from check(columns, path, config)
+
+
+def first_readable(paths: list[str], reader: readers.Reader) -> list[str]:
+    """The first file with rows; the last one if none has."""
+    for path in paths[:-1]:
         try:
-            check_columns(columns, path, config)
-        except ValueError as error:
-            raise ValueError(f"{path} does not go with {first}, which can be read: {error}") from None
-    return inputs.id_type_of(*(columns for _, columns in different.values()), config=config)
+            if reader.schema(path).names:
+                return [path]
+        except readers.Unreadable:
+            continue
+    return paths[-1:]
 
 
-def first_readable(paths: list[str], config: PreprocessingConfig) -> tuple[str, pa.Schema]:
-    """The first file that can be read, and its columns. Raises as `check_input`."""
-    *others, last = paths
-    for path in others:
-        with contextlib.suppress(readers.Unreadable):
-            if inputs.reader(config).schema(path).names:
-                return path, check_input(path, config)
-    return last, check_input(last, config)
+def missing_columns(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
+    used = [(parameter, getattr(config, parameter, None)) for parameter in USABLE]
+    used += [("caption_column", name) for name in config.caption_columns]
+    used += [("row_filter", name) for name in filters.filter_columns(config.row_filter)]
+    for parameter, name in used:
+        if name and name != readers.ROW_NUMBER and name not in columns.names:
+            yield f"{parameter}={name!r} is not a column of {path}: it has {', '.join(columns.names)}."
+        if name == readers.PATH:
+            yield "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
 
 
-def check_input(path: str, config: PreprocessingConfig) -> pa.Schema:
-    """The Arrow schema of an input file. Raises ValueError for a column that is missing or of an unusable type."""
-    columns = inputs.reader(config).schema(path)
-    check_columns(columns, path, config)
-    check_no_urls(columns, path, config)
-    return columns
+def wrong_types(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
+    for parameter, (is_usable, otherwise) in USABLE.items():
+        name = getattr(config, parameter, None)  # width and height may not be given
+        if name and name != readers.ROW_NUMBER and not is_usable(kind := columns.field(name).type):
+            yield f"{parameter}={name!r} holds {kind} in {path}, {otherwise}: name the column that does."
 
 
-def check_columns(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
-    """Raises ValueError for a column of a file that is missing or of an unusable type."""
-    for parameter in USABLE:
-        name = getattr(config, parameter, None)
-        if name and name != inputs.PLACE:  # width and height may not be given
-            check_column(parameter, name, path, columns)
-            is_usable, otherwise = USABLE[parameter]
-            if not is_usable(kind := columns.field(name).type):
-                raise ValueError(f"{parameter}={name!r} holds {kind}, {otherwise}: name the column that does.")
-    check_captions(columns, path, config)
-    for name in filters.filter_columns(config.row_filter):
-        check_column("row_filter", name, path, columns)
-    filters.check_filter(config.row_filter, columns)
-
-
-def check_column(parameter: str, name: str, path: str, columns: pa.Schema) -> None:
-    """Raises ValueError if a file lacks a column, or if its name is taken."""
-    if name not in columns.names:
-        raise ValueError(f"{parameter}={name!r} is not a column of {path}: it has {', '.join(columns.names)}.")
-    if name == inputs.PATH:
-        raise ValueError(
-            "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
-        )
-
-
-def check_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
-    """Raises ValueError for a caption column that is missing or holds no text, and for unexpected lists."""
+def wrong_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
     for name in config.caption_columns:
-        check_column("caption_column", name, path, columns)
         kind = columns.field(name).type
-        in_list = inputs.is_list(kind)
+        in_list, is_one = is_list(kind), len(config.caption_columns) == 1
         if not is_text_or_bytes(kind.value_type if in_list else kind):
-            raise ValueError(f"caption_column={name!r} holds {kind}, not text: name the column that does.")
-        if in_list and len(config.caption_columns) > 1 and inputs.reader(config).typed:
-            raise ValueError(f"caption_column names several columns, and {name!r} holds lists: name that one alone.")
+            yield f"caption_column={name!r} holds {kind} in {path}, not text: name the column that does."
+        if in_list and not is_one and inputs.reader(config).typed:
+            yield f"caption_column names several columns, and {name!r} holds lists: name that one alone."
         if config.max_captions > 1 and not in_list:
-            raise ValueError(
+            yield (
                 f"max_captions={config.max_captions}, and caption_column={name!r} holds {kind}, one caption a row: "
                 "name a column of lists, or several columns."
             )
 
 
-def is_picture(kind: pa.DataType) -> bool:
-    """Bytes, a path, or a struct that holds one of them, as Hugging Face's data sets do."""
-    return is_text_or_bytes(picture_type(kind))
+def wrong_filter(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
+    """A filter that compares a column with a value of another type."""
+    try:
+        filters.kept_rows(columns.empty_table(), config.row_filter)
+    except (pa.ArrowException, OverflowError, TypeError) as error:
+        names = filters.filter_columns(config.row_filter)
+        types = ", ".join(f"{name} holds {columns.field(name).type}" for name in names)
+        yield f"row_filter={config.row_filter!r} compares values of different types in {path} ({types}): {error}."
+
+
+def urls(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
+    """Images that the first rows name by URL."""
+    reader, name = inputs.reader(config), config.image_column
+    if is_text(image_type(columns.field(name).type)):
+        rows = next(iter(reader.stream(path, [name])), None)
+        values = [] if rows is None else readers.texts(inputs.image_fields(rows[name])[0])
+        if url := next(filter(inputs.is_url, values), None):
+            yield (
+                f"image_column={name!r} holds URLs ({url[:60]}): download the images first, for example with "
+                "img2dataset, whose Parquet and WebDataset output is read here."
+            )
+
+
+COLUMNS = [missing_columns, wrong_types, wrong_captions, wrong_filter, urls]
+
+
+def image_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a struct's `bytes` or, if it has none, of its `path`; other types as they are."""
+    if pa.types.is_struct(kind):
+        return next((kind.field(name).type for name in ("bytes", "path") if kind.get_field_index(name) >= 0), kind)
+    return kind
+
+
+def is_text_or_bytes(kind: pa.DataType) -> bool:
+    return is_text(kind) or is_bytes(kind) or pa.types.is_null(kind)  # null: no row has a value
 
 
 def is_numeric(kind: pa.DataType) -> bool:
@@ -109,25 +125,8 @@ def is_numeric(kind: pa.DataType) -> bool:
 
 # Parameter -> what the column that it names may hold, and what to say of any other.
 USABLE = {
-    "image_column": (is_picture, "neither the bytes of encoded pictures nor their paths"),
+    "image_column": (lambda kind: is_text_or_bytes(image_type(kind)), "neither the bytes of images nor their paths"),
     "id_column": (lambda kind: not pa.types.is_nested(kind), "neither numbers nor text"),
     "width_column": (is_numeric, "not numbers of pixels"),
     "height_column": (is_numeric, "not numbers of pixels"),
 }
-
-
-def check_no_urls(columns: pa.Schema, path: str, config: PreprocessingConfig) -> None:
-    """Raises ValueError if the first rows of a file name their pictures by URL, or hold them in base64."""
-    reader = inputs.reader(config)
-    if reader.typed or inputs.is_text(columns.field(config.image_column).type):
-        rows = next(inputs.stream_file(path, [config.image_column], reader), None)
-        names = [] if rows is None else inputs.texts(inputs.picture_fields(rows[config.image_column])[0])
-        if url := next((name for name in names if readers.is_url(name)), None):
-            raise ValueError(
-                f"image_column={config.image_column!r} holds URLs ({url[:60]}): download the pictures first, for "
-                "example with img2dataset, whose Parquet and WebDataset output is read here."
-            )
-        if next(filter(readers.is_base64, names), None):
-            raise ValueError(
-                f"image_column={config.image_column!r} holds images as base64 text: store their bytes in its place."
-            )

@@ -1,0 +1,204 @@
+"""Folders of images, with a table of captions (Hugging Face's ImageFolder) or with captions beside the images."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import csv
+import functools
+import io
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pyarrow as pa
+
+from ... import storage
+from ...latents import schema
+from ...raw.readers import (
+    GROUP_ROWS,
+    MAX_BYTES,
+    PATH,
+    ROW,
+    ROW_NUMBER,
+    Reader,
+    Unreadable,
+    decode_caption,
+    decode_text,
+    in_parallel,
+    is_image,
+    is_text,
+    is_utf16,
+    parse_json,
+)
+
+FILES = "__files__"  # where a row is in its folder: the names of its image, and of what stands beside it
+UNIT_IMAGES = 10_000  # images with side-cars that are read as one file
+
+
+class ImageFolder(Reader):
+    """A `metadata.csv` or `metadata.jsonl`, or the images of a folder with side-cars.
+
+    A table has a column `file_name`, relative to its folder, and one of captions. Empty fields of a CSV are empty text.
+    Side-cars are files with an image's name and another suffix: its caption (`a.txt`, `a.caption`; the column "text"),
+    and a JSON file whose keys are columns. Images of one folder are read as "{folder}/{first image}#{how many}". Their
+    bytes are not read here: `inputs.fetch_image` fetches them.
+    """
+
+    what = "metadata.csv, metadata.jsonl, or images with a text of the same name"
+    suffixes, location = ("/metadata.csv", "/metadata.jsonl"), (ROW, FILES)
+
+    @classmethod
+    def files(cls, names: Iterable[str]) -> list[str]:
+        """Tables, and images with side-cars in folders below no table."""
+        names = list(names)
+        tables, found = super().files(names), []
+        for folder, samples in samples_by_folder(names, tables).items():
+            for start in range(0, len(samples), UNIT_IMAGES):
+                some = samples[start : start + UNIT_IMAGES]
+                found.append(posixpath.join(folder, f"{some[0][0]}#{len(some)}"))
+        return sorted([*tables, *found])
+
+    def schema(self, path: str) -> pa.Schema:
+        rows = self.rows(path)
+        return self.schema_of(self.load(path, rows[:GROUP_ROWS]) + rows[GROUP_ROWS:])
+
+    def row_groups(self, path: str) -> list[int]:
+        """Rows of each group."""
+        return schema.row_groups(len(load_table(path)) if is_table(path) else split_unit(path)[2])
+
+    def stream(self, path: str, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[pa.Table]:
+        """All rows, or those of some groups, a group at a time."""
+        rows = self.rows(path)
+        for group in range(-(-len(rows) // GROUP_ROWS)) if groups is None else groups:
+            yield self.table_of(path, rows[group * GROUP_ROWS : (group + 1) * GROUP_ROWS], columns)
+
+    def read_rows(self, path: str, pieces: Iterable[pa.Table], columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of each of `pieces`, by `location`."""
+        rows = self.rows(path) if is_table(path) else []
+        for piece in pieces:
+            if is_table(path):
+                yield self.table_of(path, [rows[row] for row in piece[ROW].to_pylist()], columns)
+            else:
+                yield self.table_of(path, list(map(sidecar_row, piece[FILES].to_pylist())), columns)
+
+    def rows(self, path: str) -> list[dict]:
+        """Those of a table, or the names of some images and their side-cars."""
+        if is_table(path):
+            return [{**row, ROW: number} for number, row in enumerate(load_table(path))]
+        folder, first, count = split_unit(path)
+        found = pair_names(name for name, size in storage.walk(folder, recursive=False) if size is not None)
+        start = bisect.bisect_left(found, (first,))
+        return list(map(sidecar_row, found[start : start + count]))
+
+    def load(self, path: str, rows: list[dict], columns: Sequence[str] = ("",)) -> list[dict]:
+        """The rows, with what the side-cars hold that some of `columns` may need."""
+        wanted = set(columns) - {"file_name", *self.location}
+
+        def read(row: dict) -> dict:
+            for name in row.get(FILES, ())[1:] if wanted else ():
+                data = storage.read_bytes(f"{split_unit(path)[0]}/{name}")[:MAX_BYTES]
+                more = parse_json(data) if name.lower().endswith(".json") else {"text": decode_caption(data)}
+                row = {**more, **row} if name.lower().endswith(".json") else {**row, **more}
+            return row
+
+        return [fill_caption(row, wanted) for row in (rows if is_table(path) else in_parallel(path, read, rows))]
+
+    def table_of(self, path: str, rows: list[dict], columns: Sequence[str]) -> pa.Table:
+        """`table`; of images with side-cars also `PATH`, that of the image, and no `ROW_NUMBER`."""
+        table = self.table(self.load(path, rows, columns), columns)
+        if is_table(path):
+            return table
+        paths = pa.array([f"{split_unit(path)[0]}/{row[FILES][0]}" for row in rows], pa.string())
+        return table.append_column(PATH, paths).append_column(ROW_NUMBER, pa.nulls(len(rows), pa.int64()))
+
+
+def sidecar_row(files: Sequence[str]) -> dict:
+    return {"file_name": files[0], FILES: files}
+
+
+def fill_caption(row: dict, wanted: set[str]) -> dict:
+    """The row; folders may call captions "text" or "caption", and one name serves all."""
+    for name, other in (("text", "caption"), ("caption", "text")):
+        if name in wanted and name not in row and other in row:
+            return {**row, name: row[other]}
+    return row
+
+
+def is_table(path: str) -> bool:
+    """Whether a path is that of a table, whatever its name."""
+    return not re.search(r"#\d+$", path)
+
+
+def split_unit(path: str) -> tuple[str, str, int]:
+    """`(folder, first image, number of images)` of what `ImageFolder` reads as one file."""
+    names, _, count = path.rpartition("#")
+    folder, _, first = names.rpartition("/")
+    return folder, first, int(count)
+
+
+def below_tables(tables: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a folder is, or lies below, the folder of one of some tables."""
+    with_table = set(map(posixpath.dirname, tables))
+
+    @functools.cache
+    def is_below(folder: str) -> bool:
+        return folder in with_table or (folder != "" and is_below(posixpath.dirname(folder)))
+
+    return is_below
+
+
+def samples_by_folder(names: Iterable[str], tables: list[str]) -> dict[str, list[tuple[str, ...]]]:
+    """{folder: `pair_names` of its files} of the folders below no table."""
+    is_below, folders = below_tables(tables), collections.defaultdict(list)
+    for folder, file in map(posixpath.split, names):
+        if not is_below(folder):
+            folders[folder].append(file)
+    return {folder: samples for folder, within in folders.items() if (samples := pair_names(within))}
+
+
+def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """[(image, what stands beside it, ...)] of the files of one folder, sorted; images alone are left out.
+
+    An image has at most one JSON file and one text: of several texts the last, "a.txt" and not "a.caption".
+    """
+    images, beside = [], collections.defaultdict(dict)
+    for name in sorted(names):
+        stem, _, suffix = name.rpartition(".")
+        if is_text(suffix):
+            beside[stem]["json" if suffix.lower() == "json" else "text"] = name
+        elif stem and is_image(suffix) and not name.startswith("."):
+            images.append((name, stem))
+    return [(name, *sorted(beside[stem].values())) for name, stem in images if stem in beside]
+
+
+def load_table(path: str) -> list[dict]:
+    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
+    return _load_table(path, storage.version(path))  # cached: an epoch reads the same few tables
+
+
+@functools.lru_cache(maxsize=1)
+def _load_table(path: str, version: tuple[int, int]) -> list[dict]:
+    text = decode_text(storage.read_bytes(path))
+    if is_utf16(text):
+        raise Unreadable(f"{path} is UTF-16 without a byte order mark: save it as UTF-8.")
+    if path.lower().endswith(".jsonl"):
+        return [parse_json(line) for line in text.split("\n") if line.strip()]
+    csv.field_size_limit(MAX_BYTES)
+    try:
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True))
+        if any(None in row for row in rows):
+            raise csv.Error("its rows have more fields than its first line has names")
+    except csv.Error as error:
+        raise Unreadable(f"{path} is not a readable table: correct it. ({error})") from None
+    return rows
+
+
+def files_read(names: Iterable[str]) -> set[str]:
+    """The files that `ImageFolder` reads: tables and the images below them, images with side-cars and these."""
+    names = list(names)
+    tables = Reader.files.__func__(ImageFolder, names)
+    is_below = below_tables(tables)
+    below = [name for name in names if is_image(name) and is_below(posixpath.dirname(name))]
+    samples = samples_by_folder(names, tables).items()
+    return {*tables, *below, *(posixpath.join(folder, file) for folder, of in samples for some in of for file in some)}
