@@ -17,7 +17,6 @@ from ..config import PreprocessingConfig
 from ..latents import schema
 from ..latents.manifest import encode_embedding
 from ..model import denoisers
-from ..production.checks import inputs as checks
 from ..production.data import exclusions
 from ..production.readers import detect
 from ..raw import inputs
@@ -29,7 +28,6 @@ MOST_TOKENS = 8192  # in a caption, if neither the tokenizer nor the text encode
 # older than an entry has none, and is the same.
 LEFT_OUT = {
     "num_captions": 1,
-    "input_files": None,
     "leave_out": None,
     "maximum_tokens": None,
     "text_cleaning": "none",
@@ -43,8 +41,8 @@ Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
 def find_input(config: PreprocessingConfig) -> detect.Found:
-    """What the job at `config.latents_uri` will read. Looks only at file names and first rows (`detect.look`)."""
-    return detect.look(config, job.begun_with(config.latents_uri))
+    """What the job at `config.latents_uri` will read (`detect.detect`)."""
+    return detect.detect(config, job.begun_with(config.latents_uri))
 
 
 def check_early(config: PreprocessingConfig) -> None:
@@ -115,31 +113,28 @@ def check(config: PreprocessingConfig, begun: dict | None = None) -> CheckedInpu
     """Pin the models (`pin_models`), then check raw data and encoder, before any worker starts.
 
     `begun`: the parameters that the job or online run at `latents_uri` began with; None for a new one. That job or run
-    keeps its columns (`detect.look`) and the commits of its models. If a job is resumed, its files are not checked
+    keeps its columns (`detect.detect`) and the commits of its models. If a job is resumed, its files are not checked
     again.
 
     Raises FileNotFoundError or ValueError that says what to change.
     """
     pinned = pin_models(config, begun and begun.get("encoder"))
     pinned = dataclasses.replace(pinned, leave_out=exclusions.pin(config.leave_out))
-    found = detect.look(fit_denoiser(pinned), begun)
+    found = detect.detect(fit_denoiser(pinned), begun)
     config, paths, listing = found.config, found.paths, found.listing
-    of_first = inputs.id_type_of(checks.first_readable(paths, config)[1], config=config)
     is_resumed = begun is not None and "online" not in begun
     if is_resumed:
-        id_type = pa.type_for_alias(begun.get("id_type", str(of_first)))
+        id_type = pa.type_for_alias(begun["id_type"])
     else:
-        id_type = checks.check_inputs(paths, config)
+        id_type = inputs.id_type_of(inputs.reached(paths, config), config)
     parameters = {
         **config.fixed("rows", "latents"),
         "text_precision": "fp16",  # recorded because captions could be stored in 8-bit floats too
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,
-        "input_crc32": detect.checksum(listing),
-        "input_files": begun.get("input_files") if is_resumed else found.counts,  # earlier versions recorded none
+        "input_crc32": inputs.checksum(listing),
+        "id_type": str(id_type),
     }
-    if id_type != of_first:  # a job that goes on reads no other file's type
-        parameters["id_type"] = str(id_type)
     return CheckedInput(config, paths, listing, leave_out(parameters), describe_encoder(config), id_type)
 
 

@@ -127,7 +127,7 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
 
     Raises ValueError if there are none.
     """
-    rows = inputs.to_raw_rows(inputs.first_rows(config, 4 * num_rows), config)
+    rows = inputs.to_raw_rows(detect.first_rows(config, 4 * num_rows), config)
     shown = good_rows(rows, config, num_rows)
     if not shown:
         raise ValueError(
@@ -171,12 +171,8 @@ def input_tables(found: detect.Found) -> list[pd.DataFrame]:
 
 
 def summary(manifest: Manifest) -> pd.DataFrame:
-    """What became of a job's files and rows: read = written (online: usable) + rejected (by reason) + filtered."""
-    rows = []
-    if files := manifest.job.get("input_files"):  # `detect` counted them
-        rows += [("files found", "", files["found"]), ("files read", "", files["read"])]
-        rows += [("files left out", reason, count) for reason, count in files["left_out"].items()]
-    rows += [("rows read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
+    """What became of a job's rows: read = written (online: usable) + rejected (by reason) + filtered."""
+    rows = [("rows read", "", manifest.read), ("usable" if manifest.online else "written", "", manifest.written)]
     rows += [("of these", note, count) for note, count in manifest.noted.items()]
     rows += [("rejected", reason, count) for reason, count in manifest.rejected.items()]
     rows += [("filtered", "", manifest.filtered)]
@@ -226,13 +222,13 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
     If the filter drops all of them, a sentence is printed, and they are returned unfiltered.
     """
     random = np.random.default_rng(seed)
-    paths = inputs.list_inputs(config.data_uri, config.input_format)
+    paths, _ = inputs.list_inputs(config)
     chosen = [paths[number] for number in random.permutation(len(paths))[:16]]
     num_each, tables = -(-num_rows // len(chosen)), []
     for path in chosen:
         with contextlib.suppress(*[readers.Unreadable] * (len(chosen) > 1)):  # the job leaves such a file out
             tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
-    rows = inputs.join_alike(tables)
+    rows = detect.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
     expression = filters.parse_filter(config.row_filter)
     kept = rows if expression is None else rows.filter(expression.to_pyarrow())
@@ -307,5 +303,5 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     if raw is None:
         return example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig(**raw)
-    rows = inputs.first_rows(config, num_rows)
+    rows = detect.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

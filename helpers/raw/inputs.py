@@ -39,6 +39,7 @@ FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a fi
 PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
 C_LIBRARY = ctypes.CDLL(None)
 RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
+MAX_PATH = 4096  # characters
 ROWS_PER_CONVERSION = 256  # images given as paths are fetched this many at a time
 
 
@@ -48,7 +49,7 @@ ROWS_PER_CONVERSION = 256  # images given as paths are fetched this many at a ti
 def list_inputs(config: PreprocessingConfig) -> tuple[list[str], dict[str, int]]:
     """`(paths of what is read as one file each, {path below the input's folder: bytes} of all files)`, sorted.
 
-    The input is a file, a folder (with those in it), or a pattern. Raises FileNotFoundError if there is nothing to read.
+    The input is a file, a folder (with those in it), or a pattern. Raises FileNotFoundError if nothing can be read.
     """
     listing = visible_files(walk_input(config.data_uri), config.data_uri)
     return input_paths(listing, config), listing
@@ -374,6 +375,14 @@ def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chunke
     return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
 
 
+def image_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """`(bytes or paths, paths if it has them)` of an image column."""
+    if not pa.types.is_struct(column.type):
+        return column, column
+    names = [name for name in ("bytes", "path") if column.type.get_field_index(name) >= 0]
+    return pc.struct_field(column, names[0]), pc.struct_field(column, names[-1])
+
+
 def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
     """The bytes of the image at a path, or a `BadImage` that says why there are none.
 
@@ -385,6 +394,8 @@ def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
         return BadImage("no image path")
     if is_url(name):
         return BadImage("a URL, not downloaded")
+    if len(name) > MAX_PATH:
+        return BadImage("neither bytes nor a path (base64 is not read)")
     filesystem, root = storage.open_filesystem(base)
     is_local = isinstance(filesystem, fs.LocalFileSystem)
     scheme, is_uri, inner = name.rpartition("://")
@@ -410,7 +421,7 @@ def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
     except OSError:
         if not is_local:
             raise  # the store did not answer: the job stops, and a rerun reads it again
-        return BadImage("image file not readable")  # a folder, no permission, a text in base64
+        return BadImage("image file not readable")  # a folder, no permission
 
 
 def is_url(text: str | None) -> bool:

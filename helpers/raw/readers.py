@@ -191,9 +191,9 @@ def unreadable(path: str, what: str, error: Exception) -> Exception:
 class WebDataset(Reader):
     """Tars as img2dataset writes them: consecutive members whose names are equal up to the first dot are a sample.
 
-    Columns: "__key__", the name; "txt", "caption" and the keys of the `.json`; "jpg", "png", "input.jpg", ..., the bytes
-    of the images; "image", those of the only one whose name has no second dot. Finding a sample takes a pass over all
-    headers: fast on a disk, but an object store sends the whole tar.
+    Columns: "__key__", the name; "txt", "caption" and the keys of the `.json`; "jpg", "png", "input.jpg" and others,
+    the bytes of the images; "image", those of the only one whose name has no second dot. Finding a sample takes a pass
+    over all headers: fast on a disk, but an object store sends the whole tar.
     """
 
     what, suffixes, location = "WebDataset tar", (".tar",), (START, STOP)

@@ -17,6 +17,7 @@ from helpers import cluster
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.lesson import captioned_shapes
+from helpers.production.readers import detect
 from helpers.raw import inputs
 from tests.benchmarks import record
 from tests.pipelines import encode
@@ -24,7 +25,8 @@ from tests.pipelines import encode
 
 def bare(config, rows):
     """Images a second of `LatentEncoder` alone."""
-    paths = inputs.list_inputs(config.raw_uri)
+    config = detect.detect(config).config
+    paths, _ = inputs.list_inputs(config)
     table = pq.read_table(paths[0]).slice(0, 1024)
     prepared = stages.transform(inputs.to_raw_rows(inputs.with_path(table, paths[0]), config), config=config)
     latent_encoder = encoder.LatentEncoder(**prepare.encoder_arguments(config))

@@ -21,7 +21,7 @@ from helpers import cluster
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder
 from helpers.lesson import captioned_shapes
-from helpers.raw import readers
+from helpers.raw import inputs
 from tests.benchmarks import record
 from tests.pipelines import encode
 
@@ -73,7 +73,7 @@ def rate(uri, name, count, rows, kind):
 def main():
     given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], parts=3)
     cluster.connect(num_cpus=max(given.encoders) + 4)
-    rows = given.parts * readers.PART_ROWS  # of each encoder
+    rows = given.parts * inputs.PART_ROWS  # of each encoder
     with tempfile.TemporaryDirectory() as uri:
         captioned_shapes.write_data_set(PreprocessingConfig(storage=uri).raw_uri, max(given.encoders) * rows)
         rates = {}

@@ -26,7 +26,7 @@ def files_problems(kinds: dict[str, str], config: PreprocessingConfig) -> Iterat
         if kind == COMPRESSED_TAR and config.input_format == "webdataset":
             yield readers.COMPRESSED_TAR.format(name)
         if kind == BROKEN and f"/{name}".lower().endswith(reader.suffixes):
-            yield f"{name} is a link that leads nowhere, no regular file, or its name is not UTF-8: rename or remove it."
+            yield f"{name} is a link that leads nowhere, no regular file, or has no name in UTF-8: rename or remove it."
 
 
 def column_problems(paths: list[str], config: PreprocessingConfig) -> Iterator[str]:

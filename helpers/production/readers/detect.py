@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ import pyarrow as pa
 from ...config import PreprocessingConfig
 from ...latents.parquet import is_extension
 from ...raw import inputs, readers
-from ...raw.inputs import CHOSEN, is_bytes, is_text
+from ...raw.inputs import CHOSEN, is_text
 from ..checks import inputs as checks
 from ..checks.inputs import is_text_or_bytes
 from . import folder
@@ -147,8 +147,10 @@ def kind_of(name: str) -> str:
 
 def files_read(input_format: str, names: Iterable[str]) -> set[str]:
     """The files, of those below an input, that a format reads."""
-    return folder.files_read(names) if input_format == "imagefolder" else set(
-        readers.reader_class(input_format).files(names)
+    return (
+        folder.files_read(names)
+        if input_format == "imagefolder"
+        else set(readers.reader_class(input_format).files(names))
     )
 
 
@@ -208,9 +210,7 @@ def holds_paths(paths: list[str], config: PreprocessingConfig) -> bool:
 # ---- columns
 
 
-def choose_columns(
-    paths: list[str], config: PreprocessingConfig, is_open: list[str]
-) -> dict[str, tuple[Any, str]]:
+def choose_columns(paths: list[str], config: PreprocessingConfig, is_open: list[str]) -> dict[str, tuple[Any, str]]:
     """{parameter: (column, why)} of the open columns, by the first rows of the first files that can be read.
 
     Raises ValueError that names the columns that are there.

@@ -17,7 +17,7 @@ from helpers.latents.read import latents_reader
 from helpers.online import encode as online
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
-from helpers.production.checks import inputs as checks
+from helpers.production.readers import detect
 from helpers.raw import inputs
 from helpers.train import setup
 from tests.latents import plan_for, read_steps, receive_steps, write_job
@@ -46,7 +46,7 @@ def write_raw(folder, table=None):
 def encode(config):
     """A job without Ray: all rows in one file."""
     checked = prepare.check(config)
-    rows = inputs.to_raw_rows(inputs.first_rows(config, NUM_ROWS), config)
+    rows = inputs.to_raw_rows(detect.first_rows(checked.config, NUM_ROWS), checked.config)
     encoded = encoder.LatentEncoder(**prepare.encoder_arguments(config))(stages.transform(rows, config=config))
     fields = {"id_type": "string", "job": checked.parameters, **checked.description}
     manifest = write_job(config.latents_uri, len(rows), [encoded], **fields)
@@ -97,7 +97,8 @@ def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
     table = raw_table(4).set_column(2, "short", pa.array(["one", "", None, None]))
     table = table.set_column(3, "long", pa.array([None, " ", "two", None]))
     config = PreprocessingConfig(**write_raw(tmp_path, table), caption_column=["short", "long"])
-    rows = stages.transform(inputs.to_raw_rows(inputs.first_rows(config, 4), config), config=config)
+    config = detect.detect(config).config
+    rows = stages.transform(inputs.to_raw_rows(detect.first_rows(config, 4), config), config=config)
     assert rows["reason"].to_pylist() == ["", "empty caption", "", "no caption"]
     assert rows["caption"].to_pylist()[:3:2] == rows["caption_2"].to_pylist()[:3:2] == ["one", "two"]
 
@@ -147,7 +148,7 @@ def online_rows(folder, **changes):
     """`(config, transformed rows of the first epoch, encoded rows)` of an online run."""
     values = {**write_raw(folder), "caption_column": ["short", "long"], **changes}
     raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
-    prepare_online.prepare_run(raw, run)
+    _, raw = prepare_online.prepare_run(raw, run)
     plan = plan_for(run)
     blocks = pa.concat_tables(read_steps(plan, functools.partial(online.read_raw, config=raw))).combine_chunks()
     draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
@@ -165,10 +166,9 @@ def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
 
 def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_path):
     config, manifest, _ = stored
-    path = inputs.list_inputs(config.data_uri)[0]
 
     def check(**changes):
-        checks.check_input(path, PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
+        detect.detect(PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
 
     with pytest.raises(ValueError, match="max_captions=3, and caption_column='short' holds string"):
         check(caption_column="short", max_captions=3)

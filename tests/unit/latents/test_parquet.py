@@ -1,6 +1,7 @@
 """Nothing in a Parquet file is run: columns of extension types are refused before a value is touched."""
 
 import ast
+import dataclasses
 import pathlib
 import pickle
 import uuid
@@ -15,7 +16,7 @@ from helpers.config import PreprocessingConfig
 from helpers.latents import held_out, read
 from helpers.latents.manifest import RowRange, read_files, write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet, write_latents_file
-from helpers.production.checks import inputs as checks
+from helpers.production.readers import detect
 from helpers.raw import inputs
 from tests.latents import build_segment
 
@@ -84,18 +85,16 @@ def test_extension_types_inside_of_others_are_refused(tmp_path, kind, value):
 
 def test_raw_data_with_such_an_id_is_refused_before_a_job(hostile):
     config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
-    for act in (checks.check_input, lambda path, config: inputs.count_rows_of(path, config)):
-        with pytest.raises(ValueError, match=REFUSED):
-            act(str(hostile), config)
     with pytest.raises(ValueError, match=REFUSED):
-        inputs.first_rows(config, 5)
-    fine = PreprocessingConfig(input_uri=str(hostile.parent), id_column="id")
-    assert inputs.first_rows(fine, 5)["id"].to_pylist() == [1]
+        detect.detect(config)
+    fine = detect.detect(dataclasses.replace(config, id_column="id")).config
+    assert detect.first_rows(fine, 5)["id"].to_pylist() == [1]
 
 
 def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
     """In the task that reads it, before a value is made."""
-    config = PreprocessingConfig(input_uri=str(hostile.parent), id_column="hash")
+    names = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
+    config = PreprocessingConfig(input_uri=str(hostile.parent), **names)
     row = {inputs.PATH: str(hostile), inputs.FIRST_ROW: 0, inputs.GROUPS: [0]}
     part, one = pa.Table.from_pylist([row]), inputs.reader(config)
     with pytest.raises(ValueError, match=REFUSED):
@@ -117,8 +116,8 @@ def test_parquet_and_arrow_files_are_opened_in_one_place():
     """A module that opens them in another way must use `latents.parquet`, or be listed here with the reason."""
     known = {
         ("helpers.latents.parquet", "ParquetFile"),  # the place
-        ("helpers.raw.readers", "open_file"),  # Arrow files, whose types are checked there
-        ("helpers.raw.readers", "open_stream"),
+        ("helpers.production.readers.arrow", "open_file"),  # Arrow files, whose types are checked there
+        ("helpers.production.readers.arrow", "open_stream"),
     }
     openers = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}
     openers |= {"read_parquet", "read_feather", "open_stream", "open_file", "RecordBatchFileReader", "dataset"}
@@ -147,7 +146,9 @@ def test_nothing_is_unpickled_but_the_metadata_of_checkpoints():
             ):
                 found.add((module, ast.unparse(node)))
     allowed = {("helpers.train.integrity", "pickle.Unpickler"), ("helpers.train.integrity", "torch.load")}
-    allowed |= {("helpers.production.decode.isolated", "pickle.load")}  # between a process and its own child
+    allowed |= {
+        (f"helpers.production.decode.{name}", "pickle.load") for name in ("child", "isolated")
+    }  # between a process and its own child
     arrays = {(module, name) for module, name in found if name == "np.load"}  # without pickles, by NumPy's default
     assert found - arrays == allowed
     for module, _ in arrays:

@@ -21,6 +21,7 @@ from helpers.encode import job, prepare, stages
 from helpers.online import encode
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
+from helpers.production.readers import detect
 from helpers.raw import inputs, readers
 from tests.latents import plan_for
 
@@ -83,8 +84,8 @@ def rows_of(uri, **parameters):
     config = checked.config
     reader, columns = inputs.reader(config), inputs.used_columns(config)
     paths = [path for segment in job.plan_segments(checked.paths, config) for path in segment.paths]
-    for path, (first_row, groups) in [(one, part) for one in paths for part in reader.parts(one)]:
-        for rows in inputs.stream_file(path, columns, reader, first_row, groups):
+    for part in [part for path in paths for part in inputs.parts(reader, path)]:
+        for rows in inputs.read_part(pa.Table.from_pylist([part]), columns=columns, reader=reader):
             raw = inputs.to_raw_rows(rows, config, checked.id_type)
             found += stages.transform(raw, config=config).select(["id", "caption", "reason"]).to_pylist()
     assert len({row["id"] for row in found}) == len(found)
@@ -166,7 +167,7 @@ def test_a_table_of_captions_is_utf8_or_utf16_or_its_captions_are_rejected(tmp_p
     path = write(tmp_path / "f", **{f"metadata.{kind}": "\n".join(lines).encode(encoding)}, **pictures)
     expected = {"0.png": ("a cat", ""), "1.png": NOT_UTF8 if encoding == "cp1252" else (TEXT, "")}
     assert rows_of(path, **FOLDERS) == expected
-    first = inputs.first_rows(config_of(path, **FOLDERS), 5).to_pandas()  # as the notebook shows them
+    first = detect.first_rows(config_of(path, **FOLDERS), 5).to_pandas()  # as the notebook shows them
     assert first["text"][1][0] == (TEXT.encode("cp1252") if encoding == "cp1252" else TEXT)
     if encoding != "cp1252":
         assert online_rows(path, **FOLDERS) == (expected, {})
@@ -213,7 +214,7 @@ def test_lists_in_json_are_captions_and_objects_are_none(tmp_path):
     path = write(tmp_path / "f", **{"metadata.jsonl": "\n".join(lines)}, **pictures)
     assert rows_of(path, **FOLDERS) == {f"{key}.png": right for key, right in expected.items()}
     config = config_of(path, **FOLDERS, max_captions=2)
-    first = inputs.to_raw_rows(inputs.first_rows(config, 1), config)
+    first = inputs.to_raw_rows(detect.first_rows(config, 1), config)
     assert (first["caption"].to_pylist(), first["caption_2"].to_pylist()) == (["a café"], ["b"])
 
 
@@ -374,7 +375,7 @@ def test_a_picture_with_a_longer_name_is_a_sample_if_it_has_a_caption(tmp_path, 
         path = write_tar(tmp_path / name, *members)
         assert rows_of(path, **TARS) == expected and online_rows(path, **TARS) == (expected, {})
         config = config_of(path, **TARS)
-        raw = inputs.to_raw_rows(inputs.first_rows(config, 9), config)
+        raw = inputs.to_raw_rows(detect.first_rows(config, 9), config)
         assert dict(zip(raw["id"].to_pylist(), raw["image"].to_pylist(), strict=True)) == {
             "a": red,
             longer: blue,
@@ -391,7 +392,7 @@ def test_of_two_pictures_in_a_sample_the_named_one_is_taken(tmp_path):
         path = write_tar(tmp_path / directory, *files)
         for column, right in (("jpg", red), ("png", blue)):
             config = config_of(path, **TARS, image_column=column)
-            assert inputs.to_raw_rows(inputs.first_rows(config, 9), config)["image"].to_pylist() == [right] * 2
+            assert inputs.to_raw_rows(detect.first_rows(config, 9), config)["image"].to_pylist() == [right] * 2
     assert online_rows(tmp_path / "a", **TARS, image_column="png")[0] == {"1": ("a", ""), "2": ("a", "")}
     path = write_tar(tmp_path / "c", ("0.png", red), ("0.webp", blue), ("0.txt", b"a"))
     assert "the sample '0' has 2 pictures (.png, .webp): name one, such as image_column='png'" in refusal(path, **TARS)
@@ -434,7 +435,7 @@ def test_pictures_with_longer_names_are_columns(tmp_path):
             == list(online_rows(path, image_column="target.jpg")[0].values())
         )
         config = config_of(path, **TARS, image_column="target.jpg")
-        assert inputs.to_raw_rows(inputs.first_rows(config, 9), config)["image"].to_pylist() == [blue] * 2
+        assert inputs.to_raw_rows(detect.first_rows(config, 9), config)["image"].to_pylist() == [blue] * 2
     assert rows_of(write_tar(tmp_path / "one", *captioned("ab", "image.jpg"))) == {"a": ("a", ""), "b": ("a", "")}
     own = write_tar(tmp_path / "own", *captioned(["photo.v1", "photo.v2"], "jpg"), ("photo.v3.jpg", picture()))
     assert rows_of(own) == {"photo.v1": ("a", ""), "photo.v2": ("a", ""), "photo.v3": (None, "no caption")}

@@ -29,6 +29,7 @@ from helpers.online import encode, index
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
 from helpers.production.decode import isolated
+from helpers.production.readers import detect
 from helpers.raw import images, inputs, readers
 from helpers.train.step import Unit
 from tests.latents import plan_for, read_steps
@@ -225,9 +226,9 @@ def test_rows_of_several_sizes_are_made_at_one(tmp_path):
 
 
 def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    described, describe = [], readers.Parquet.locate
+    described, describe = [], readers.Parquet.stream
     monkeypatch.setattr(
-        readers.Parquet, "locate", lambda self, path, columns: described.append(path) or describe(self, path, columns)
+        readers.Parquet, "stream", lambda self, path, *rest: described.append(path) or describe(self, path, *rest)
     )
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0}, row_filter="score == 1")
     write = index.write_table
@@ -270,9 +271,7 @@ def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatc
     )
     raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
     prepare_online.prepare_run(raw, training)
-    assert asked.count(["jpg"]) == 2  # the first row of each kind of file, to see whether its images are base64
-    others = [columns for columns in asked if columns != ["jpg"]]
-    assert others and all(columns == ["hash", "caption", "score", "width", "height"] for columns in others)
+    assert asked and all(columns == ["hash", "caption", "score", "width", "height"] for columns in asked)
 
 
 def write_tar(path, table):
@@ -297,6 +296,7 @@ def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
     columns |= KNOWN
     options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32]}
     raw = OnlineConfig(**options, **columns, row_filter="score == 1")
+    raw = detect.detect(raw).config
     training = TrainingConfig(
         latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
     )
@@ -329,13 +329,14 @@ def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, mon
     (tmp_path / "raw" / "metadata.jsonl").write_text("\n".join(lines))
     options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32], **KNOWN}
     raw = OnlineConfig(**options, input_format="imagefolder", image_column="file_name", row_filter="score == 1")
+    raw = detect.detect(raw).config
     training = TrainingConfig(
         latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
     )
     manifest, plan = planned(raw, training)
-    opened, read = [], readers.read_picture
+    opened, read = [], inputs.fetch_image
     monkeypatch.setattr(
-        readers, "read_picture", lambda name, *rest, **more: opened.append(name) or read(name, *rest, **more)
+        inputs, "fetch_image", lambda name, *rest, **more: opened.append(name) or read(name, *rest, **more)
     )
     rows = pa.concat_tables(transformed(plan, raw, 0, plan.steps_per_epoch))
     assert manifest.filtered == 30 and set(rows.filter(rows["keep"])["reason"].to_pylist()) == {""}
@@ -346,7 +347,7 @@ def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, mon
     ("given", "said"),
     [
         ({"width_column": "w", "height_column": "height"}, "width_column='w' is not a column"),
-        ({"width_column": "width", "height_column": "caption"}, "height_column='caption' holds string, not numbers"),
+        ({"width_column": "width", "height_column": "caption"}, "height_column='caption' holds string"),
     ],
 )
 def test_size_columns_that_cannot_be_are_named(tmp_path, given, said):
@@ -366,7 +367,7 @@ def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
     @functools.lru_cache(2)
     def read_kept(*group):
         reads[group] += 1
-        return inputs.read_row_group(*group)
+        return index.read_row_group(*group)
 
     def read_group(*group):
         asked.add((chunk, *group))
@@ -405,18 +406,20 @@ def test_captions_have_at_most_64_kib(kind):
 
 CAPTIONS = """
 import sys
-from helpers.config.notebook import OnlineConfig
-from helpers.raw import index, inputs, layout, readers
+from helpers.online import index
+from helpers.online.config import OnlineConfig
+from helpers.production.readers import detect
+from helpers.raw import inputs
 from tests.peak import peak_kib
 
 folder = sys.argv[1]
 path, config = folder + "/a.parquet", OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])
-config = layout.look(config).config
+config = detect.detect(config).config
 report = index.index_file(path, -1, config=config, validation_share=0.0, uri=folder + "/index")
 found = index.read_index(folder + "/index/a.parquet.parquet")
-(rows,) = inputs.reader(config).read_located(path, [found], ["hash", "caption"])
-group = inputs.read_row_group(path, 0, ("hash", "caption", "jpg"), ("caption",))
-kept = readers.rows_of(group, found)
+(rows,) = inputs.reader(config).read_rows(path, [found], ["hash", "caption"])
+group = index.read_row_group(path, 0, ("hash", "caption", "jpg"), ("caption",))
+kept = index.rows_of(group, found)
 is_right = rows["hash"].to_pylist() == kept["hash"].to_pylist() == list(range(0, 1500, 250))
 is_right &= inputs.text_lists(rows["caption"]) == inputs.text_lists(kept["caption"]) == [["short"]] * 6
 print(report["rejected"], is_right, peak_kib())
@@ -435,19 +438,3 @@ def test_indexing_and_reading_among_large_captions_take_little_memory(tmp_path):
     reasons, _, peak = done.stdout.rpartition(" ")
     assert reasons == "{'caption of more than 65536 bytes': 1494} True", done.stderr
     assert int(peak) < 2**20
-
-
-def test_a_file_whose_captions_are_too_long_on_average_is_named_before_they_are_read(tmp_path, monkeypatch):
-    """Arrow decodes whole pages: 1,500 different captions of 1 MiB, as pyarrow writes them, took 3.6 GiB."""
-    monkeypatch.setattr(readers, "MAX_BYTES", 2**20)
-    for name, size in (("long", 2**17), ("short", 2**15)):
-        captions = [str(row).zfill(4) * (size // 4) for row in range(40)]
-        pq.write_table(pa.table({"hash": range(40), "caption": captions}), tmp_path / f"{name}.parquet")
-    parquet = readers.Parquet(captions=["caption"])
-    assert parquet.row_groups(str(tmp_path / "short.parquet")) == [40]
-    match = (
-        r"long.parquet holds 5,[\d,]+ bytes in 40 captions of the column 'caption', more than 65,536 each: shorten or"
-    )
-    with pytest.raises(readers.Unreadable, match=match):
-        parquet.row_groups(str(tmp_path / "long.parquet"))
-    assert readers.Parquet(captions=["hash"]).row_groups(str(tmp_path / "long.parquet")) == [40]

@@ -26,7 +26,7 @@ def captioned(numbers, folder="", end="txt"):
 
 
 def found(uri, **parameters):
-    return detect.look(config_of(uri, **parameters))
+    return detect.detect(config_of(uri, **parameters))
 
 
 def taken(uri, **parameters):
@@ -57,7 +57,7 @@ def test_captions_beside_pictures_are_read(tmp_path, end):
     expected = {f"1_name/{key}.jpg": (f"a cat {key}", "") for key in "12"}
     expected |= {f"deep/er/{key}.jpg": (f"a cat {key}", "") for key in "34"}
     assert both(path) == rows_of(path, input_format="imagefolder") == expected
-    assert taken(path) == ("imagefolder", "file_name", "text", "__place__")
+    assert taken(path) == ("imagefolder", "file_name", "text", "__row_number__")
 
 
 def test_folders_are_read_in_parts(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_text_holds_a_caption_a_line_where_several_are_wanted(tmp_path):
     for name, files in {"folder": folder, "tar": tar}.items():
         path = write(tmp_path / name, **files)
         config = found(path, max_captions=2).config
-        rows = inputs.to_raw_rows(inputs.first_rows(config, 9), config)
+        rows = inputs.to_raw_rows(detect.first_rows(config, 9), config)
         assert [rows["caption"].to_pylist(), rows["caption_2"].to_pylist()] == [["a cat"], ["a tabby asleep"]]
         assert [caption for caption, _ in both(path).values()] == ["a cat\na tabby asleep"]
 
@@ -93,7 +93,7 @@ def test_hugging_faces_parquet_needs_no_columns_named(tmp_path):
     path = write(tmp_path / "h", **{"a.parquet": hugging_face("12"), "b.parquet": hugging_face("34")})
     expected = {f"{file}.parquet:{row}": (f"a cat {key}", "") for file, row, key in ["a01", "a12", "b03", "b14"]}
     assert both(path) == {key: expected[key] for key in expected}
-    assert taken(path) == ("parquet", "image", "text", "__place__")
+    assert taken(path) == ("parquet", "image", "text", "__row_number__")
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -367,7 +367,7 @@ def test_a_damaged_page_is_named(tmp_path):
     damaged = bytearray(data.getvalue().to_pybytes())
     damaged[30:150] = b"\xff" * 120
     path = write(tmp_path / "p", **{"a.parquet": bytes(damaged), "b.parquet": table("34")})
-    assert inputs.first_rows(found(path).config, 9)["hash"].to_pylist() == ["3", "4"]
+    assert detect.first_rows(found(path).config, 9)["hash"].to_pylist() == ["3", "4"]
     with pytest.raises(readers.Unreadable, match=r"a\.parquet is not a readable Parquet file: remove or replace it"):
         rows_of(path)
 
