@@ -32,7 +32,8 @@ def test_links_lead_to_files_and_sections_and_modules_exist(page):
         headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE) if section else []
         anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
         assert not section or section in anchors, (target, section)
-    for module in re.findall(r"python -m ((?:tests|helpers)\.[a-z_.]+[a-z_])", text):
+    commands = re.sub(r".*script at commit.*", "", text)  # results whose script is not here any more
+    for module in re.findall(r"python -m ((?:tests|helpers)\.[a-z_.]+[a-z_])", commands):
         assert importlib.util.find_spec(module), module
 
 

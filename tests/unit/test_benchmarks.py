@@ -1,6 +1,5 @@
-"""The benchmarks: their results as JSON, the table of these, and what the pages say of them."""
+"""The benchmarks: their results as JSON, and the table of these."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -81,12 +80,3 @@ def test_each_number_measured_in_the_readme_is_in_the_results_that_it_names():
         summary = json.loads((record.ROOT / row[1]).read_text())["summary"]
         known = number.findall(" ".join([*summary, *summary.values()]))
         assert set(number.findall(row[2])) <= set(known), line
-
-
-def test_every_command_that_a_page_names_exists():
-    """`python -m tests...` in Markdown; the table of results also has commands of an earlier commit."""
-    pages = [path for path in record.ROOT.rglob("*.md") if ".venv" not in path.parts]
-    lines = [line for path in pages for line in path.read_text().splitlines() if f"at commit {table.LAST}" not in line]
-    named = {name for line in lines for name in re.findall(r"-m (tests[.\w]*\w)", line)} - {"tests.benchmarks.NAME"}
-    assert len(named) > 10
-    assert not [name for name in named if not importlib.util.find_spec(name)]
