@@ -112,14 +112,6 @@ def parse(caption: str) -> Scene:
     return scene
 
 
-def is_caption(text: str) -> bool:
-    """Whether `parse` takes `text`. No program judges images of other prompts, such as some of `DRAWBENCH`."""
-    try:
-        return bool(parse(text))
-    except ValueError:
-        return False
-
-
 def is_held_out(caption: str) -> bool:
     """Whether `caption` is kept out of training data: CRC-32 of its UTF-8 bytes divisible by 10."""
     return zlib.crc32(caption.encode()) % 10 == 0
@@ -238,35 +230,6 @@ def held_out_prompts(num: int, seed: int = 0) -> list[str]:
             times_used[value] = times_used.get(value, 0) + 1
     return chosen
 
-
-# Prompts by difficulty, as DrawBench sorts its own (Saharia et al., 2022, section 4). No image was drawn for them: some
-# are held-out captions, and no scene can have the others, though the training captions hold each of their words.
-DRAWBENCH = {
-    "colors": [
-        "a large black triangle at the bottom on a blue background",
-        "a small cyan circle at the right on a purple background",
-        "a small yellow square at the left on a green background",
-        "a large white triangle in the top left on a black background",
-    ],
-    "positional": [
-        "a small purple triangle right of a small white circle on a red background",
-        "a small red triangle above a small yellow triangle on a blue background",
-        "a small black square left of a large white square on a yellow background",
-        "a large white triangle above a large cyan square on a purple background",
-    ],
-    "counting": [
-        "a small red circle left of a small red circle on a blue background",
-        "a large green square above a large green square on a white background",
-        "a small yellow triangle right of a small yellow triangle on a black background",
-        "a large cyan circle below a large cyan circle on a purple background",
-    ],
-    "conflicting": [
-        "a large blue circle in the center on a blue background",
-        "a small large red square at the top on a white background",
-        "a red green triangle at the bottom on a black background",
-        "a small circle square in the center on a yellow background",
-    ],
-}
 
 _NUM_VALUES = {"background": 8, "color": 8, "shape": 3, "size": 2, "position": 9}
 
