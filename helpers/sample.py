@@ -26,7 +26,7 @@ from .encode import captions, encoder
 from .encode.models import model_folder
 from .latents.manifest import DataSets, Manifest
 from .model import denoisers, diffusion
-from .train import checkpoint_io
+from .train import checkpoint
 
 # DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
 # With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
@@ -80,7 +80,7 @@ def sample(
 def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
     """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
     with saved.as_directory() as folder:
-        return checkpoint_io.load_weights(folder, denoisers.build_denoiser(config.unet_config), which)
+        return checkpoint.load_weights(folder, denoisers.build_denoiser(config.unet_config), which)
 
 
 def generate(

@@ -24,7 +24,7 @@ from helpers import cluster as session
 from helpers import storage
 from helpers.encode import encoder
 from helpers.production.extras import results
-from helpers.train import checkpoint, resume, setup
+from helpers.train import run_folder
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.step import TrainStep
@@ -74,7 +74,7 @@ def wait_until(reached, seconds=300):
 
 def checkpoint_is_there(config, step):
     """Whether the newest checkpoint that is due after so many steps is complete."""
-    return resume.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
+    return run_folder.last_step(config) >= step // config.checkpoint_every * config.checkpoint_every
 
 
 def is_evaluated(config, step):
@@ -87,7 +87,7 @@ def is_listed(config, step):
 
     Its controller, which outlives a killed driver for some seconds, then has nothing left to write.
     """
-    listed = storage.join(config.run_uri, setup.SNAPSHOT)
+    listed = storage.join(config.run_uri, run_folder.SNAPSHOT)
     return storage.exists(listed) and f"checkpoint-{step:09d}" in storage.read_text(listed)
 
 
@@ -115,7 +115,7 @@ def loop_with(*events):
 
 def loop_with_cut_off_upload(flag, step, attempt, inner=train_loop_per_worker):
     """`inner`, whose rank 0 dies while it uploads an attempt's checkpoint of a step: large files are half there."""
-    cut_short = checkpoint.checkpoint_name(step, attempt)
+    cut_short = run_folder.checkpoint_name(step, attempt)
 
     def half_a_checkpoint(folder, uri):
         target = pathlib.Path(uri)
@@ -146,7 +146,7 @@ def loop_with_cut_off_upload(flag, step, attempt, inner=train_loop_per_worker):
 
 def loop_with_refused_uploads(attempt, steps):
     """The worker loop, in which rank 1 cannot upload its part of the checkpoints of some steps, in one attempt."""
-    refused = [checkpoint.checkpoint_name(step, attempt) for step in steps]
+    refused = [run_folder.checkpoint_name(step, attempt) for step in steps]
 
     def loop(config, **options):
         copy_folder, rank = storage.copy_folder, ray.train.get_context().get_world_rank()
@@ -310,7 +310,7 @@ def run_driver(text):
 
 def truncate_newest(config):
     """Cut the largest file of the newest checkpoint; returns (the checkpoint's name, the file's name)."""
-    newest = checkpoint.last_complete(config.run_uri)
+    newest = run_folder.last_complete(config.run_uri)
     largest = max(pathlib.Path(newest).iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(largest, 1000)
     return storage.name(newest), largest.name
@@ -327,7 +327,7 @@ def flip_a_byte(folder):
 
 def damage_and_die(run_uri):
     """The newest checkpoint keeps its size and changes its bytes; then this worker is killed."""
-    flip_a_byte(checkpoint.last_complete(run_uri))
+    flip_a_byte(run_folder.last_complete(run_uri))
     die()
 
 

@@ -9,6 +9,8 @@ from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Manifest, encode_embedding, write_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import read_chunks, worker_units
+from helpers.production.checks import training
+from helpers.train import start
 
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
@@ -74,3 +76,8 @@ def build_segment(files, columns=("image_latents_32", "image_latents_64")):
         "rejected": {},
         "filtered": 0,
     }
+
+
+def refuse(manifest, config, uri="/data", checks=(training.parts_fit,)):
+    """Check a run on latents that are nowhere; raises ValueError as `monitor.open_run` does."""
+    start.refuse(config, DataSets({uri: manifest}, {uri: 1.0}), checks)

@@ -21,12 +21,13 @@ from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
 from helpers.notebook import interruptible
 from helpers.online import encode as online
-from helpers.production import lease
+from helpers.production import lease, monitor
 from helpers.production.data import exclusions
 from helpers.sample import pipeline_of_run
 from helpers.train import loop as train_loop
-from helpers.train import metrics, setup, sources
+from helpers.train import metrics
 from helpers.train.loop import train_loop_per_worker
+from helpers.train.source import StepSource
 from helpers.train.step import TrainStep, Unit
 from tests.latents import plan_for, read_steps
 
@@ -260,8 +261,8 @@ def fit(config, loop=train_loop_per_worker, stream=None, source=None, **changes)
     Returns Ray Train's result. `changes`: values of the notebook's parameters, or names that its cells import or make,
     such as `detector`.
     """
-    setup.open_run(config)
-    source = sources.StepSource(config, stream) if stream else source
+    monitor.open_run(config)
+    source = StepSource(config, stream) if stream else source
     build = trainer_of(ONLINE if source else TRAINING, config, loop, **changes)
     with contextlib.ExitStack() as stack:
         for extra in build.__globals__["chosen"].values():

@@ -16,7 +16,7 @@ from helpers.distributed import local
 from helpers.evaluate import validation_loss
 from helpers.latents import schema
 from helpers.model.denoisers import build_denoiser
-from helpers.train import checkpoint_io
+from helpers.train import checkpoint
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES
 from tests.processes import start_ranks
@@ -71,8 +71,8 @@ def save(folder, state, step):
 
 
 def begin_save(folder, state, step):
-    stager = checkpoint_io.open_stager()
-    return checkpoint_io.async_save(folder, state, step=step, stager=stager, group=distributed.new_cpu_group())
+    stager = checkpoint.open_stager()
+    return checkpoint.async_save(folder, state, step=step, stager=stager, group=distributed.new_cpu_group())
 
 
 def whole(tensor):
@@ -134,7 +134,7 @@ def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
     lines += train(state, rows, MIDDLE, STEPS, rank, world)
     writing()
     restored = TrainStep(config, manifest)
-    step = checkpoint_io.load(folder, restored)
+    step = checkpoint.load(folder, restored)
     resumed = train(restored, rows, step, STEPS, rank, world)
     same_state = same(everything(state), everything(restored))
     # At last only the last rank meets a NaN.
@@ -159,5 +159,5 @@ def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
 def two_losses_from(folder, config, manifest, rows, rank=0, world=1):
     """Of the two steps after a checkpoint: they show its weights, then its optimizer state."""
     state = TrainStep(config, manifest)
-    step = checkpoint_io.load(folder, state)
+    step = checkpoint.load(folder, state)
     return column(train(state, rows, step, step + 2, rank, world)).tolist()

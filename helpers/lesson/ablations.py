@@ -20,7 +20,6 @@ from ..latents.manifest import Manifest, encode_embedding
 from ..model import denoisers
 from ..model.denoisers import load_denoiser_config
 from ..production.extras import meter
-from ..train import profiling
 from ..train.step import TrainStep, Unit, to_tensor
 
 # Changes that each row adds to the row before it.
@@ -139,7 +138,7 @@ def ablation_per_worker(config: TrainingConfig, steps: int) -> None:
     context = ray.train.get_context()
     distributed.use_cores(context.get_local_world_size())
     device = ray.train.torch.get_device()
-    found = {"hardware": profiling.hardware(device), "rows": []}
+    found = {"hardware": meter.hardware(device), "rows": []}
     for row in ablation(config, device, steps=steps):
         found["rows"].append(row)
         if context.get_world_rank() == 0:

@@ -29,7 +29,7 @@ from ..latents.plan import Plan, load_plan
 from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
 from ..online import encode as online
 from ..online.config import OnlineConfig
-from ..train import dataset, sources
+from ..train import run_folder, source
 from ..train.step import TrainStep, Unit
 
 
@@ -134,7 +134,7 @@ class DeviceEncoder:
         return Unit(moments, text, keep, positions.numpy(), row_ids, latents_spec, mask_UL=mask)
 
 
-class LoaderSource(sources.StepSource):
+class LoaderSource(source.StepSource):
     """Steps whose rows come from a `DataLoader` and are encoded by the worker itself, without Ray Data."""
 
     def __init__(self, config: TrainingConfig, raw: OnlineConfig):
@@ -149,7 +149,7 @@ class LoaderSource(sources.StepSource):
         return self.data.first
 
     def resume_point(self) -> dict:
-        return dataset.choose_resume_point(self.config)
+        return run_folder.choose_resume_point(self.config)
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)

@@ -31,7 +31,8 @@ from ..production.data import exclusions
 from ..production.extras import scores
 from ..production.readers import detect
 from ..raw import filters, images, inputs, readers
-from ..train import checkpoint, resume, setup
+from ..train import run_folder
+from ..train.start import read_config
 from . import captioned_shapes
 
 
@@ -187,14 +188,14 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
     if (shell := get_ipython()) is not None:
         check_names(shell.user_ns["In"])
     uri = storage.join(storage_uri, "runs", run_name)
-    saved = checkpoint.last_complete(uri)
+    saved = run_folder.last_complete(uri)
     if saved is None:
         raise FileNotFoundError(
             f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
             "run_name, or change them."
         )
-    config = TrainingConfig(**{**setup.read_config(uri)["parameters"], "storage": storage_uri})
-    return config, resume.as_checkpoint(saved)
+    config = TrainingConfig(**{**read_config(uri)["parameters"], "storage": storage_uri})
+    return config, run_folder.as_checkpoint(saved)
 
 
 def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame:
@@ -211,7 +212,7 @@ def read_run_rejects(run_uri: str) -> pd.DataFrame:
     If `leave_out` lists none of the rows that the run has encoded, a sentence is printed.
     """
     rejects = read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
-    if used := setup.read_config(run_uri).get("leave_out"):
+    if used := read_config(run_uri).get("leave_out"):
         exclusions.say_if_unused(used[-1]["list"], rejects["reason"])
     return rejects
 

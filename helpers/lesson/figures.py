@@ -333,7 +333,7 @@ def training_throughput(metrics: pd.DataFrame, rate: float, waiting: float) -> D
     """images/s over steps, and the share of time that training waits for data.
 
     `metrics`: columns step, images_per_second (all workers together), data_wait_share (0 to 1). `rate`, `waiting`:
-    those of the whole run, by `profiling.throughput`.
+    those of the whole run, by `metrics.throughput`.
     """
     fig = DescribedFigure(3.6)
     top, bottom = panels(fig, 2, 1, sharex=True, height_ratios=(3, 2))

@@ -26,7 +26,7 @@ import torch
 from ..config import PreprocessingConfig, TrainingConfig
 from ..encode.captions import caption_ids
 from ..encode.encoder import LatentEncoder
-from ..train import profiling
+from ..production.extras import meter
 from . import ablations, estimates, full_run, published_results
 from .estimates import check_numbers, encoders_needed, training_hours
 
@@ -153,7 +153,7 @@ def measure_rates(config: TrainingConfig, raw: PreprocessingConfig, *, steps: in
         encode.encode_captions(ids_BL)
         seconds.append(time.perf_counter() - started)
     encoded = count / statistics.median(seconds[1:])
-    source = profiling.hardware(device)
+    source = meter.hardware(device)
     return {"encoder": Rate(encoded, source=source), "trainer": Rate(trained, source=source)}
 
 

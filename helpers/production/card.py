@@ -13,7 +13,7 @@ from .. import storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets, Manifest
 from ..sample import adapter_of_run
-from ..train import checkpoint
+from ..train import run_folder
 
 # The parameters of a run that its card lists.
 LISTED = (
@@ -26,7 +26,7 @@ def write_card(
     uri: str, config: TrainingConfig, saved: ray.train.Checkpoint, *, licence: str | None = None, **sampling: Any
 ) -> None:
     """Write the README of a pipeline that `sample.export_checkpoint` exported to `uri`; see `model_card`."""
-    data, step = DataSets.open(config.proportions), checkpoint.step_of_name(saved.path)
+    data, step = DataSets.open(config.proportions), run_folder.step_of_name(saved.path)
     card = model_card(config, data, step, licence, **sampling)
     storage.write_text(storage.join(uri, "README.md"), str(card))
 

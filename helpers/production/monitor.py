@@ -1,6 +1,6 @@
 """What the driver does while a run trains: show its progress, record its failures, raise what ended it.
 
-`python -m helpers.train.monitor storage/runs/NAME` shows a run's progress in another terminal.
+`python -m helpers.production.monitor storage/runs/NAME` shows a run's progress in another terminal.
 """
 
 from __future__ import annotations
@@ -16,48 +16,68 @@ import ray.train
 
 from .. import cluster, storage
 from ..config import TrainingConfig
+from ..latents.manifest import DataSets
 from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
-from ..train import checkpoint, faults, resume, setup
+from ..train import run_folder, start
 from ..train.extra import Extra
-from ..train.metrics import MetricsReader, read_metrics
-from ..train.profiling import throughput
+from ..train.metrics import MetricsReader, read_metrics, throughput
 from . import lease
+from .checks import training
 from .extras import results, trackers
 
 
 @contextlib.contextmanager
 def raise_end(run_uri: str) -> Iterator[None]:
-    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `faults.end_run`, if a worker called that.
-
-    If training fails otherwise, what Ray Train raises becomes a RuntimeError of one sentence.
-    """
-    ended, excluded = (storage.join(run_uri, name) for name in (faults.ENDED, faults.EXCLUDED))
-    storage.delete(ended)
-    storage.delete(excluded)
-    with cluster.one_line_error("The same command resumes the run, which failed", ray.train.TrainingFailedError):
+    """`run_folder.raise_end`. If training fails otherwise, what Ray Train raises becomes a RuntimeError of one line."""
+    failed = "The same command resumes the run, which failed"
+    with run_folder.raise_end(run_uri), cluster.one_line_error(failed, ray.train.TrainingFailedError):
         yield
-    if storage.exists(ended):
-        raise RuntimeError(storage.read_json(ended)["error"])
 
 
-def say_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = None) -> bool:
+def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = None) -> bool:
     """Whether a run has done all its steps; if so, print when, and how to train anew.
 
     A run that `extras` evaluate, and whose last evaluation is missing, is not finished: `trainer.fit()` makes up for
     it.
     """
-    step = resume.last_step(config)
+    step = run_folder.last_step(config)
     result = results.read_result(config.run_uri, step)
     missing = len(result) == 1 or "unfinished" in result
     if step < config.max_steps or ("evaluate" in (extras or {}) and missing):
         return False
-    written = storage.version(storage.join(checkpoint.last_complete(config.run_uri), checkpoint.PROGRESS))[1]
+    written = storage.version(storage.join(run_folder.last_complete(config.run_uri), run_folder.PROGRESS))[1]
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(written / 1e9))
     print(
         f"Nothing to do: the run {config.run_name} finished its {step:,} steps on {when}. To train anew, set run_name "
         f'to another name in the first cell, such as "{config.run_name}-2", and run the cells from there.'
     )
     return True
+
+
+class RunGuard:
+    """Takes the run's lease when it is first asked: a run that is refused leaves no folder."""
+
+    def __init__(self, config: TrainingConfig):
+        self.config = config
+
+    def check(self) -> None:
+        """Raises RuntimeError if another driver trains this run."""
+        hold(self.config).check()
+
+
+def hold(config: TrainingConfig) -> lease.Lease:
+    return lease.hold(config.run_uri, f"run_name={config.run_name!r}")
+
+
+def open_run(config: TrainingConfig) -> DataSets:
+    """`start.open_run` with all checks, and with the run's lease, which this process holds from then on.
+
+    Prints what the run will not use.
+    """
+    data = start.open_run(config, training.ALL, RunGuard(config))
+    for sentence in training.notes(config, data):
+        print(sentence)
+    return data
 
 
 class RunDisplay:
@@ -75,7 +95,7 @@ class RunDisplay:
         self.run_uri, self.max_steps, self.track = run_uri, max_steps, track
         self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
         self.metrics, self.evaluations = MetricsReader(run_uri), results.ResultsReader(run_uri)
-        self.num_failures = len(faults.read_failures(run_uri))
+        self.num_failures = len(run_folder.read_failures(run_uri))
         self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
 
     def update(self) -> None:
@@ -85,7 +105,7 @@ class RunDisplay:
         self.show_steps()
 
     def show_failures(self) -> None:
-        failures = faults.read_failures(self.run_uri)
+        failures = run_folder.read_failures(self.run_uri)
         for failure in failures[self.num_failures :]:
             self.progress.message(f"lost: {failure}")
         self.num_failures = len(failures)
@@ -123,7 +143,7 @@ class RunDisplay:
 
 def follow(run_uri: str, every: float = 1.0) -> None:
     """Print a run's progress until it has done its steps, whoever trains it."""
-    display = RunDisplay(run_uri, setup.read_config(run_uri)["parameters"]["max_steps"])
+    display = RunDisplay(run_uri, start.read_config(run_uri)["parameters"]["max_steps"])
     while display.recent.empty or display.recent["step"].iloc[-1] < display.max_steps:
         display.show_steps()
         time.sleep(every)
@@ -133,7 +153,7 @@ def follow(run_uri: str, every: float = 1.0) -> None:
 def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, every: float = 1.0) -> Iterator[None]:
     """Context manager around `trainer.fit()`: shows the run's progress, and its lost workers and checkpoints.
 
-    Images/s are `profiling.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
+    Images/s are `metrics.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and images go to the trackers of `extras`. The run's lease is held until the block ends. If the storage is
     unreachable, a warning is printed once and the last display stays.
 
@@ -158,10 +178,10 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
         track = stack.enter_context(enter_extras(config, extras or {}))
         display = RunDisplay(config.run_uri, config.max_steps, track)
         display.metrics.read()  # steps of an earlier driver
-        display.progress.begin(resume.last_step(config), config.max_steps, "starting the workers")
+        display.progress.begin(run_folder.last_step(config), config.max_steps, "starting the workers")
         stack.callback(poll)  # the last steps
         with (
-            lease.hold(config.run_uri, f"run_name={config.run_name!r}"),
+            hold(config),
             raise_end(config.run_uri),
             interruptible(),
             poll_in_background(poll, every),
@@ -184,7 +204,7 @@ def enter_extras(config: TrainingConfig, extras: dict[str, Extra]) -> Iterator[t
 
 def where_it_stopped(config: TrainingConfig) -> str:
     """What an interrupted run prints: the step after which it stopped, and the step at which the same cell goes on."""
-    steps, saved = read_metrics(config.run_uri)["step"], resume.last_step(config)
+    steps, saved = read_metrics(config.run_uri)["step"], run_folder.last_step(config)
     done = f"after step {steps.iloc[-1]:,}" if len(steps) else "before the first step"
     kept = f"goes on from the last checkpoint, which is of step {saved:,}" if saved else "begins at step 1"
     return f"Stopped {done}. Running this cell again {kept}."

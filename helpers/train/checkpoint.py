@@ -1,132 +1,426 @@
-"""Checkpoints in a run's folder: names them, finds the complete and the damaged ones, keeps the best. No PyTorch.
+"""Saves a run's checkpoints while training goes on, and loads them, whole or sharded.
 
-`checkpoint_io` saves and loads checkpoints. It is a module of its own because it imports PyTorch, which takes seconds.
-In a run, Ray's own processes load this module but not `checkpoint_io`.
+torch.distributed.checkpoint (DCP) writes each rank's part. `Saver` uploads it. Nothing is loaded whose bytes have
+changed, and no code from a file is run, though DCP describes the parts in a pickle.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import io
+import json
+import os
+import pathlib
+import pickle
 import re
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
-from .. import storage
-from ..config import TrainingConfig
+import numpy as np
+import ray.train
+import ray.train.collective
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
-PROGRESS = "progress.json"  # in every checkpoint: the step, the sizes of its files and the checksums of their pieces
-DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
-BEST = "best"  # in a run's folder: a copy of the checkpoint that is best by `TrainingConfig.best_by`
+from .. import distributed, storage
+from ..encode import models
+from ..model import denoisers
+from ..model.diffusion import EMA
+from . import run_folder
+from .metrics import MetricsLog
+from .run_folder import PROGRESS
+from .step import TrainStep
+
+# `no_dist` has said that there is one process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+METADATA = ".metadata"
+# What `.metadata` is made of. The unpickler makes nothing else.
+KNOWN_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+# What a learning rate that is a NumPy scalar is pickled as.
+NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
+FP16_TOO = [pattern for pattern in models.UNUSED if "fp16" not in pattern]
 
 
-def checkpoint_name(step: int, attempt: int) -> str:
-    """A folder name that is unique for each save: a repeated step never writes into an earlier attempt's folder."""
-    return f"checkpoint-{step:09d}-{attempt:03d}"
+class TrainingState(Protocol):
+    """The state that a checkpoint saves, such as a `step.TrainStep`."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: EMA
 
 
-def step_of_name(name: str) -> int:
-    """The step in the name or URI of a checkpoint's folder."""
-    return int(storage.name(name).split("-")[1])
+# ---- in a run
 
 
-def list_checkpoints(run_uri: str) -> list[str]:
-    """URIs of a run's checkpoint folders, complete or not, newest step first."""
-    uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
-    return sorted(uris, key=storage.name, reverse=True)
+class Saver:
+    """Saves a worker's part of each checkpoint. Create it on all ranks, and call its methods on all of them.
 
+    `save` copies the state to CPU memory. Training waits only for this copy. A thread of Ray Train then writes the
+    files and uploads them to the run's folder. A checkpoint counts once all of its files are there
+    (`run_folder.find_corruption`).
 
-def find_corruption(checkpoint_uri: str) -> str | None:
-    """What is wrong with a checkpoint folder, in a few words; None if all files are there, in full size.
+    A checkpoint is lost if a worker cannot write its part, or upload it after several attempts. Rank 0 then deletes
+    the incomplete folder and reports a `run_folder.LostCheckpoint`, and training goes on.
 
-    `last_sound` also reads the bytes; it marks a damaged checkpoint with `damaged.json`, which this function then
-    reports.
+    Args:
+        state: what is saved.
+        run_uri: the run's folder.
+        log: rank 0's metrics, whose attempt is part of a checkpoint's name; None on the other ranks.
     """
+
+    def __init__(self, state: TrainingState, run_uri: str, log: MetricsLog | None):
+        self.state, self.run_uri, self.log = state, run_uri, log
+        self.group = distributed.new_cpu_group()
+        self.stager = open_stager()
+        # Ray Train recognises checkpoints in its own folder only by its own file system.
+        self.filesystem = ray.train.get_context().get_storage().storage_filesystem
+        self.uploaded = threading.Event()  # set unless a checkpoint is being written or uploaded
+        self.uploaded.set()
+        self.lost = None  # on rank 0: why the last checkpoint was lost
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is uploaded, or lost."""
+        self.uploaded.wait()
+
+    def save(self, step: int, reports: Iterable[dict[str, Any]] = ()) -> None:
+        """Copy the state after `step` steps and start to write and upload it.
+
+        `reports`: arguments for `ray.train.report` (`extra.Hook.before_checkpoint`).
+        """
+        self.wait()
+        folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
+        finish = async_save(folder, self.state, step=step, stager=self.stager, group=self.group)
+        self.uploaded.clear()
+        ray.train.report(
+            {"step": step},
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            # Ray Train takes rank 0's name.
+            checkpoint_dir_name=run_folder.checkpoint_name(step, self.log.attempt) if self.log else None,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=functools.partial(self.upload, finish),
+            delete_local_checkpoint_after_upload=False,
+            **{name: value for report in reports for name, value in report.items()},
+        )
+
+    def upload(self, finish: Callable[[], None], local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        """Runs in Ray Train's thread: wait until the files are written, then upload them to `name` in the run's folder.
+
+        Returns what Ray Train registers. An OSError of the storage is not raised: Ray Train would restart all workers.
+        """
+        try:
+            error = self.try_to_upload(finish, local.path, name)
+            path = storage.open_filesystem(storage.join(self.run_uri, name))[1]
+            errors = distributed.gather_objects(error, self.group)
+            self.lost = next(filter(None, errors or []), None)
+            if self.lost:  # Ray Train goes by what rank 0 reports
+                with contextlib.suppress(OSError):  # then it is deleted when the run is started again
+                    storage.delete(storage.join(self.run_uri, name))
+                run_folder.write_failure(self.run_uri, self.lost)
+                return run_folder.LostCheckpoint(path, self.filesystem, self.lost)
+            return ray.train.Checkpoint(path, self.filesystem)
+        finally:
+            shutil.rmtree(local.path)
+            self.uploaded.set()
+
+    def try_to_upload(self, finish: Callable[[], None], folder: str, name: str) -> str | None:
+        """Upload this worker's files, with several attempts each; returns why it failed, None if it did not."""
+        try:
+            finish()
+            if self.log:
+                storage.retry(self.log.flush)  # a run that resumes continues the step's samples_seen
+            storage.copy_folder(folder, storage.join(self.run_uri, name))
+        except CheckpointException as error:  # on all workers; PyTorch does not say that a disk is full
+            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free"
+            return f"{name} could not be written to {folder} ({free}): {str(error).strip().splitlines()[-1]}"
+        except OSError as error:
+            return f"{name} could not be uploaded: {type(error).__name__}: {error}"
+        return None
+
+
+def restore(train_step: TrainStep, resume_point: Callable[[], dict[str, Any]]) -> int:
+    """Load the resume point's checkpoint, else the weights of `init_from`; returns the steps done. On all ranks."""
+    config = train_step.config
+
+    def to_resume() -> ray.train.Checkpoint | None:
+        uri = resume_point()["checkpoint"]
+        return uri and run_folder.as_checkpoint(uri)
+
+    with checkpoint_dir(to_resume) as folder:
+        if folder:
+            return load(folder, train_step)
+    if config.init_from:
+        runs_uri = storage.join(config.storage, "runs")
+        find = functools.partial(find_weights, config.init_from, config.unet_config, runs_uri)
+        # Each node downloads a checkpoint once, and its processes take turns to download a hub id.
+        on_hub = is_hub_id(config.init_from)
+        weights = contextlib.nullcontext(find()) if on_hub else checkpoint_dir(lambda: run_folder.as_checkpoint(find()))
+        with weights as folder:
+            load_initial_weights(folder, train_step.denoiser, config.init_weights)
+    return 0
+
+
+@contextlib.contextmanager
+def checkpoint_dir(find: Callable[[], ray.train.Checkpoint | None]) -> Iterator[str | None]:
+    """The local folder of the checkpoint that `find()` returns on rank 0; None without one. Call it on all ranks.
+
+    Rank 0 broadcasts the checkpoint: all ranks load the same one, and each node downloads it once.
+    """
+    found = find() if distributed.rank() == 0 else None
+    found = ray.train.collective.broadcast_from_rank_zero(found)
+    if found is None:
+        yield None
+        return
+    with found.as_directory() as folder:
+        ray.train.collective.barrier()  # a worker that comes after the others left would download it again
+        yield folder
+
+
+# ---- a local folder
+
+
+def open_stager() -> DefaultStager:
+    """A DCP stager, which copies state to CPU memory. Use one stager for all `async_save`s: it reuses its memory.
+
+    With a GPU the memory is page-locked. The GPU copies to it at the speed of the bus, but allocating it is slow.
+    """
+    pinned = torch.cuda.is_available()
+    options = StagingOptions(
+        use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+    )
+    return DefaultStager(options)
+
+
+def async_save(
+    folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
+
+    The state is copied to CPU memory. Each rank's thread then writes the rank's part to files. Call `finish` on every
+    rank, from any thread, before the next `async_save`. `finish` waits for the files. It then makes rank 0 write
+    `progress.json`, with the sizes and checksums of all ranks' files.
+
+    Args:
+        stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
+        group: from `distributed.new_cpu_group`, because training uses the default group at the same time.
+    """
+    weights, moments = get_state_dict(state.model, state.optimizer)
+    # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writing = dcp.async_save(
+        {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
+        storage_writer=writer,
+        async_stager=stager,
+        process_group=group,
+        # With one process, gloo's threads would oversubscribe OpenMP: later steps would take twice as long.
+        no_dist=distributed.world_size() == 1,
+    )
+
+    def finish():
+        writing.result()
+        sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+        sums = {name: run_folder.sum_parts(storage.join(folder, name), size) for name, size in sizes.items()}
+        ranks = distributed.gather_objects((sizes, sums), group)
+        if ranks:
+            files, checksums = (dict(collections.ChainMap(*parts)) for parts in zip(*ranks, strict=True))
+            progress = {"step": step, "files": files, "checksums": checksums}
+            storage.write_text(storage.join(folder, PROGRESS), json.dumps(progress))
+
+    return finish
+
+
+def load(folder: str, state: TrainingState) -> int:
+    """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed.
+
+    The checkpoint's options of the optimizer, such as its weight decay, are not restored.
+    """
+    options = [{**group} for group in state.optimizer.param_groups]
+    weights, moments = get_state_dict(state.model, state.optimizer)
+    loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
+    read(folder, loaded, no_dist=distributed.world_size() == 1)
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    set_state_dict(state.model, state.optimizer, **parts)
+    for group, own in zip(state.optimizer.param_groups, options, strict=True):
+        group |= {name: value for name, value in own.items() if name != "params"}
+    step = run_folder.step_of(folder)
+    state.ema.load_state_dict(loaded["ema"], step)
+    return step
+
+
+@torch.no_grad()
+def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
+    """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
+    state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
+    read(folder, state, no_dist=True)
+    denoiser.load_state_dict(state[which])
+    return denoiser
+
+
+def read(folder: str, state: dict, no_dist: bool) -> None:
+    """Fill `state` in place from a local checkpoint. Raises DamagedCheckpoint. No code from the files is run."""
+    if why := run_folder.find_damage(folder):
+        raise DamagedCheckpoint(f"{folder} cannot be used: {why}: use another checkpoint.")
     try:
-        expected = storage.read_json(storage.join(checkpoint_uri, PROGRESS), otherwise=lambda _: {}).get("files")
-    except FileNotFoundError:
-        return f"it has no {PROGRESS}"
-    if expected is None:
-        return f"its {PROGRESS} is cut short"
-    sizes = storage.sizes(checkpoint_uri)
-    if DAMAGED in sizes:
-        unknown = {"why": f"its {DAMAGED} is cut short"}
-        return storage.read_json(storage.join(checkpoint_uri, DAMAGED), otherwise=lambda _: unknown)["why"]
-    for name, size in expected.items():
-        if name not in sizes:
-            return f"its file {name} is missing"
-        if sizes[name] != size:
-            return f"its file {name} has {sizes[name]:,} bytes of {size:,}"
-    return None
+        dcp.load(state, storage_reader=SafeReader(folder), planner=PlainLoadPlanner(), no_dist=no_dist)
+    except CheckpointException as error:  # what the ranks raised, with their stacks
+        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)]
+        raise (causes or [error])[0] from None
 
 
-def last_complete(run_uri: str) -> str | None:
-    """URI of the newest complete checkpoint; None if there is none.
+class DamagedCheckpoint(ValueError):
+    """Raised for a checkpoint that is not safe to use: its bytes have changed, or its content is not allowed.
 
-    Ray Train's own list of checkpoints says what was reported, not what the storage still holds.
+    Three kinds of content are not allowed:
+        - Metadata that names a class which PyTorch's checkpoints do not contain.
+        - Metadata that names a file outside of the checkpoint's folder.
+        - Entries that are not tensors and hold more than numbers and texts.
     """
-    return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
 
 
-def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
-    """`(URI of the newest intact checkpoint or None, sentences about newer, damaged checkpoints)`.
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles only `KNOWN_CLASSES` and dtypes. Raises DamagedCheckpoint for any other name before importing it."""
 
-    It reads whole checkpoints. It marks each damaged checkpoint, so that `find_corruption` reports the damage without
-    reading the bytes again.
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in KNOWN_CLASSES.get(module, ()):
+            raise DamagedCheckpoint(f"{METADATA} names {module}.{name}, which no checkpoint holds: do not use it.")
+        return super().find_class(module, name)
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads a local checkpoint's metadata by `MetadataUnpickler`, and no file outside of the folder."""
+
+    def __init__(self, folder: str):
+        super().__init__(folder)
+        # Here, on every rank: DCP would turn what `read_metadata` raises into a text.
+        self.metadata = MetadataUnpickler(io.BytesIO(pathlib.Path(folder, METADATA).read_bytes())).load()
+        self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        for stored in self.metadata.storage_data.values():
+            if (name := stored.relative_path) != os.path.basename(name):
+                raise DamagedCheckpoint(f"{METADATA} of {folder} names a file outside of it: {name!r}.")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        return self.metadata
+
+
+class PlainLoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads non-tensor entries, such as a learning rate, only if PyTorch's weights-only unpickler accepts them."""
+
+    def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
+        try:
+            with torch.serialization.safe_globals(NUMBERS):
+                torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            name = read_item.dest_index.fqn
+            raise DamagedCheckpoint(
+                f"The checkpoint's {name} holds more than numbers and texts: do not use it."
+            ) from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+# ---- the weights that a new run starts from (`init_from`)
+
+
+def is_hub_id(model: str) -> bool:
+    return "/" in model and not os.path.isabs(model) and models.is_hub_id(model)
+
+
+def find_weights(given: str, unet_config: str, runs_uri: str) -> str:
+    """The folder or URI of `init_from`'s weights: a checkpoint, or a denoiser in diffusers layout.
+
+    `given` names them in one of four ways:
+        - A run: its name below `runs_uri` or its folder; its newest complete checkpoint, or that of "@step".
+        - A checkpoint's folder in a run.
+        - A pipeline: its folder or its hub id, "org/name@revision". The pipeline's U-Net or transformer is taken.
+        - A denoiser: its folder, or its hub id.
+
+    Weights of a hub id are first downloaded to this machine. Raises ValueError if there are none.
     """
-    sentences = []
-    while uri := last_complete(run_uri):
-        from .integrity import find_damage  # loads PyTorch, and most runs begin without a checkpoint
-
-        why = find_damage(uri, checksums(uri))
-        if why is None:
-            break
-        storage.write_json(storage.join(uri, DAMAGED), {"why": why})
-        sentences.append(f"{storage.name(uri)} cannot be used: {why}.")
-    if sentences:
-        sentences[-1] += f" The run resumes from {storage.name(uri)}." if uri else " The run starts over."
-    return uri, sentences
-
-
-def checksums(checkpoint_uri: str) -> dict[str, list]:
-    """The checksums of a checkpoint's pieces (`integrity.Pieces`); {} if an older version saved it without any."""
-    uri = storage.join(checkpoint_uri, PROGRESS)
-    return storage.read_json(uri).get("checksums", {}) if storage.exists(uri) else {}
+    if "/" not in given:
+        return run_folder.find_checkpoint(given, runs_uri)
+    if run_folder.is_checkpoint(given):
+        if problem := run_folder.find_corruption(given):
+            raise ValueError(f"init_from={given!r} cannot be used: {problem}.")
+        return given
+    component = denoisers.ADAPTERS[denoisers.load_denoiser_config(unet_config)["_class_name"]].component
+    root = download(given, component) if is_hub_id(given) else given
+    for folder in (storage.join(root, component), root):
+        path = storage.join(folder, "config.json")
+        if storage.exists(path) and "_class_name" in storage.read_json(path, "get it again"):  # a run has one without
+            return folder
+    return run_folder.find_checkpoint(given, runs_uri)
 
 
-def step_of(checkpoint_uri: str) -> int:
-    """Steps done at a checkpoint."""
-    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+def download(model: str, component: str) -> str:
+    """The folder of a hub id in this machine's cache, with its denoiser; in fp16 if there are no other weights."""
+    files = "config.json", "diffusion_pytorch_model*", f"{component}/*", "scheduler/*"
+    try:
+        folder = models.model_folder(model, *files)
+        if not storage.list_files(folder, ".safetensors", recursive=True):
+            folder = models.model_folder(model, *files, unused=FP16_TOO)
+    except ValueError as error:
+        raise ValueError(f"init_from={error}") from None
+    return folder
 
 
-def split_step(run: str) -> tuple[str, int | None]:
-    """("name", step) of "name@step"; ("name", None) of "name"."""
-    name, _, step = run.rpartition("@")
-    return (name, int(step)) if name and step.isdecimal() else (run, None)
+def weight_files(folder: str) -> list[str]:
+    """The safetensors files of a denoiser in diffusers layout: those without a variant, else those in fp16.
 
-
-def find_checkpoint(config: TrainingConfig, parameter: str) -> str:
-    """URI of the checkpoint that a parameter names by "run" (the newest complete one) or by "run@step".
-
-    The run is given by its name under `config.storage`, or by its folder. Raises ValueError if its checkpoint is
-    missing or incomplete.
+    Pickles (`.bin`) are never opened.
     """
-    given = getattr(config, parameter)
-    name, step = split_step(given)
-    uri = name if "/" in name else storage.join(config.storage, "runs", name)
-    folders = [*list_checkpoints(uri), *list_checkpoints(storage.join(uri, BEST))]
-    usable = [folder for folder in reversed(folders) if find_corruption(folder) is None]
-    by_step = {step_of(folder): folder for folder in usable}
-    if not by_step:
-        other = " and no denoiser in diffusers layout" if parameter == "init_from" else ""
-        raise ValueError(f"{parameter}={given!r}: {uri} holds no complete checkpoint{other}: check the name.")
-    step = max(by_step) if step is None else step
-    if step not in by_step:
-        steps = ", ".join(map(str, sorted(by_step)))
-        raise ValueError(f"{parameter}={given!r}: {uri} has no complete checkpoint of that step, but of {steps}.")
-    return by_step[step]
+    variants = {"": [], ".fp16": []}
+    for uri in storage.list_files(folder, ".safetensors"):
+        if found := re.fullmatch(r"diffusion_pytorch_model(.*)\.safetensors", storage.name(uri)):
+            variants.setdefault(re.sub(r"-\d+-of-\d+", "", found[1]), []).append(uri)
+    return variants[""] or variants[".fp16"]
 
 
-def keep_as_best(run_uri: str, folder: str, name: str) -> None:
-    """Copy a checkpoint to its run's `best/`, then delete the earlier best checkpoint."""
-    best_uri = storage.join(run_uri, BEST)
-    storage.copy_folder(folder, storage.join(best_uri, name))
-    for uri in list_checkpoints(best_uri):
-        if storage.name(uri) != name:
-            storage.delete(uri)
+def load_initial_weights(folder: str, denoiser: torch.nn.Module, which: str = "model") -> None:
+    """Load the weights that a new run starts from: of a local checkpoint, or of a denoiser in diffusers layout.
+
+    The EMA restarts; otherwise the other run's weights would linger in it. `which`: of a checkpoint, "model" (the last
+    weights) or "ema" (averaged weights).
+    """
+    if run_folder.is_checkpoint(folder):
+        load_weights(folder, denoiser, which)
+        return
+    weights = {}
+    for path in weight_files(folder):
+        weights |= load_file(path)
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    set_model_state_dict(denoiser, weights, options=StateDictOptions(full_state_dict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import ray
 import ray.train
@@ -14,16 +14,32 @@ import torch
 
 from .. import distributed, storage
 from ..config import TrainingConfig
-from . import faults
+from ..latents.manifest import Manifest
+from . import checkpoint, run_folder
 from .extra import Extra
-from .metrics import StepLog
-from .resume import restore
-from .sources import StepSource
+from .metrics import MetricsLog, StepLog
 from .step import TrainStep, Unit, choose_kernels
-from .upload import CheckpointManager
 
 
-def train_loop_per_worker(config: TrainingConfig, source: StepSource, extras: Sequence[Extra] = ()) -> None:
+class Source(Protocol):
+    """Where the steps of a run come from: `source.StepSource`, or your own data."""
+
+    end_step: int  # the run's last step
+
+    def start(self) -> Manifest:
+        """What the data is. Called first, so that slow beginnings run while the model is built."""
+
+    def resume_point(self) -> dict[str, Any]:
+        """{"checkpoint": its URI or None, "step": steps done}: what the workers load; called on rank 0."""
+
+    def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
+        """Yield `(this worker's units, seconds that it waited for data)` for each step from `step` on."""
+
+    def write_rejects(self, step: int) -> None:
+        """Called before each checkpoint: keep what will not be asked for again."""
+
+
+def train_loop_per_worker(config: TrainingConfig, source: Source, extras: Sequence[Extra] = ()) -> None:
     """What each training worker runs: restore the checkpoint, then one step after another until the source ends.
 
     Args:
@@ -37,7 +53,7 @@ def train_loop_per_worker(config: TrainingConfig, source: StepSource, extras: Se
         if reason := extra.check(config, device):
             return print(reason)
     train_step = TrainStep(config, manifest, device)
-    step = restore(train_step, source.resume_point)
+    step = checkpoint.restore(train_step, source.resume_point)
     run = Run(config, train_step)
     with contextlib.ExitStack() as stack:
         hooks = [stack.enter_context(extra(run)) for extra in extras]
@@ -80,20 +96,20 @@ class Run:
     def __init__(self, config: TrainingConfig, train_step: TrainStep):
         self.config, self.train_step = config, train_step
         self.log = StepLog(config.run_uri, config.global_batch_size)
-        self.saver = CheckpointManager(train_step, config.run_uri, self.log.file)
+        self.saver = checkpoint.Saver(train_step, config.run_uri, self.log.file)
         write_worker_info(config.run_uri, self.log.file)
 
     def take_step(self, step: int, units: list[Unit], waited: float) -> dict[str, Any] | None:
         """The step's line of metrics. None if the loss is not finite: the run has ended.
 
-        All workers then return, and the driver raises (`faults.raise_end`). If one raised here, Ray Train would restart
-        all, to fail at the same step.
+        All workers then return, and the driver raises (`run_folder.raise_end`). If one raised here, Ray Train would
+        restart all, to fail at the same step.
         """
         try:
             return self.log.measure(self.train_step.step(step, units), units, waited)
         except FloatingPointError as error:
             if distributed.rank() == 0:
-                faults.end_run(self.config.run_uri, str(error))
+                run_folder.end_run(self.config.run_uri, str(error))
             return None
 
     def finish(self, complete: bool) -> None:
@@ -108,7 +124,7 @@ class Run:
             raise RuntimeError(self.saver.lost)
 
 
-def write_worker_info(run_uri: str, log: Any) -> None:
+def write_worker_info(run_uri: str, log: MetricsLog | None) -> None:
     """Rank 0 writes `workers.json`: rank, node and process of each worker of this attempt. Call it on all ranks."""
     node_id = ray.get_runtime_context().get_node_id()
     workers = distributed.gather_objects({"rank": distributed.rank(), "node_id": node_id, "pid": os.getpid()})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COLUMNS = ["step", "attempt", "loss", "samples_seen"]
 FLUSH_SECONDS = 15  # that a line for an object store waits for others, at most
 OBJECT_LINES = 1_000  # after which an object is followed by another one
+WARM_UP = 20  # steps that a speed does not count; at most half of a run
 
 
 def samples_crc32(ids: Iterable) -> int:
@@ -239,3 +240,50 @@ def read_metrics(run_uri: str, all_attempts: bool = False) -> pd.DataFrame:
         return pd.DataFrame(columns=COLUMNS)
     frame = pd.DataFrame(rows).sort_values(["step", "attempt"], kind="stable").reset_index(drop=True)
     return frame if all_attempts else frame.drop_duplicates("step", keep="last").reset_index(drop=True)
+
+
+def throughput(metrics: pd.DataFrame, skip: int = WARM_UP) -> tuple[float, float]:
+    """`(images/s, share of the time spent waiting for data)` of a run, the one definition used everywhere.
+
+    Images/s are unmasked rows over elapsed time, pauses for checkpoints included, without the first `skip` steps. They
+    are a ratio of sums, not a mean over steps: data for several steps arrives together, and one step waits for all of
+    them. Time between two attempts is not counted.
+
+    `metrics`: columns images_per_second, step_seconds, checkpoint_seconds, data_wait_share.
+    """
+    steps = after_warm_up(metrics, skip)
+    seconds = (steps["step_seconds"] + steps["checkpoint_seconds"]).sum()
+    rows = (steps["images_per_second"] * steps["step_seconds"]).sum()
+    return rows / seconds, (steps["data_wait_share"] * steps["step_seconds"]).sum() / seconds
+
+
+def after_warm_up(metrics: pd.DataFrame, skip: int) -> pd.DataFrame:
+    return metrics.iloc[min(skip, len(metrics) // 2) :]
+
+
+def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
+    """The speed of runs as a frame: one row per run of {name: metrics}.
+
+    The first `skip` steps are left out, as in `throughput`. Columns:
+        images/s: see `throughput`
+        a worker: images/s per worker
+        MFU: NaN without the `Meter`, or if the peak is not known
+        peak memory, GiB: NaN without the `Meter`
+        data: share of the elapsed time spent waiting for data
+        checkpoints: share of the elapsed time in pauses for checkpoints
+    """
+    rows = {}
+    for name, frame in metrics.items():
+        steps = after_warm_up(frame.reindex(columns=frame.columns.union(["mfu", "peak_memory_gib"])), skip)
+        seconds, paused = steps["step_seconds"], steps["checkpoint_seconds"].sum()
+        elapsed = seconds.sum() + paused
+        rate, waiting = throughput(frame, skip)
+        rows[name] = {
+            "images/s": rate,
+            "a worker": (steps["images_per_second_per_worker"] * seconds).sum() / elapsed,
+            "MFU": (steps["mfu"].astype(float) * seconds).sum(min_count=1) / elapsed,
+            "peak memory, GiB": steps["peak_memory_gib"].max(),
+            "data": waiting,
+            "checkpoints": paused / elapsed,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")

@@ -1,186 +1,217 @@
-"""Checks, before a new run starts, what `continue_from` (a run's whole state) and `init_from` (weights) name. No Ray.
-
-The module `weights` says what `init_from` takes.
-
-`continue_from` takes a run: "name", "name@step", or the run's folder, also with a step. The new run begins at that step
-with the other run's weights, optimizer and EMA. `max_steps`, the warm-up and the schedule count from the other run's
-first step. Metrics begin at the next step, and their `samples_seen` counts the rows of the new run. The new run goes on
-at the same position in the data if both runs have the same data and the same values of the parameters in `PLACE`. Else
-it reads its own plan from that step on.
-"""
+"""Derives a run's config, checks it before anything starts, and writes the run's `config.json`."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from typing import Any
-
-import torch
+import dataclasses
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from .. import storage
-from ..config import TrainingConfig, first_difference
+from ..config import TrainingConfig, refuse_change
+from ..encode import models
+from ..latents.manifest import DataSets
+from ..latents.plan import Plan, plan_run
 from ..model import denoisers
-from . import checkpoint, weights
+from . import checkpoint, metrics, run_folder
 
-PLACE = ("resolution", "seed", "global_batch_size", "units_per_step", "caption_shares")  # what decides a step's rows
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
+Check = Callable[[TrainingConfig, DataSets], Iterable[str]]  # sentences about what does not fit
 
 
-def check_start(config: TrainingConfig, data: list[dict]) -> list[str]:
-    """Sentences about what a new run cannot keep of the run that `continue_from` names; [] if there is nothing to say.
+class Guard(Protocol):
+    def check(self) -> None:
+        """Raises if another driver uses the run."""
 
-    Raises ValueError if the new run cannot start from what `continue_from` or `init_from` names. A run that already has
-    a checkpoint of its own is not checked. `data`: what `setup.describe_data` returns.
+
+# ---- derive
+
+
+def training_config(parameters: dict[str, Any]) -> TrainingConfig:
+    """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
+
+    `units_per_step=None` becomes the number of the earlier run, so that a run goes on with any number of workers.
+    `init_from` gets the commit of a hub model (`models.pin_model`). Raises ValueError if a fixed parameter differs from
+    the earlier run's (`check_resume`), before data is looked at.
     """
-    if checkpoint.last_complete(config.run_uri):
-        return []
-    if config.continue_from:
-        return check_continue_from(config, data)
-    if config.init_from:
-        check_init_from(config)
-    return []
+    earlier = read_earlier(TrainingConfig(**{name: parameters.get(name) for name in ("storage", "run_name")}))
+    begun = earlier["parameters"] if earlier else {}
+    units = parameters["units_per_step"] or begun.get("units_per_step")
+    config = TrainingConfig.from_parameters({**parameters, "units_per_step": units})
+    if config.init_from and checkpoint.is_hub_id(config.init_from):
+        pinned = models.pin_model(config.init_from, begun.get("init_from"), "init_from")
+        config = dataclasses.replace(config, init_from=pinned)
+    if earlier:
+        check_resume(config, begun)
+    return config
 
 
-def run_of(checkpoint_uri: str) -> str:
-    return checkpoint_uri.rpartition("/")[0].removesuffix(f"/{checkpoint.BEST}")
+def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
+    """`config.json` of the run of this name; None if it has taken no step."""
+    uri = storage.join(config.run_uri, "config.json")
+    begun = storage.exists(uri) and metrics.metrics_files(config.run_uri)
+    return read_config(config.run_uri) if begun else None
 
 
-def read_run(checkpoint_uri: str, given: str) -> dict[str, Any]:
-    """`config.json` of a checkpoint's run. `given`: the beginning of the error message."""
-    run_uri = run_of(checkpoint_uri)
+def read_config(run_uri: str) -> dict[str, Any]:
+    """`config.json` of a run."""
+    remedy = "delete it and train with the parameters that this run began with, which writes it again and resumes"
+    return storage.read_json(storage.join(run_uri, "config.json"), remedy)
+
+
+def run_location(config: TrainingConfig) -> dict[str, Any]:
+    """`ray.train.RunConfig`'s arguments for a run's location, on any store that `storage` opens."""
+    filesystem, path = storage.open_filesystem(storage.join(config.storage, "runs"))
+    return {"name": config.run_name, "storage_path": path, "storage_filesystem": filesystem}
+
+
+# ---- check
+
+
+def columns_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
+    """A sentence for each resolution that a data set lacks."""
+    for uri, manifest in data.manifests.items():
+        for resolution in config.resolutions:
+            if resolution not in manifest.resolutions:
+                yield (
+                    f"resolution={resolution} is not in {uri}, which holds "
+                    f"{', '.join(map(str, manifest.resolutions))}: choose one of these, or encode the data again with "
+                    "it."
+                )
+            elif manifest.rows_at(resolution) == 0:
+                yield f"resolution={resolution}: none of the images of {uri} is as large: choose a smaller one."
+
+
+def widths_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
+    """A sentence for each dimension of captions and latents that the denoiser does not take."""
+    denoiser = denoisers.load_denoiser_config(config.unet_config)
+    adapter, which = denoisers.ADAPTERS[denoiser["_class_name"]], f"unet_config={config.unet_config!r}"
+    divisor, width = adapter.divisor(denoiser), adapter.caption_width(denoiser)
+    for uri, manifest in data.manifests.items():
+        if width != manifest.embeddings.shape[-1]:
+            yield (
+                f"{which} takes captions {width} wide, and {uri} holds captions {manifest.embeddings.shape[-1]} wide "
+                f"(encoder_model={manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong "
+                "together."
+            )
+        columns = [latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)]
+        if columns and denoiser["in_channels"] != columns[0].shape[1]:
+            yield (
+                f"{which} takes {denoiser['in_channels']} latent channels, and {uri} holds {columns[0].shape[1]} "
+                f"(encoder_model={manifest.vae_model!r}): choose ones that belong together."
+            )
+        for latents in columns:
+            height, side = latents.shape[2:]
+            if height % divisor or side % divisor:
+                yield (
+                    f"resolution={latents.resolution} makes latents of {side} x {height}, and {which} takes "
+                    f"sides that are multiples of {divisor}: encode the data with resolutions that are multiples of "
+                    f"{latents.size[0] // side * divisor}, and with this unet_config."
+                )
+
+
+def plan_is_filled(config: TrainingConfig, data: DataSets) -> Iterator[str]:
+    """A sentence if the rows do not fill one step."""
     try:
-        return storage.read_json(storage.join(run_uri, "config.json"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{given} is a checkpoint in {run_uri}, which lacks the config.json of its run: copy that file there."
-        ) from None
+        plan_run(data, config)
+    except ValueError as error:
+        yield str(error)
 
 
-def pin_run(config: TrainingConfig, earlier: str | None) -> str:
-    """`continue_from` with a step, "run@step". If it has none, the step of the newest complete checkpoint is added.
+CHECKS: Sequence[Check] = (columns_fit, widths_fit, plan_is_filled)
 
-    `earlier`: `continue_from` of the run that is being resumed; None for a new run. If both name the same run, the step
-    of `earlier` is kept.
+
+def refuse(config: TrainingConfig, data: DataSets, checks: Sequence[Check]) -> None:
+    """Raises ValueError with the sentences of the first check that finds something."""
+    for check in checks:
+        if problems := list(check(config, data)):
+            raise ValueError(" ".join(problems))
+
+
+def check_resume(config: TrainingConfig, begun: dict[str, Any]) -> None:
+    """Raises ValueError, naming the parameter, if a fixed one differs from `begun`, the run's parameters so far.
+
+    With a constant learning rate, `max_steps` may grow, as no earlier step depends on it.
     """
-    name, step = checkpoint.split_step(config.continue_from)
-    if step is not None:
-        return config.continue_from
-    if earlier and checkpoint.split_step(earlier)[0] == name:
-        return earlier
-    return f"{name}@{checkpoint.step_of(checkpoint.find_checkpoint(config, 'continue_from'))}"
+    now = config.fixed("rows", "latents", "run")
+    if config.lr_schedule == "constant" and config.max_steps > begun.get("max_steps", config.max_steps):
+        begun = {**begun, "max_steps": config.max_steps}
+    remedy = "set it back to resume the run, or give another run_name"
+    refuse_change(f"run_name={config.run_name!r}", begun, now, remedy, names=now)
 
 
-def units_to_keep(config: TrainingConfig, global_batch_size: int | None) -> int | None:
-    """`units_per_step` of the run that `continue_from` names; None if its global batch has another size.
+def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
+    """Raises ValueError if a run's data has changed since it was begun; both as `describe_data` returns them."""
+    what, remedy = f"run_name={config.run_name!r}", "set it back to resume the run, or give another run_name"
+    refuse_change(what, {"data sets": len(before)}, {"data sets": len(now)}, remedy)
+    for uri, *both in zip(config.proportions, before, now, strict=True):
+        refuse_change(f"{what} on {uri}", *({**data["made_with"], **data} for data in both), remedy)
 
-    With this value, the new run continues at the same place in the data on any number of workers.
+
+# ---- open
+
+
+def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Guard | None = None) -> DataSets:
+    """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
+
+    Deletes unusable checkpoints and prints which. Writes `config.json`.
+
+    Args:
+        checks: see `refuse`.
+        guard: asked before anything is changed; None: nobody else trains under this name.
+
+    Raises ValueError for what the checks find, and if a fixed parameter or the data of an earlier run has changed.
     """
-    uri = checkpoint.find_checkpoint(config, "continue_from")
-    earlier = read_run(uri, f"continue_from={config.continue_from!r}")["parameters"]
-    return earlier["units_per_step"] if earlier["global_batch_size"] == global_batch_size else None
+    data = DataSets.open(config.proportions)
+    refuse(config, data, checks)
+    described = describe_data(data)
+    if earlier := read_earlier(config):
+        check_resume(config, earlier["parameters"])
+        check_same_data(config, earlier["data"], described)
+    if guard:
+        guard.check()
+    for sentence in run_folder.reconcile_checkpoints(config.run_uri):
+        print(sentence)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    content = {
+        "parameters": config.to_dict(),
+        "data": described,
+        "shapes": describe_shapes(plan_run(data, config)),
+        "versions": {"python": platform.python_version(), **versions},
+        "git_revision": git_revision(),
+    }
+    storage.write_json(storage.join(config.run_uri, "config.json"), content)
+    return data
 
 
-def check_continue_from(config: TrainingConfig, data: list[dict]) -> list[str]:
-    uri, given = checkpoint.find_checkpoint(config, "continue_from"), f"continue_from={config.continue_from!r}"
-    step, run = checkpoint.step_of(uri), read_run(uri, given)
-    if config.max_steps <= step:
-        raise ValueError(f"max_steps={config.max_steps} is not after step {step} of {given}: make it larger.")
-    before = run["parameters"]
-    check_config(config, denoisers.load_denoiser_config(before["unet_config"]), given)
-    check_objective(config, before["prediction_type"], given, "continue a run of the same")
-    sentences, lost = [], "is not kept, so rows may come twice in an epoch, or not at all"
-    if found := first_difference(before, config.to_dict(), PLACE):
-        name, earlier, value = found
-        sentences.append(f"{given} had {name}={earlier!r}, not {value!r}: its place in the data {lost}.")
-    elif first_difference({"data": run["data"]}, {"data": data}) or storage.exists(f"{run_of(uri)}/latents"):  # kept
-        sentences.append(f"{given} was trained on other data: its place in the data {lost}.")
-    if config.ema_start >= step:
-        sentences.append(f"{given} is of step {step}, before ema_start={config.ema_start}: its EMA is not kept.")
-    return sentences
+def describe_data(data: DataSets) -> list[dict]:
+    """What a run depends on, one dict for each data set: encoder, files in order with their row groups, proportion."""
+    names = ("encoder", "scaling_factor", "shift_factor", "written", "files_crc32", "made_with")
+    return [
+        {"proportion": data.proportions[uri], **{name: getattr(manifest, name) for name in names}}
+        for uri, manifest in data.manifests.items()
+    ]
 
 
-def check_init_from(config: TrainingConfig) -> None:
-    folder, given = weights.find_weights(config), f"init_from={config.init_from!r}"
-    if weights.is_checkpoint(folder):
-        parameters = read_run(folder, given)["parameters"]
-        theirs, objective = denoisers.load_denoiser_config(parameters["unet_config"]), parameters["prediction_type"]
-    else:
-        theirs = storage.read_json(storage.join(folder, "config.json"))
-        objective = objective_of_pipeline(folder.rpartition("/")[0])
-        if not weights.weight_files(folder):
-            raise ValueError(
-                f"{given}: {folder} holds no weights in safetensors, and .bin files are not opened, because they may "
-                "run code: save the denoiser again with safe_serialization=True."
-            )
-    check_config(config, theirs, given)
-    if not weights.is_checkpoint(folder):
-        check_tensors(config, folder, given)
-    if not config.init_other_objective:
-        check_objective(config, objective, given, "set init_other_objective=True to start from it nevertheless")
+def describe_shapes(plan: Plan) -> list[dict]:
+    """One dict for each shape: {"shape": images' size, "rows", "steps" per epoch, "left_over": rows not used}."""
+    return [
+        {
+            "shape": "x".join(map(str, shape.latents.size)),
+            "rows": shape.num_rows,
+            "steps": int(steps),
+            "left_over": shape.num_rows - int(steps) * plan.batch_rows,
+        }
+        for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
+    ]
 
 
-def objective_of_pipeline(uri: str) -> str | None:
-    """The `prediction_type` that a pipeline's scheduler is for; None if there is no scheduler."""
-    path = storage.join(uri, "scheduler", "scheduler_config.json")
-    if not storage.exists(path):
+def git_revision() -> str | None:
+    """The commit of the current folder; None outside of a repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    scheduler = storage.read_json(path, "get the pipeline again")
-    found = scheduler.get("prediction_type", "epsilon")
-    is_flow = "FlowMatch" in scheduler["_class_name"] or found == "flow_prediction"
-    return "flow" if is_flow else found
-
-
-def check_objective(config: TrainingConfig, theirs: str | None, given: str, remedy: str) -> None:
-    """Raises ValueError if weights were trained with another `prediction_type` than the config's.
-
-    `theirs`: the weights' `prediction_type`; None: not known, and not checked. `given`, `remedy`: the beginning and the
-    end of the error message.
-    """
-    if theirs not in (None, config.prediction_type):
-        raise ValueError(
-            f"{given} was trained with prediction_type={theirs!r}, not {config.prediction_type!r}: {remedy}."
-        )
-
-
-def check_config(config: TrainingConfig, theirs: dict[str, Any], given: str) -> None:
-    """Raises ValueError if a denoiser's config sets a value that `unet_config` sets otherwise.
-
-    A value that changes no weight's shape counts too. The default image size (`sample_size`) does not count.
-    `theirs`: the denoiser's config. `given`: the beginning of the error message.
-    """
-    ours = denoisers.load_denoiser_config(config.unet_config)
-    adapter = denoisers.ADAPTERS[ours["_class_name"]]
-    arguments = list(inspect.signature(adapter.kind.__init__).parameters.items())[1:]
-    defaults = {"_class_name": None} | {name: argument.default for name, argument in arguments}
-    theirs, ours = ({name: values.get(name, defaults[name]) for name in defaults} for values in (theirs, ours))
-    for name in defaults:
-        value, own = theirs[name], ours[name]
-        if name != "sample_size" and not same_setting(value, own):
-            raise ValueError(
-                f"{given} is a denoiser with {name}={value}, and unet_config={config.unet_config!r} has {own}: start "
-                "from one of the same configuration, or give its config.json as unet_config."
-            )
-
-
-def same_setting(one: Any, other: Any) -> bool:
-    """Whether two values of a config are equal; a single value stands for a list with that value for each block."""
-    one, other = (list(value) if isinstance(value, tuple) else value for value in (one, other))
-    if isinstance(one, list) == isinstance(other, list):
-        return one == other
-    several, single = (one, other) if isinstance(one, list) else (other, one)
-    return all(value == single for value in several)
-
-
-def tensor_names(uri: str) -> set[str]:
-    """The names of the tensors in a safetensors file; empty for another kind of file. Reads only the file's header."""
-    filesystem, path = storage.open_filesystem(uri)
-    with filesystem.open_input_file(path) as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        return set(json.loads(file.read(num_bytes))) if num_bytes < file.size() else set()
-
-
-def check_tensors(config: TrainingConfig, folder: str, given: str) -> None:
-    """Raises ValueError if weights in diffusers layout lack a tensor: it would keep random values."""
-    with torch.device("meta"):
-        names = denoisers.build_denoiser(config.unet_config).state_dict()
-    if missing := names.keys() - set().union(*map(tensor_names, weights.weight_files(folder))):
-        raise ValueError(f"{given}: the weights in {folder} lack {min(missing)}: get them again.")
+    return done.stdout.strip()

@@ -19,7 +19,7 @@ import torch
 from helpers import distributed
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations
-from helpers.train import checkpoint_io
+from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import gpu_step, record
 from tests.steps import everything
@@ -63,18 +63,18 @@ def layouts(given):
 def checkpoints(given):
     """As a run saves: one stager for all, the next step is trained while a checkpoint is written."""
     train_step, units = new_step(given, strategy="fsdp", ema_start=0)
-    stager, group = checkpoint_io.open_stager(), distributed.new_cpu_group()
+    stager, group = checkpoint.open_stager(), distributed.new_cpu_group()
     straight, worst = losses(train_step, units, [0]), 0.0
     with tempfile.TemporaryDirectory() as folder:
         for step in (1, 2):
-            finish = checkpoint_io.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
+            finish = checkpoint.async_save(f"{folder}/{step}", train_step, step=step, stager=stager, group=group)
             straight += losses(train_step, units, [step])
             finish()
         stager.close()
         straight += losses(train_step, units, [3])
         for step in (1, 2):
             other, _ = new_step(given, strategy="fsdp", ema_start=0)
-            checkpoint_io.load(f"{folder}/{step}", other)
+            checkpoint.load(f"{folder}/{step}", other)
             resumed = losses(other, units, range(step, 4))
             worst = max([worst, *(abs(one / two - 1) for one, two in zip(resumed, straight[step:], strict=True))])
     return "losses after two checkpoints differ from the run's by", worst, worst < 1e-3

@@ -23,7 +23,7 @@ from helpers import cluster
 from helpers.config import TrainingConfig
 from helpers.latents.read import latents_dataset
 from helpers.lesson import estimates
-from helpers.train import metrics, profiling
+from helpers.train import metrics
 from tests.benchmarks import made_up, record
 from tests.pipelines import fit
 
@@ -77,7 +77,7 @@ def measure(uri, name, num_steps, stream=None):
         validation_share=0,
     )
     fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)
-    return profiling.throughput(metrics.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
+    return metrics.throughput(metrics.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
 
 
 def main():

@@ -22,7 +22,7 @@ from helpers import cluster, distributed, notebook, storage
 from helpers.config import PreprocessingConfig
 from helpers.latents import read
 from helpers.lesson import captioned_shapes
-from helpers.train import metrics, profiling
+from helpers.train import metrics
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
 from tests.pipelines import encode, fit, short_run
@@ -72,7 +72,7 @@ def through_ray(config, shares_of):
     shares = Shares(config)
     with notebook.poll_in_background(shares.look, every=2):
         fit(config)
-    rate, waits = profiling.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
+    rate, waits = metrics.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
     shares_of[config.run_name] = shares.of_a_core()
     print(f"waiting for data {waits:.1%} of the time; shares of a core: {shares_of[config.run_name]}", flush=True)
     return rate

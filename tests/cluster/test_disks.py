@@ -13,7 +13,8 @@ from helpers.encode import prepare
 from helpers.latents.manifest import read_files
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
-from helpers.train import checkpoint, faults, metrics, resume, setup
+from helpers.production.checks import training
+from helpers.train import metrics, run_folder
 from tests.faults import slow, wait_until
 from tests.pipelines import build_pipeline, fit, short_run
 
@@ -47,8 +48,8 @@ def test_training_on_a_full_disk_goes_on_when_there_is_room(encoded, small_disk,
     partial = []
 
     def make_room():
-        wait_until(lambda: faults.read_failures(config.run_uri))
-        partial.extend(map(checkpoint.find_corruption, checkpoint.list_checkpoints(config.run_uri)))
+        wait_until(lambda: run_folder.read_failures(config.run_uri))
+        partial.extend(map(run_folder.find_corruption, run_folder.list_checkpoints(config.run_uri)))
         resize("100m")
 
     thread = threading.Thread(target=make_room)
@@ -56,9 +57,9 @@ def test_training_on_a_full_disk_goes_on_when_there_is_room(encoded, small_disk,
     with monitor.monitor_run(config):
         fit(config)
     thread.join()
-    lost = faults.read_failures(config.run_uri)
+    lost = run_folder.read_failures(config.run_uri)
     assert lost and partial == [None] and f"{config.run_uri}/checkpoint-000000020-001" in lost[0] and FULL in lost[0]
-    assert f"lost: {lost[0]}" in capsys.readouterr().out and resume.last_step(config) == 40
+    assert f"lost: {lost[0]}" in capsys.readouterr().out and run_folder.last_step(config) == 40
     found = metrics.read_metrics(config.run_uri)
     assert found["step"].tolist() == list(range(1, 41)) and set(found["attempt"]) == {1}
 
@@ -83,7 +84,7 @@ def test_encoding_on_a_full_disk_is_one_sentence_and_goes_on_when_there_is_room(
 
 def test_deleted_latents_are_one_sentence_with_the_file(encoded, tmp_path, monkeypatch):
     """Found by a task that reads them, as in a data set of so many files that none is looked at before."""
-    monkeypatch.setattr(setup, "LISTED_ROWS", -1)
+    monkeypatch.setattr(training, "LISTED_ROWS", -1)
     latents = pathlib.Path(shutil.copytree(encoded[0].latents_uri, tmp_path / "latents"))
     config = short_run(str(tmp_path), "deleted", latents_uri=str(latents), max_failures=0)
     for name in read_files(str(latents)).names.to_pylist():

@@ -25,7 +25,7 @@ from helpers.latents.manifest import read_files, read_manifest
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.raw import inputs
-from helpers.train import checkpoint, faults, metrics, resume, setup
+from helpers.train import metrics, run_folder
 from tests.faults import (
     assert_same_run,
     attempts_of,
@@ -88,7 +88,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     newest, file = truncate_newest(config)
 
     def interrupt():
-        if len(attempts_of(config)) == 5 and steps_done(config) == 33 and resume.last_step(config) == 30:
+        if len(attempts_of(config)) == 5 and steps_done(config) == 33 and run_folder.last_step(config) == 30:
             os.kill(os.getpid(), signal.SIGINT)
             return True
 
@@ -103,17 +103,17 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said
     assert "lost: checkpoint-000000030-003 cannot be used: its file __" in said
     assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000020-001." in said
-    assert any("made no step in" in failure for failure in faults.read_failures(config.run_uri))
-    torn = storage.join(config.run_uri, checkpoint.checkpoint_name(30, 4))
-    assert "bytes of" in checkpoint.find_corruption(torn)
+    assert any("made no step in" in failure for failure in run_folder.read_failures(config.run_uri))
+    torn = storage.join(config.run_uri, run_folder.checkpoint_name(30, 4))
+    assert "bytes of" in run_folder.find_corruption(torn)
     # All CPUs at once can only be had when no worker and no task is left.
     assert ray.get(ray.remote(num_cpus=6)(lambda: True).remote(), timeout=300)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     fit(config)
     assert attempts_of(config) == [1, 21, 21, 21, 21, 31]
     assert_same_run(config, straight)
-    newest = [storage.name(uri) for uri in checkpoint.list_checkpoints(config.run_uri)][:2]
-    assert newest == [checkpoint.checkpoint_name(40, 6), checkpoint.checkpoint_name(30, 5)]
+    newest = [storage.name(uri) for uri in run_folder.list_checkpoints(config.run_uri)][:2]
+    assert newest == [run_folder.checkpoint_name(40, 6), run_folder.checkpoint_name(30, 5)]
     assert not storage.exists(torn)
 
 
@@ -124,7 +124,7 @@ def test_incomplete_checkpoints_replace_no_complete_one_and_three_in_a_row_end_t
     ended = "3 checkpoints in a row were lost; checkpoint-000000025-001 .*: OSError: AWS Error SLOW_DOWN"
     with pytest.raises(RuntimeError, match=ended), monitor.monitor_run(config):
         fit(config, loop=loop_with_refused_uploads(1, (5, 15, 20, 25)))
-    assert attempts_of(config) == [1] and resume.last_step(config) == 10
+    assert attempts_of(config) == [1] and run_folder.last_step(config) == 10
     said = capsys.readouterr().out
     assert "lost: checkpoint-000000015-001 could not be uploaded: OSError: AWS Error SLOW_DOWN" in said
     assert "evaluation of step 20 skipped: its checkpoint could not be uploaded" in said
@@ -141,7 +141,7 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
     config = run_of(run, "unreadable", **ONE_WORKER, hang_timeout=2, max_failures=1)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(config, stream=stream_that_dies)
-    failures = faults.read_failures(config.run_uri)
+    failures = run_folder.read_failures(config.run_uri)
     assert sum(bool(re.search(r"made no step in 2\d s", failure)) for failure in failures) >= 2
     assert attempts_of(config) == []
 
@@ -151,7 +151,7 @@ def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
     """A worker of a busy machine may also need seconds to answer Ray Train, which waits as long."""
     config = run_of(run, "slow", **ONE_WORKER, hang_timeout=12, max_failures=0, max_steps=15, checkpoint_every=5)
     fit(config, loop=loop_with_slow_parts(16))
-    assert attempts_of(config) == [1] and faults.read_failures(config.run_uri) == []
+    assert attempts_of(config) == [1] and run_folder.read_failures(config.run_uri) == []
 
 
 @slow
@@ -161,8 +161,8 @@ def test_a_nan_ends_a_run_at_once(run):
     sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
     with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_nan(13))
-    assert attempts_of(config) == [1] and steps_done(config) == 13 and resume.last_step(config) == 10
-    assert faults.read_failures(config.run_uri) == []
+    assert attempts_of(config) == [1] and steps_done(config) == 13 and run_folder.last_step(config) == 10
+    assert run_folder.read_failures(config.run_uri) == []
 
 
 @pytest.mark.parametrize("harm", ["missing", "folder", "list"])
@@ -170,13 +170,13 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
     """A file or the folder of the newest is missing, or Ray Train's list of checkpoints was cut short."""
     config = short_run(str(tmp_path), f"damaged-{harm}")
     for step in (10, 20):
-        folder = pathlib.Path(config.run_uri, checkpoint.checkpoint_name(step, 1))
+        folder = pathlib.Path(config.run_uri, run_folder.checkpoint_name(step, 1))
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(b"1234")
         storage.write_json(folder / "progress.json", {"step": step, "files": {"__0_0.distcp": 4}})
-    names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20)]
+    names = [run_folder.checkpoint_name(step, 1) for step in (10, 20)]
     results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
-    listed = storage.join(config.run_uri, setup.SNAPSHOT)
+    listed = storage.join(config.run_uri, run_folder.SNAPSHOT)
     storage.write_json(
         listed,
         {
@@ -198,8 +198,8 @@ def test_a_damaged_checkpoint_is_told(tmp_path, harm):
     else:  # every checkpoint is there
         pathlib.Path(listed).write_text('{"checkpoint_results": [')
         expected = None
-    said = setup.reconcile_checkpoints(config.run_uri)
-    assert resume.last_step(config) == (10 if expected else 20)
+    said = run_folder.reconcile_checkpoints(config.run_uri)
+    assert run_folder.last_step(config) == (10 if expected else 20)
     if expected:
         assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()
     else:

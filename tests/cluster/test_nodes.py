@@ -28,7 +28,7 @@ from helpers.online import prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
 from helpers.production.extras import evaluate
-from helpers.train import faults, metrics, resume, sources
+from helpers.train import metrics, run_folder, source
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests.faults import (
@@ -201,8 +201,8 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
         wait_until(lambda: workers()[-1:] == [2] and steps_done(config) >= 5)
         with watched(second) as announce:
             announce(seconds=60)
-        wait_until(lambda: resume.last_step(config) > 0)
-        saved = resume.last_step(config)
+        wait_until(lambda: run_folder.last_step(config) > 0)
+        saved = run_folder.last_step(config)
         lose(nodes, second)
         wait_until(lambda: workers()[-1] == 1)
         add_node(nodes, resources=TRAINER)
@@ -229,7 +229,7 @@ def test_a_run_goes_on_without_a_sick_machine(nodes, data, tmp_path, monkeypatch
     well, sick = (add_node(nodes, resources=TRAINER) for _ in range(2))
     config = run_of(data, "sick-machine", num_training_workers=(1, 2), max_steps=20)
     # Ray Train may begin on the other one alone, and must not have ended before it takes the sick one too.
-    failed = functools.partial(faults.read_failures, config.run_uri)
+    failed = functools.partial(run_folder.read_failures, config.run_uri)
     loop = loop_with((functools.partial(wait_until, failed), 10, 0, tmp_path / "failed"))
     with monitor.monitor_run(config):
         fit(
@@ -237,7 +237,7 @@ def test_a_run_goes_on_without_a_sick_machine(nodes, data, tmp_path, monkeypatch
             loop=loop_with_sick_device(sick.node_id, loop),
             ScalingConfig=scaling(elastic_resize_monitor_interval_s=2),
         )
-    (failure,) = faults.read_failures(config.run_uri)
+    (failure,) = run_folder.read_failures(config.run_uri)
     assert "multiplies matrices wrongly: this machine is excluded, and the run goes on without it" in failure
     assert is_alive(well) and not is_alive(sick)
     assert_bare(config)
@@ -289,7 +289,9 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     def replace_both():
         wait_until(lambda: steps_done(config) >= 3)
         replace("A10G")
-        wait_until(lambda: resume.last_step(config) >= 6 and steps_done(config) >= 20)  # two past the last checkpoint
+        wait_until(
+            lambda: run_folder.last_step(config) >= 6 and steps_done(config) >= 20
+        )  # two past the last checkpoint
         replace("A100")
         wait_until(lambda: len(attempts_seen(released)) > 1)
 
@@ -377,7 +379,7 @@ def test_sampling_and_validation_land_on_the_trainers_kind_of_gpu(nodes, tmp_pat
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
     spare = functools.partial(evaluate.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
-    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(sources.StepSource).remote(config)
+    trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(source.StepSource).remote(config)
     wait_until(lambda: not spare("A100"))  # the A10Gs are free
     assert spare("A10G") and spare(None) and not spare("H100")
     ray.kill(trainers)

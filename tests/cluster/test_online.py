@@ -27,7 +27,7 @@ from helpers.online import encode as online
 from helpers.online import index, prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
-from helpers.train import faults, metrics, setup
+from helpers.train import metrics, run_folder
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.step import TrainStep
 from tests import coordinator, killing_pictures
@@ -121,7 +121,7 @@ def test_killed_processes_of_an_online_run_change_no_bit(raw, straight, tmp_path
             latent_encoder=mortal((kill_stream, flags[0]), (die, flags[1])),
         )
     assert all(map(os.path.exists, flags)) and attempts_of(config)[-1] == 9
-    assert faults.read_failures(config.run_uri)
+    assert run_folder.read_failures(config.run_uri)
     assert "lost: worker 0: " in capsys.readouterr().out
     assert_same_run(config, straight[1])
 
@@ -262,9 +262,9 @@ def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
     config, _ = straight
     with pytest.raises(ValueError, match=f"made with {next(iter(change))}="):
         prepare.prepare_run(OnlineConfig(**{**raw.to_dict(), **change}), config)
-        setup.open_run(config)
+        monitor.open_run(config)
     prepare.prepare_run(raw, config)
-    setup.open_run(config)
+    monitor.open_run(config)
 
 
 def test_bad_pictures_are_masked_and_listed(raw, straight):

@@ -21,11 +21,12 @@ from helpers.lesson import captioned_shapes, display
 from helpers.model.denoisers import build_denoiser
 from helpers.online import prepare
 from helpers.online.config import OnlineConfig
+from helpers.production import monitor
+from helpers.production.checks import training
 from helpers.production.extras import evaluate, results, scores
-from helpers.train import checkpoint, checkpoint_io, resume, setup
+from helpers.train import checkpoint, run_folder
 from helpers.train.loop import train_loop_per_worker
-from helpers.train.metrics import read_metrics
-from helpers.train.profiling import speed_summary
+from helpers.train.metrics import read_metrics, speed_summary
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.latents import plan_for
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, evaluated, fit, short_run
@@ -71,15 +72,15 @@ def test_the_last_checkpoints_are_kept_and_hold_the_step(run):
     names = sorted(path.name for path in pathlib.Path(config.run_uri).glob("checkpoint-*"))
     assert names == ["checkpoint-000000030-001", "checkpoint-000000040-001"]
     with result.checkpoint.as_directory() as folder:
-        assert checkpoint.step_of(folder) == 40 == resume.last_step(config)
+        assert run_folder.step_of(folder) == 40 == run_folder.last_step(config)
 
 
 def test_the_best_checkpoint_is_kept_apart(run):
     config, _ = run
     validation = results.scores(config.run_uri)
-    (best,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
-    assert checkpoint.find_corruption(best) is None
-    assert checkpoint.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
+    (best,) = run_folder.list_checkpoints(storage.join(config.run_uri, run_folder.BEST))
+    assert run_folder.find_corruption(best) is None
+    assert run_folder.step_of(best) == validation.loc[validation["validation_loss"].idxmin(), "step"]
 
 
 def test_validation_runs_beside_training_on_held_out_rows(run):
@@ -115,7 +116,7 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
 
     def agreement(pictures, prompts):
         once(killed, die)
-        once(waiting, functools.partial(wait_until, lambda: resume.last_step(config) == config.max_steps))
+        once(waiting, functools.partial(wait_until, lambda: run_folder.last_step(config) == config.max_steps))
         return {"all": 0.5}
 
     first = functools.partial(wait_until, lambda: is_evaluated(config, 10))
@@ -128,9 +129,9 @@ def test_training_waits_for_no_evaluation_and_outlives_all(data, tmp_path):
     assert found[10].keys() >= {"failed", "validation_loss"} and "agreement" not in found[10]
     assert found[20]["agreement"] == found[40]["agreement"] == 0.5 and found[30].keys() == {"step", "skipped"}
     assert "step 40 is newer" in found[30]["skipped"]
-    best = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
-    assert [checkpoint.step_of(uri) for uri in best] == [40]  # the later one of two equal ones
-    kept = {checkpoint.step_of(str(one.path)): metrics for one, metrics in result.best_checkpoints}
+    best = run_folder.list_checkpoints(storage.join(config.run_uri, run_folder.BEST))
+    assert [run_folder.step_of(uri) for uri in best] == [40]  # the later one of two equal ones
+    kept = {run_folder.step_of(str(one.path)): metrics for one, metrics in result.best_checkpoints}
     assert kept[40]["agreement"] == 0.5 and kept[40]["loss_by_noise"] == found[40]["loss_by_noise"]
 
 
@@ -178,18 +179,18 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 
     def load(alone):
         with result.checkpoint.as_directory() as folder:
-            checkpoint_io.load_weights(folder, alone.denoiser, "model")
+            checkpoint.load_weights(folder, alone.denoiser, "model")
 
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
     middle, last = results.read_results(config.run_uri)
     assert (middle["step"], last["step"]) == (6, 12)
-    saved = resume.as_checkpoint(checkpoint.list_checkpoints(config.run_uri)[1])
+    saved = run_folder.as_checkpoint(run_folder.list_checkpoints(config.run_uri)[1])
     again = scores.evaluate_checkpoint(saved, evaluate.Evaluate(prompts=[]), config)
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
     # Raw or averaged, the weights that three ranks wrote make a pipeline.
     exported = {}
     for which in ("model", "ema"):
-        uri = sample.export_checkpoint(config, resume.last_checkpoint(config), which)
+        uri = sample.export_checkpoint(config, run_folder.last_checkpoint(config), which)
         weights = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
         exported[which] = weights["conv_in.weight"].clone()  # the file is mapped, and written again
     assert exported["model"].isfinite().all() and not torch.equal(exported["model"], exported["ema"])
@@ -253,7 +254,7 @@ def test_stock_diffusers_opens_the_pipeline_and_draws_the_same(run):
     theirs = sample.generate(opened, [prompt], resolution=config.largest_resolution)[0]
     np.testing.assert_array_equal(mine, theirs)
     with result.checkpoint.as_directory() as folder:
-        averaged = checkpoint_io.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
+        averaged = checkpoint.load_weights(folder, build_denoiser("tiny"), "ema").state_dict()
     exported = load_file(f"{uri}/unet/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
 
@@ -275,11 +276,11 @@ NEW = {"run_name": "new"}
 )
 def test_wrong_parameters_of_a_run_are_one_sentence(run, data, sentence, change):
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        setup.open_run(small(data, **change))
+        monitor.open_run(small(data, **change))
 
 
 def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "LISTED_ROWS", -1)  # there is only the manifest
+    monkeypatch.setattr(training, "LISTED_ROWS", -1)  # there is only the manifest
     config, _ = run
     manifest = storage.read_json(f"{config.latents_uri}/manifest.json")
 
@@ -287,7 +288,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path, monkeypat
         storage.write_json(tmp_path / "manifest.json", {**manifest, **changes})
         return small(data, **TWO_WORKERS, latents_uri=str(tmp_path))
 
-    setup.open_run(latents_with())  # the same data at another place
+    monitor.open_run(latents_with())  # the same data at another place
     refused = {
         "made with row_filter='', not 'width > 8'": {"job": {**manifest["job"], "row_filter": "width > 8"}},
         "'first' was started on other data than .* holds now": {"files_crc32": manifest["files_crc32"] + 1},
@@ -295,7 +296,7 @@ def test_data_that_changed_under_a_run_is_refused(run, data, tmp_path, monkeypat
     }
     for sentence, changes in refused.items():
         with pytest.raises(ValueError, match=sentence):
-            setup.open_run(latents_with(**changes))
+            monitor.open_run(latents_with(**changes))
 
 
 def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
@@ -318,4 +319,4 @@ def test_one_call_frees_the_disk(tmp_path):
 
 def test_training_without_latents_names_the_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="papermill Preprocessing.ipynb"):
-        setup.open_run(small(str(tmp_path)))
+        monitor.open_run(small(str(tmp_path)))

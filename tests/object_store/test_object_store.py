@@ -14,8 +14,7 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
-from helpers.train import checkpoint, faults, metrics, resume
-from helpers.train.upload import CheckpointManager
+from helpers.train import checkpoint, metrics, run_folder
 from tests.benchmarks import made_up
 from tests.faults import attempts_of, wait_until
 from tests.latents import plan_for, read_steps
@@ -137,13 +136,13 @@ def upload(run_uri, tmp_path, monkeypatch):
     run = types.SimpleNamespace(storage_filesystem=storage.open_filesystem(run_uri)[0])
     context = types.SimpleNamespace(get_storage=lambda: run)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    manager = CheckpointManager(train_step=None, run_uri=run_uri, log=None)
+    manager = checkpoint.Saver(state=None, run_uri=run_uri, log=None)
 
     def upload(name):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "a").write_bytes(b"123")
-        storage.write_json(folder / checkpoint.PROGRESS, {"step": 10, "files": {"a": 3}})
+        storage.write_json(folder / run_folder.PROGRESS, {"step": 10, "files": {"a": 3}})
         reported = manager.upload(lambda: None, ray.train.Checkpoint(str(folder)), name)
         assert not folder.exists() and manager.uploaded.is_set()
         return reported
@@ -152,18 +151,18 @@ def upload(run_uri, tmp_path, monkeypatch):
 
 
 def test_an_upload_that_fails_once_is_tried_again(server, upload, run_uri):
-    name = checkpoint.checkpoint_name(10, 1)
+    name = run_folder.checkpoint_name(10, 1)
     server.refuse, server.refusals = f"{name}/a", 1
     assert upload(name) and server.refusals == 0
-    assert storage.name(checkpoint.last_complete(run_uri)) == name and faults.read_failures(run_uri) == []
+    assert storage.name(run_folder.last_complete(run_uri)) == name and run_folder.read_failures(run_uri) == []
 
 
 def test_an_upload_that_fails_for_good_loses_that_checkpoint_only(server, upload, run_uri):
-    names = [checkpoint.checkpoint_name(step, 1) for step in (10, 20, 30)]
+    names = [run_folder.checkpoint_name(step, 1) for step in (10, 20, 30)]
     server.refuse, server.refusals = names[1], float("inf")
     first, second, third = map(upload, names)
     assert first and third and not second
-    (sentence,) = faults.read_failures(run_uri)
+    (sentence,) = run_folder.read_failures(run_uri)
     assert names[1] in sentence and "SLOW_DOWN" in sentence
 
 
@@ -277,5 +276,5 @@ def test_a_run_reads_and_keeps_everything_in_the_store(server, finished):
     assert_bare(config)
     names = [storage.name(uri) for uri in storage.list_files(config.run_uri)]
     assert {"config.json", "metrics-0001-000000001.jsonl"} <= set(names)
-    assert resume.last_step(config) == STEPS
-    assert checkpoint.find_corruption(checkpoint.last_complete(config.run_uri)) is None
+    assert run_folder.last_step(config) == STEPS
+    assert run_folder.find_corruption(run_folder.last_complete(config.run_uri)) is None

@@ -18,7 +18,7 @@ from helpers.lesson import display, generation
 from helpers.lesson.figures import read_evaluated_images
 from helpers.production import monitor
 from helpers.production.extras import results
-from helpers.train import checkpoint, faults, setup, upload
+from helpers.train import checkpoint, run_folder, start
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
 from tests.unit.encode.test_job import ROWS, failing, job_of
 
@@ -98,7 +98,7 @@ READ = {
         lambda uri, folder: job_of(folder / "latents"),
         "give another latents_uri, or delete",
     ),
-    "runs/run/config.json": (lambda uri, folder: setup.read_earlier(config_of(folder)), "delete it and train with the"),
+    "runs/run/config.json": (lambda uri, folder: start.read_earlier(config_of(folder)), "delete it and train with the"),
     "runs/run/ended.json": (lambda uri, _: run_ends(uri), "delete it, and start the same command again"),
     "runs/run/resume.json": (lambda uri, _: storage.read_json(uri), "delete it, and start the same command again"),
     "images/job.json": (
@@ -176,21 +176,21 @@ def test_a_damaged_result_or_failure_is_shown_as_that(tmp_path):
     assert results.sentences(read[1])[0].startswith(said)
     assert results.scores(run_uri)["clip_score"].tolist()[0] == 0.2
     assert results.is_best(run_uri, {"step": 30, "clip_score": 0.3}, "clip_score")
-    faults.write_failure(run_uri, "worker 0: it died")
+    run_folder.write_failure(run_uri, "worker 0: it died")
     half(storage.join(run_uri, "failures", "002.json"), {"error": "worker 1: it died"})
-    assert faults.read_failures(run_uri)[1].startswith(f"{run_uri}/failures/002.json is damaged or cut short")
-    faults.write_failure(run_uri, "worker 2: it died")
-    assert faults.read_failures(run_uri)[2] == "worker 2: it died"
+    assert run_folder.read_failures(run_uri)[1].startswith(f"{run_uri}/failures/002.json is damaged or cut short")
+    run_folder.write_failure(run_uri, "worker 2: it died")
+    assert run_folder.read_failures(run_uri)[2] == "worker 2: it died"
 
 
 def test_half_a_progress_json_or_mark_is_a_damaged_checkpoint(tmp_path):
     for step in (10, 20, 30):
-        folder = f"{tmp_path}/{checkpoint.checkpoint_name(step, 1)}"
-        storage.write_json(f"{folder}/{checkpoint.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
-    halve(f"{folder}/{checkpoint.PROGRESS}")
-    half(f"{tmp_path}/{checkpoint.checkpoint_name(20, 1)}/{checkpoint.DAMAGED}", {"why": "its file a is damaged"})
-    assert checkpoint.find_corruption(folder) == "its progress.json is cut short"
-    assert checkpoint.step_of(checkpoint.last_complete(str(tmp_path))) == 10
+        folder = f"{tmp_path}/{run_folder.checkpoint_name(step, 1)}"
+        storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
+    halve(f"{folder}/{run_folder.PROGRESS}")
+    half(f"{tmp_path}/{run_folder.checkpoint_name(20, 1)}/{run_folder.DAMAGED}", {"why": "its file a is damaged"})
+    assert run_folder.find_corruption(folder) == "its progress.json is cut short"
+    assert run_folder.step_of(run_folder.last_complete(str(tmp_path))) == 10
 
 
 def test_torn_lines_of_the_metrics_are_left_out_and_counted(tmp_path):
@@ -216,8 +216,8 @@ def test_a_finished_run_with_a_tracker_of_an_earlier_version_is_read(tmp_path):
     config = config_of(tmp_path)
     values = {**config.to_dict(), "trackers": ["mlflow", "tensorboard"]}
     storage.write_json(storage.join(config.run_uri, "config.json"), {"parameters": values})
-    folder = storage.join(config.run_uri, checkpoint.checkpoint_name(10, 1))
-    storage.write_json(storage.join(folder, checkpoint.PROGRESS), {"step": 10, "files": {}})
+    folder = storage.join(config.run_uri, run_folder.checkpoint_name(10, 1))
+    storage.write_json(storage.join(folder, run_folder.PROGRESS), {"step": 10, "files": {}})
     assert display.finished_run(str(tmp_path), "run")[0].trackers == ("tensorboard",)
 
 
@@ -283,7 +283,7 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
 def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_next_one_does(tmp_path, monkeypatch, where):
     monkeypatch.setattr(storage, "PAUSES", ())
     run_uri, folder = str(tmp_path / "run"), tmp_path / "local"
-    manager = object.__new__(upload.CheckpointManager)
+    manager = object.__new__(checkpoint.Saver)
     manager.run_uri, manager.log, manager.group, manager.filesystem = run_uri, None, None, storage.fs.LocalFileSystem()
     manager.uploaded = types.SimpleNamespace(set=lambda: None)
 
@@ -306,9 +306,9 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_next_one_does(tmp
 
     lost = save(full=True)
     why = {"local": rf"written to {folder} \([\d,]+ MiB free\)", "run": f"uploaded: .*{run_uri}/checkpoint.*/a {FULL}"}
-    assert isinstance(lost, faults.LostCheckpoint) and re.search(f"could not be {why[where]}", lost.why)
-    assert not checkpoint.list_checkpoints(run_uri) and not folder.exists()
-    assert save(full=False) and checkpoint.list_checkpoints(run_uri)
+    assert isinstance(lost, run_folder.LostCheckpoint) and re.search(f"could not be {why[where]}", lost.why)
+    assert not run_folder.list_checkpoints(run_uri) and not folder.exists()
+    assert save(full=False) and run_folder.list_checkpoints(run_uri)
 
 
 # ---- one sentence for errors of Ray

@@ -22,7 +22,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 
 from ... import cluster, storage
 from ...config import Location, Model, TrainingConfig
-from ...train import checkpoint, faults
+from ...train import run_folder
 from ...train.extra import Extra, Hook
 from . import results, validated
 
@@ -130,12 +130,12 @@ def validate(
 
     `has_losses`: the trainers have computed the losses, and only the best checkpoint is to be kept.
     """
-    run_uri, step = config.run_uri, checkpoint.step_of_name(saved.path)
-    lost = isinstance(saved, faults.LostCheckpoint)
+    run_uri, step = config.run_uri, run_folder.step_of_name(saved.path)
+    lost = isinstance(saved, run_folder.LostCheckpoint)
     if has_losses:
         result, uri = results.read_result(run_uri, step), storage.join(run_uri, storage.name(saved.path))
-        if not lost and checkpoint.find_corruption(uri) is None and results.is_best(run_uri, result, evaluate.best_by):
-            checkpoint.keep_as_best(run_uri, uri, storage.name(uri))
+        if not lost and run_folder.find_corruption(uri) is None and results.is_best(run_uri, result, evaluate.best_by):
+            run_folder.keep_as_best(run_uri, uri, storage.name(uri))
         return result
     if lost:
         return results.note(run_uri, step, skipped="its checkpoint could not be uploaded")
@@ -160,9 +160,9 @@ def validate(
 
 def newest_due(evaluate: Evaluate, config: TrainingConfig) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
-    for uri in checkpoint.list_checkpoints(config.run_uri):
-        step = checkpoint.step_of_name(uri)
-        if evaluate.is_due(config, step) and checkpoint.find_corruption(uri) is None:
+    for uri in run_folder.list_checkpoints(config.run_uri):
+        step = run_folder.step_of_name(uri)
+        if evaluate.is_due(config, step) and run_folder.find_corruption(uri) is None:
             return step
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray.train
 
 from ... import cluster
-from ...train import faults
+from ...train import run_folder
 
 MAX_LOST = 3  # checkpoints in a row, after which a run ends
 
@@ -22,7 +22,7 @@ class RecordFailures(ray.train.UserCallback):
         self.lost = 0  # checkpoints since the last complete one
 
     def after_report(self, run_context, metrics, checkpoint):
-        self.lost = self.lost + 1 if isinstance(checkpoint, faults.LostCheckpoint) else 0
+        self.lost = self.lost + 1 if isinstance(checkpoint, run_folder.LostCheckpoint) else 0
         if self.lost == MAX_LOST:  # raised in Ray Train's controller, which then starts no workers again
             raise RuntimeError(
                 f"{MAX_LOST} checkpoints in a row were lost; {checkpoint.why}: start the same command again when the "
@@ -33,4 +33,4 @@ class RecordFailures(ray.train.UserCallback):
         errors = [
             f"worker {rank}: {cluster.summarize_error(str(error))}" for rank, error in sorted(worker_exceptions.items())
         ]
-        faults.write_failure(self.run_uri, "; ".join(errors))
+        run_folder.write_failure(self.run_uri, "; ".join(errors))

@@ -87,6 +87,13 @@ def peak_memory(device: torch.device | str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def hardware(device: torch.device | str) -> str:
+    """What a speed was measured on, such as "NVIDIA H200, torch 2.13.0"."""
+    on_gpu = torch.device(device).type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads a worker"
+    return f"{name}, torch {torch.__version__}"
+
+
 @validated
 class Meter(Extra):
     """Adds to each line of metrics `mfu` and `peak_memory_gib` of this worker.

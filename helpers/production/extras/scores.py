@@ -33,7 +33,7 @@ from ...latents.manifest import DataSets, Manifest
 from ...latents.read import IsExcluded
 from ...model.denoisers import build_denoiser
 from ...model.sharding import cast_inputs
-from ...train import checkpoint, checkpoint_io
+from ...train import checkpoint, run_folder
 from ..data import exclusions, validation_set
 from . import results
 
@@ -103,12 +103,12 @@ def read_prompts(given: list[str] | str | None, text_encoder_model: str) -> list
 def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluate: Evaluate, config: TrainingConfig) -> dict[str, Any]:
     """Evaluate a checkpoint's EMA weights in this process; copy it to `best/` if no other is better."""
     with saved.as_directory() as folder:
-        denoiser = checkpoint_io.load_weights(folder, build_denoiser(config.unet_config)).to(find_device()).eval()
+        denoiser = checkpoint.load_weights(folder, build_denoiser(config.unet_config)).to(find_device()).eval()
         if config.precision == "bf16" and config.strategy != "ddp":
             compute_in_bf16(denoiser)
-        result = evaluate_denoiser(denoiser, evaluate, config, checkpoint.step_of(folder))
+        result = evaluate_denoiser(denoiser, evaluate, config, run_folder.step_of(folder))
         if results.is_best(config.run_uri, result, evaluate.best_by):
-            checkpoint.keep_as_best(config.run_uri, folder, storage.name(saved.path))
+            run_folder.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 

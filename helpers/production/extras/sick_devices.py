@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -12,11 +13,12 @@ import torch
 
 from ... import cluster, distributed, storage
 from ...config import TrainingConfig
-from ...train import faults
+from ...train import run_folder
 from ...train.extra import Extra
 from . import validated
 
 MOST_EXCLUDED = 2  # nodes
+EXCLUDED = "excluded.json"  # in a run's folder: the nodes that were excluded since its driver started
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 
 
@@ -74,6 +76,10 @@ class SickDevices(Extra):
             raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
         return None if sick is None else "A worker's device or link computes wrongly: the workers are started again."
 
+    def on_driver(self, config: TrainingConfig) -> contextlib.AbstractContextManager:
+        storage.delete(storage.join(config.run_uri, EXCLUDED))
+        return contextlib.nullcontext()
+
 
 def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     """Take the nodes of sick workers out of Ray; returns the ranks of these workers, None if all are well.
@@ -92,14 +98,14 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     sick = computing or summing
     if not sick:
         return None
-    uri, nodes = storage.join(run_uri, faults.EXCLUDED), {everyone[rank]["node"] for rank in sick}
+    uri, nodes = storage.join(run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
     excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
     heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
     text = "; ".join(everyone[rank]["text"] for rank in sick)
     if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
         error = f"{text}: start the same command again without this machine."
-        faults.write_failure(run_uri, error)
-        faults.end_run(run_uri, error)
+        run_folder.write_failure(run_uri, error)
+        run_folder.end_run(run_uri, error)
         return []
     storage.write_json(uri, sorted(excluded))
     for node in nodes:

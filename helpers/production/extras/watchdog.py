@@ -16,7 +16,7 @@ import pydantic
 import ray.train
 
 from ...config import TrainingConfig
-from ...train import faults
+from ...train import run_folder
 from ...train.extra import Extra, Hook
 from . import validated
 
@@ -112,4 +112,4 @@ class Timer(Hook):
 
 def record_hang(run_uri: str, rank: int, seconds: float) -> None:
     """Record in the run's `failures/` that this worker made no step for `seconds`."""
-    faults.write_failure(run_uri, f"worker {rank} made no step in {seconds:.0f} s (watchdog) and was ended")
+    run_folder.write_failure(run_uri, f"worker {rank} made no step in {seconds:.0f} s (watchdog) and was ended")

@@ -11,7 +11,7 @@ from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig, pool_size
 from helpers.notebook import choose_sections
 from helpers.online.config import OnlineConfig
-from helpers.train import setup
+from helpers.train import start
 
 FLOW = {"prediction_type": "flow"}
 
@@ -239,10 +239,10 @@ def test_a_run_is_resumed_with_what_fixes_what_it_learns(name):
     config = TrainingConfig()
     earlier = {**stored(config), name: "another", "gone_since": 3}
     if FIELDS[TrainingConfig][name].metadata["fixes"] is None:
-        setup.check_resume(config, earlier)
+        start.check_resume(config, earlier)
         return
     with pytest.raises(ValueError) as error:
-        setup.check_resume(config, earlier)
+        start.check_resume(config, earlier)
     assert str(error.value) == (
         f"run_name='run' was started with {name}='another', not {getattr(config, name)!r}: set it back to resume the "
         "run, or give another run_name."
@@ -259,7 +259,7 @@ def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
 def test_a_run_of_another_version_can_be_resumed():
     earlier = stored(TrainingConfig())
     del earlier["adam_beta2"]
-    setup.check_resume(TrainingConfig(), earlier)
+    start.check_resume(TrainingConfig(), earlier)
 
 
 @pytest.mark.parametrize(("workers", "units"), [(1, 1), (2, 2), ((1, 2), 2), (4, 4)])
@@ -272,13 +272,13 @@ def test_units_are_by_default_as_many_as_the_most_workers(workers, units):
 def test_a_resume_on_other_workers_keeps_the_units(tmp_path):
     def config(workers, name="run", units=None):
         values = {"storage": str(tmp_path), "run_name": name, "num_training_workers": workers, "units_per_step": units}
-        return setup.training_config(values)
+        return start.training_config(values)
 
     earlier = config(2)
     storage.write_json(f"{earlier.run_uri}/config.json", {"parameters": earlier.to_dict()})
     assert config(4).units_per_step == 4  # the run has not taken a step
     storage.write_text(f"{earlier.run_uri}/metrics.jsonl", "{}\n")
-    setup.check_resume(config(1), stored(earlier))
+    start.check_resume(config(1), stored(earlier))
     assert config(1).units_per_step == config((1, 2)).units_per_step == 2
     with pytest.raises(ValueError, match="^num_training_workers=3 is more than units_per_step=2, and a worker"):
         config(3)
@@ -319,7 +319,7 @@ def test_a_run_from_before_auto_is_resumed_with_the_new_defaults():
         {**stored(TrainingConfig()), "timestep_sampling": "uniform"},
     ):
         assert stored(TrainingConfig(**earlier)) == earlier
-    setup.check_resume(TrainingConfig(), {**stored(TrainingConfig()), **BEFORE})
+    start.check_resume(TrainingConfig(), {**stored(TrainingConfig()), **BEFORE})
 
 
 def test_all_parameters_that_do_not_go_with_the_objective_are_named_at_once():

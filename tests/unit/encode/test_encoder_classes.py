@@ -22,15 +22,17 @@ from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
 from helpers.encode.job import Job
 from helpers.evaluate import validation_loss
 from helpers.latents import held_out, manifest, read, schema
+from helpers.latents.manifest import DataSets
 from helpers.lesson import display
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
-from helpers.train import setup
+from helpers.production.checks.training import mixture_fits
+from helpers.train import start
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
-from tests.latents import plan_for, read_steps
+from tests.latents import plan_for, read_steps, refuse
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
 
@@ -301,7 +303,7 @@ def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
         del column["ragged"]
     assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
     data = manifest.DataSets({made_uri(tmp_path): made}, {made_uri(tmp_path): 1.0})
-    assert "shift_factor" not in setup.describe_data(data)[0]
+    assert "shift_factor" not in start.describe_data(data)[0]
     job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
     job.check_same(json.loads(json.dumps(job.parameters)))
     other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="ftfy"))
@@ -325,7 +327,7 @@ def test_a_job_that_is_told_the_denoiser_encodes_the_captions_that_it_takes(tmp_
     assert checked.parameters.get("maximum_tokens") == wanted[0]
     if denoiser != "sd2-base":  # whose captions are wider
         made, _ = encode(config_of("tiny-sd", **options))
-        setup.check_latents(made, training(str(tmp_path), unet_config=denoiser), "/data")
+        refuse(made, training(str(tmp_path), unet_config=denoiser), "/data")
 
 
 def test_an_unknown_denoiser_or_encoder_is_one_sentence_before_a_job_starts(tmp_path):
@@ -389,9 +391,9 @@ def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
     made, _ = prepare_online.prepare_run(raw, run)
     earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
     manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
-    begun = setup.describe_data(manifest.DataSets.open(run.proportions))
+    begun = start.describe_data(manifest.DataSets.open(run.proportions))
     prepare_online.prepare_run(raw, run)
-    setup.check_same_data(run, begun, setup.describe_data(manifest.DataSets.open(run.proportions)))
+    start.check_same_data(run, begun, start.describe_data(manifest.DataSets.open(run.proportions)))
     assert len(display.first_captions(run, 2)) == 2
 
 
@@ -453,7 +455,8 @@ def test_mixtures_of_other_statistics_or_text_are_refused(build_manifest):
         ({"job": {"validation_share": 0.0, "text_cleaning": "ftfy"}}, r"differ in text_cleaning \(ftfy and none\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            setup.check_mixture({"/a": build_manifest(), "/b": build_manifest(**change)})
+            mixed = DataSets({"/a": build_manifest(), "/b": build_manifest(**change)}, {})
+            start.refuse(TrainingConfig(), mixed, [mixture_fits])
 
 
 def test_a_t5_tokenizer_may_be_a_sentencepiece_model_alone_as_it_was_published(tmp_path):

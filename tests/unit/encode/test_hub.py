@@ -20,8 +20,8 @@ from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
-from helpers.production.extras import scores
-from helpers.train import resume, setup, start, weights
+from helpers.production.checks import training
+from helpers.train import checkpoint, start
 from tests.faults import ROOT
 from tests.hub_server import MODEL, HubServer
 
@@ -120,7 +120,7 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(hub, newer, tmp_path):
 def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     training = TrainingConfig(storage=str(tmp_path / "storage"), resolution=32, global_batch_size=4)
     (manifest, _), first = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training), hub.refs["main"]
-    begun = setup.describe_data(DataSets({training.latents_uri: manifest}, training.proportions))
+    begun = start.describe_data(DataSets({training.latents_uri: manifest}, training.proportions))
     begun = json.loads(json.dumps(begun))  # as a run keeps it
     second = hub.move("main", newer)
     resumed, raw = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig), training)
@@ -128,20 +128,9 @@ def test_an_online_run_and_its_samplers_keep_the_commit(hub, newer, tmp_path):
     assert raw.encoder_model == manifest.encoder["model"] == f"{MODEL}@{first}"
     assert encoder.load_vae(manifest.encoder["model"]).config.scaling_factor != 7.0
     other, _ = prepare_online.prepare_run(config_of(tmp_path, OnlineConfig, encoder_revision="main"), training)
-    now = setup.describe_data(DataSets({training.latents_uri: other}, training.proportions))
+    now = start.describe_data(DataSets({training.latents_uri: other}, training.proportions))
     with pytest.raises(ValueError, match=rf"^run_name='run' was started .* with encoder=.*{first}.*, not .*{second}"):
-        setup.check_same_data(training, begun, now)
-
-
-def test_a_runs_clip_keeps_its_commit(hub, tmp_path, monkeypatch):
-    first = hub.move("main", ROOT / "helpers" / "models" / "tiny-clip")
-    given = {"storage": str(tmp_path), "run_name": "run", "units_per_step": None, "clip_model": MODEL}
-    config = setup.training_config(given)
-    hub.move("main", TINY_SD)
-    assert config.clip_model == f"{MODEL}@{first}"
-    assert scores.CLIP(config.clip_model).texts(["a red circle"]).shape[0] == 1
-    monkeypatch.setattr(setup, "read_earlier", lambda _: {"parameters": config.to_dict()})
-    assert setup.training_config(given) == config
+        start.check_same_data(training, begun, now)
 
 
 def test_a_run_starts_from_a_model_of_the_hub_and_keeps_its_commit(hub, newer, tmp_path, monkeypatch):
@@ -150,31 +139,30 @@ def test_a_run_starts_from_a_model_of_the_hub_and_keeps_its_commit(hub, newer, t
     unet.save_pretrained(newer / "unet", variant="fp16")
     commit = hub.move("v2", newer)
     given = {"storage": str(tmp_path), "run_name": "run", "units_per_step": None, "clip_model": None}
-    given |= {"init_from": f"{MODEL}@v2", "init_other_objective": True}
-    config = setup.training_config(given)
-    assert config.init_from == f"{MODEL}@{commit}" and start.check_start(config, []) == []
+    given |= {"init_from": f"{MODEL}@v2"}
+    config = start.training_config(given)
+    assert config.init_from == f"{MODEL}@{commit}"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another node"))
     denoiser = build_denoiser("tiny")
-    with resume.initial_weights(config) as folder:
-        weights.load_initial_weights(folder, denoiser)
+    checkpoint.load_initial_weights(checkpoint.find_weights(config.init_from, "tiny", ""), denoiser)
     assert all(torch.equal(tensor, unet.state_dict()[name].float()) for name, tensor in denoiser.state_dict().items())
     asked = {path.rpartition("/")[2] for _, path in hub.requests if "/resolve/" in path}
     assert asked == {"config.json", "scheduler_config.json", "diffusion_pytorch_model.fp16.safetensors"}
 
 
 def test_a_model_that_no_run_can_start_from_is_one_sentence(hub, newer, tmp_path):
-    config = TrainingConfig(storage=str(tmp_path), init_from=MODEL, init_other_objective=True)
+    config = TrainingConfig(storage=str(tmp_path), init_from=MODEL)
     with pytest.raises(ValueError, match=rf"^init_from='{MODEL}': .* holds no weights in safetensors, [^\n]*\.$"):
-        start.check_start(config, [])
+        start.refuse(config, DataSets({}, {}), [training.first_weights_fit])
     hub.move("main", newer / "vae")
     with pytest.raises(ValueError, match=rf"^init_from='{MODEL}' is a denoiser with _class_name=AutoencoderKL"):
-        start.check_start(config, [])
+        start.refuse(config, DataSets({}, {}), [training.first_weights_fit])
     hub.gated = True
     hub.move("main", newer)
     with pytest.raises(ValueError, match=rf"^init_from='{MODEL}' is gated: accept its terms at .*, and set HF_TOKEN"):
-        start.check_start(config, [])
+        start.refuse(config, DataSets({}, {}), [training.first_weights_fit])
     with pytest.raises(ValueError, match=r"^init_from='org/none' is neither a folder here nor a model that [^\n]*$"):
-        setup.training_config(
+        start.training_config(
             {"storage": str(tmp_path), "run_name": "a", "units_per_step": None, "init_from": "org/none"}
         )
 

@@ -17,10 +17,11 @@ from helpers.latents.read import latents_reader
 from helpers.online import encode as online
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
+from helpers.production.checks.training import mixture_fits
 from helpers.production.readers import detect
 from helpers.raw import inputs
-from helpers.train import setup
-from tests.latents import plan_for, read_steps, receive_steps, write_job
+from helpers.train import start
+from tests.latents import plan_for, read_steps, receive_steps, refuse, write_job
 from tests.unit.raw.test_index import picture
 
 NUM_ROWS = 96
@@ -184,9 +185,9 @@ def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_pa
         TrainingConfig(caption_shares=[0.4, 0.8])
     run = training(config.storage, caption_shares=[0.2, 0.3, 0.5])
     with pytest.raises(ValueError, match="has 3 numbers, and .* holds 2 captions a row"):
-        setup.check_run(run, DataSets({run.latents_uri: manifest}, run.proportions))
+        refuse(manifest, run)
     other = Manifest.from_dict(
         json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
     )
     with pytest.raises(ValueError, match=r"mixes b with a, which differ in num_captions \(1 and 2\)"):
-        setup.check_mixture({"a": manifest, "b": other})
+        start.refuse(TrainingConfig(), DataSets({"a": manifest, "b": other}, {}), [mixture_fits])

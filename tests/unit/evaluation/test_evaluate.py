@@ -19,7 +19,7 @@ from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
 from helpers.production.extras import evaluate, results, scores
 from helpers.production.extras.evaluate import Evaluate
-from helpers.train import checkpoint, checkpoint_io, faults
+from helpers.train import checkpoint, run_folder
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
 from tests.latents import SHAPES
@@ -154,8 +154,8 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
     try:
         config = build_run(precision="bf16", strategy=strategy)
         state = TrainStep(config, DataSets.open(config.proportions).first)
-        folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint_io.open_stager()
-        checkpoint_io.async_save(folder, state, step=10, stager=stager)()
+        folder, stager = f"{config.run_uri}/checkpoint-000000010-001", checkpoint.open_stager()
+        checkpoint.async_save(folder, state, step=10, stager=stager)()
         with state.averaged() as denoiser:
             by_trainers = scores.losses(denoiser, state.manifest, config, "", 10)
     finally:
@@ -181,7 +181,7 @@ def in_this_process(monkeypatch):
     """Ray's tasks run in this process, with the untrained denoiser."""
     monkeypatch.setattr(ray, "remote", lambda **options: lambda call: types.SimpleNamespace(remote=call))
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
-    monkeypatch.setattr(checkpoint_io, "load_weights", lambda folder, denoiser: denoiser)
+    monkeypatch.setattr(checkpoint, "load_weights", lambda folder, denoiser: denoiser)
 
 
 def test_without_a_spare_gpu_trainers_compute_losses_and_the_last_checkpoint_gets_images(
@@ -215,8 +215,8 @@ def test_the_best_checkpoint_by_the_trainers_losses_is_kept(build_run):
         saved = checkpoint_at(config, step)
         results.write_result(config.run_uri, {"step": step, "validation_loss": loss})
         evaluate.validate(saved, settings(), config, has_losses=True)
-    (kept,) = checkpoint.list_checkpoints(storage.join(config.run_uri, checkpoint.BEST))
-    assert checkpoint.step_of(kept) == 20
+    (kept,) = run_folder.list_checkpoints(storage.join(config.run_uri, run_folder.BEST))
+    assert run_folder.step_of(kept) == 20
 
 
 def test_a_checkpoint_is_skipped_for_a_newer_one_and_if_it_was_lost(build_run, capsys):
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_skipped_for_a_newer_one_and_if_it_was_lost(build_run, c
     found = evaluate.validate(old, settings(), config)
     assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
     assert "evaluation of step 10 skipped: the" in capsys.readouterr().out
-    lost = faults.LostCheckpoint(f"{config.run_uri}/checkpoint-000000040-001", None, "the disk is full")
+    lost = run_folder.LostCheckpoint(f"{config.run_uri}/checkpoint-000000040-001", None, "the disk is full")
     assert "uploaded" in evaluate.validate(lost, settings(), config)["skipped"]
     assert len(results.scores(config.run_uri)) == 0
 

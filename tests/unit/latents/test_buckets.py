@@ -23,10 +23,12 @@ from helpers.latents.plan import plan_run
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
 from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser
+from helpers.production import monitor
+from helpers.production.checks import training
 from helpers.production.data.validation_set import ValidationSet
 from helpers.production.extras.meter import training_flops
 from helpers.raw import images, inputs
-from helpers.train import setup
+from helpers.train import start
 from helpers.train.step import TrainStep, Unit
 from tests.latents import read_steps, write_job
 from tests.processes import start_ranks
@@ -182,7 +184,7 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
         metrics = state.step(step, units[: 1 + step % 2] if step else units)
         assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
         shapes.add(units[0].moments.shape[2:])
-    assert len(shapes) == sum(one["steps"] > 0 for one in setup.describe_shapes(plan)) >= 3
+    assert len(shapes) == sum(one["steps"] > 0 for one in start.describe_shapes(plan)) >= 3
 
 
 def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, monkeypatch):
@@ -255,7 +257,7 @@ def test_flops_are_counted_by_shape():
 def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_path):
     uri, _ = folder
     config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")
-    setup.open_run(config)
+    monitor.open_run(config)
     said = capsys.readouterr().out
     assert "compile_unet" not in said
     described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
@@ -267,8 +269,8 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
 
 
 def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "COMPILED_SHAPES", 2)
-    setup.open_run(config_of(folder[0], storage=str(tmp_path), compile_unet=True))
+    monkeypatch.setattr(training, "COMPILED_SHAPES", 2)
+    monitor.open_run(config_of(folder[0], storage=str(tmp_path), compile_unet=True))
     said = "compile_unet=True compiles for 2 shapes, and the data has 3: later shapes run as without it."
     assert said in capsys.readouterr().out
 

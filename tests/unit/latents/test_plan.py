@@ -13,7 +13,7 @@ from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Files
 from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape
 from helpers.latents.read import worker_units
-from helpers.train.setup import describe_shapes
+from helpers.train.start import describe_shapes
 from tests.unit.latents.test_golden_plans import SHAPES, make_manifest
 
 SQUARE = schema.ColumnSpec("image_latents_64", SHAPES["image_latents_64"][1])

@@ -22,9 +22,11 @@ from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, read_manifest, read_segments, write_manifest
 from helpers.latents.plan import load_plan
 from helpers.latents.read import latents_reader
+from helpers.production import monitor
+from helpers.production.checks import training
 from helpers.production.data import exclusions
 from helpers.raw import inputs
-from helpers.train import setup
+from helpers.train import start
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES, plan_for, receive_steps, write_job
 
@@ -88,7 +90,7 @@ def test_a_list_that_cannot_be_used_is_refused_before_anything_starts(make_list,
     wanted = f"^leave_out={re.escape(repr(path))} {re.escape(sentence)}"
     values = {"storage": str(tmp_path), "run_name": "a", "units_per_step": None, "leave_out": path}
     with pytest.raises(ValueError, match=wanted) as error:
-        setup.training_config(values)
+        start.training_config(values)
     assert "\n" not in str(error.value)
 
 
@@ -227,27 +229,17 @@ def test_a_masked_row_changes_no_bit_of_the_losses_of_others(config, make_list):
     assert num_masked > 0
 
 
-def test_a_resumed_run_may_begin_to_use_a_list_and_change_it_and_its_record_says_when(
-    config, make_list, monkeypatch, capsys
-):
-    data = setup.open_run(config)
+def test_a_resumed_run_may_begin_to_use_a_list_and_change_it(config, make_list):
+    data = monitor.open_run(config)
     storage.write_text(f"{config.run_uri}/metrics.jsonl", "{}\n")
     where = config.run_uri, config.proportions, config.largest_resolution
-    rows, done = held_out.of_run(*where), iter([7, 9, 12])
-    monkeypatch.setattr(setup.resume, "last_step", lambda config: next(done))
+    rows = held_out.of_run(*where)
     withheld = rows["id"].to_pylist()
     lists = [with_list(config, make_list, ids, name) for name, ids in (("a", withheld[:2]), ("b", withheld[:3]))]
     for changed in [lists[0], lists[0], lists[1], config]:
-        again = setup.open_run(changed)
+        again = monitor.open_run(changed)
         plans = [load_plan(one, of) for one, of in ((data, config), (again, changed))]
         assert [plan.chunk_rows(0)[0][0][1] for plan in plans] == [plans[0].chunk_rows(0)[0][0][1]] * 2
-    stored = setup.read_config(config.run_uri)
-    assert stored["leave_out"] == [
-        {"first_step": 7, "list": {"sha256": exclusions.split(lists[0].leave_out)[1], "entries": 2}},
-        {"first_step": 9, "list": {"sha256": exclusions.split(lists[1].leave_out)[1], "entries": 3}},
-        {"first_step": 12, "list": None},
-    ]
-    assert stored["parameters"]["leave_out"] == ""
     is_excluded = functools.partial(exclusions.is_listed, lists[1].leave_out)
     assert held_out.of_run(*where, is_excluded)["id"].to_pylist() == withheld[3:]
     assert held_out.of_run(*where)["id"].to_pylist() == withheld[3:]  # the run keeps no copy of the others
@@ -258,9 +250,9 @@ def test_a_list_of_which_no_id_is_in_the_latents_is_refused_before_anything_star
     wrong = with_list(config, make_list, [SUM, 80, 81])
     message = r"leave_out='.*list': none of its 3 entries is an id in .*latents, where ids are such as \d+: give a list"
     with pytest.raises(ValueError, match=message):
-        setup.open_run(wrong)
+        monitor.open_run(wrong)
     assert not storage.exists(config.run_uri)
-    setup.open_run(with_list(config, make_list, [SUM, 80, 79]))
+    monitor.open_run(with_list(config, make_list, [SUM, 80, 79]))
 
 
 def test_a_list_that_the_latents_were_encoded_with_or_a_longer_one_is_taken(config, make_list, tmp_path):
@@ -269,17 +261,16 @@ def test_a_list_that_the_latents_were_encoded_with_or_a_longer_one_is_taken(conf
     manifest, segments = read_manifest(config.latents_uri), read_segments(config.latents_uri)
     job = {**manifest.job, "leave_out": exclusions.record(used.leave_out)}
     write_manifest(config.latents_uri, dataclasses.replace(manifest, job=job), segments)
-    setup.check_leave_out(used, DataSets.open(config.proportions))
+    start.refuse(used, DataSets.open(config.proportions), [training.exclusions_fit])
     longer = with_list(config, make_list, [1000, 1001], "longer")
     with pytest.raises(ValueError, match="none of its 2 entries"):
-        setup.check_leave_out(longer, DataSets.open(config.proportions))
+        start.refuse(longer, DataSets.open(config.proportions), [training.exclusions_fit])
     (tmp_path / "latents/rejects").mkdir()
     rejected = {"id": [1000], "reason": [exclusions.BY_ID], "source": ["a"]}
     pq.write_table(pa.table(rejected), tmp_path / "latents/rejects/000000.parquet")
-    setup.check_leave_out(longer, DataSets.open(config.proportions))
+    start.refuse(longer, DataSets.open(config.proportions), [training.exclusions_fit])
 
 
-def test_more_rows_than_can_be_searched_are_not(config, make_list, monkeypatch, capsys):
-    monkeypatch.setattr(setup, "LISTED_ROWS", 79)
-    setup.check_leave_out(with_list(config, make_list, [SUM]), DataSets.open(config.proportions))
-    assert capsys.readouterr().out == "leave_out: more than 79 rows are not searched for its entries before the run.\n"
+def test_more_rows_than_can_be_searched_are_not(config, make_list, monkeypatch):
+    monkeypatch.setattr(training, "LISTED_ROWS", 79)
+    start.refuse(with_list(config, make_list, [SUM]), DataSets.open(config.proportions), [training.exclusions_fit])

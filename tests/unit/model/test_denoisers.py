@@ -19,9 +19,8 @@ from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_confi
 from helpers.model.sharding import build_model
 from helpers.production.card import model_card
 from helpers.sample import denoiser_of, export_pipeline, generate, pipeline_of_run
-from helpers.train import setup
 from helpers.train.step import TrainStep, Unit
-from tests.latents import SHAPES
+from tests.latents import SHAPES, refuse
 from tests.models import tiny_model
 from tests.steps import MIDDLE, column, train, train_in_groups
 
@@ -284,7 +283,7 @@ def test_what_no_pipeline_of_diffusers_draws_is_refused_in_one_sentence(
     manifest = dataclasses.replace(manifest, encoder={**manifest.encoder, **fits}, job=job, shift_factor=shift)
     config = TrainingConfig(unet_config=configs[denoiser], **changes)
     with pytest.raises(ValueError, match=rf"^unet_config='[^\n]*{message}[^\n]*\.$"):
-        setup.check_latents(manifest, config, "/data")
+        refuse(manifest, config, "/data")
 
 
 def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
@@ -292,7 +291,7 @@ def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
     path.write_text(json.dumps({**SMALL["prx"], "in_channels": 8, "patch_size": 16}))
     config = TrainingConfig(unet_config=str(path), resolution={64: 1, 128: 1}, caption_shares=[0.5, 0.5])
     with pytest.raises(ValueError) as error:
-        setup.check_latents(build_manifest(), config, "/data")
+        refuse(build_manifest(), config, "/data")
     wanted = ["maximum_tokens=None", "text_cleaning='none'", "resolution=128 is not in", "8 latent channels"]
     for part in [*wanted, "multiples of 16", "caption_shares="]:
         assert part in str(error.value)
@@ -335,7 +334,7 @@ def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_capti
     cleaning = "ftfy" if base == "prx" else "none"
     manifest = dataclasses.replace(manifest, job={"text_cleaning": cleaning})
     config = TrainingConfig(unet_config=str(path), global_batch_size=8)
-    setup.check_latents(manifest, config, "/data")
+    refuse(manifest, config, "/data")
     assert np.isfinite(train(TrainStep(config, manifest), rows, 0, 1)[0]["loss"])
 
 
@@ -356,7 +355,7 @@ def test_every_preset_can_be_trained(name):
 def test_latents_that_do_not_fit_are_refused_in_one_sentence(build_manifest, shapes, values, message):
     manifest = build_manifest(shapes={**SHAPES, **shapes}, resolutions=[32, 64, 72][: 2 + len(shapes)])
     with pytest.raises(ValueError, match=rf"^{message}[^\n]*\.$"):
-        setup.check_latents(manifest, TrainingConfig(latents_uri="/data", **values), "/data")
+        refuse(manifest, TrainingConfig(latents_uri="/data", **values), "/data")
 
 
 # ---- the export

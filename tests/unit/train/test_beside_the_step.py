@@ -9,7 +9,8 @@ import ray.train
 
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import UNIT
-from helpers.train import metrics, sources
+from helpers.train import metrics
+from helpers.train.source import StepSource
 from helpers.train.step import Unit
 from tests.steps import BATCH
 
@@ -19,6 +20,8 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
     blocks = [build_latents(BATCH).append_column(UNIT, pa.array([number] * BATCH)) for number in range(3)]
     shard = types.SimpleNamespace(iter_batches=lambda **options: iter(blocks))
     monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: shard)
+    worker = types.SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    monkeypatch.setattr(ray.train, "get_context", lambda: worker)
     made, threads, rejected, from_arrow = [threading.Event() for _ in blocks], [], [], Unit.from_arrow
 
     def record(table, *arguments):
@@ -29,7 +32,7 @@ def test_the_next_steps_tensors_are_made_in_a_thread(monkeypatch, recipe, manife
 
     monkeypatch.setattr(Unit, "from_arrow", record)
     config = recipe(units_per_step=1, max_steps=3)
-    source = sources.StepSource(config)
+    source = StepSource(config)
     source.data = DataSets({config.latents_uri: manifest}, config.proportions)
     monkeypatch.setattr(source, "note_rejects", lambda rows: rejected.append(rows[UNIT][0].as_py()))
     for step, (mine, _) in enumerate(source.steps(0)):

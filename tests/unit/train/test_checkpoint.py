@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from helpers.train import checkpoint, checkpoint_io
+from helpers.train import checkpoint, run_folder
 from tests.steps import MIDDLE, everything, same, save, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,7 +18,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, one, build_step, rows, ema_
     straight += train(state, rows, MIDDLE)
     assert straight == one[0]  # neither saving nor the EMA changes a run
     restored = build_step(ema_start=ema_start, checkpoint_every=3, validate_every=0)
-    assert checkpoint_io.load(tmp_path, restored) == checkpoint.step_of(tmp_path) == MIDDLE
+    assert checkpoint.load(tmp_path, restored) == run_folder.step_of(tmp_path) == MIDDLE
     assert train(restored, rows, MIDDLE) == straight[MIDDLE:]
     assert same(everything(state), everything(restored))
 
@@ -31,8 +31,8 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
 
     On a GPU this memory is pinned: `gpu_checks` does the same there.
     """
-    trained, write = threading.Event(), checkpoint_io.dcp.FileSystemWriter.write_data
-    stager, held, places = checkpoint_io.open_stager(), {}, []
+    trained, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+    stager, held, places = checkpoint.open_stager(), {}, []
     stage = stager.stage
 
     def write_late(*arguments):
@@ -46,15 +46,15 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
         places.append([tensor.data_ptr() for tensor in tensors])
         return made
 
-    monkeypatch.setattr(checkpoint_io.dcp.FileSystemWriter, "write_data", write_late)
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
     monkeypatch.setattr(stager, "stage", record)
     state = build_step(ema_start=ema_start)
     found = train(state, rows, 0, 2)
     for step in (2, 3):
         held[step] = everything(state)
-        finish = checkpoint_io.async_save(tmp_path / str(step), state, step=step, stager=stager)
+        finish = checkpoint.async_save(tmp_path / str(step), state, step=step, stager=stager)
         found += train(state, rows, step, step + 1)
-        assert checkpoint.find_corruption(tmp_path / str(step))  # not there before it is finished
+        assert run_folder.find_corruption(tmp_path / str(step))  # not there before it is finished
         trained.set()
         finish()
         trained.clear()
@@ -62,5 +62,5 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
     assert found + train(state, rows, 4) == one[0] and places[0] == places[1]
     for step in (2, 3):
         restored = build_step(ema_start=ema_start)
-        assert checkpoint_io.load(tmp_path / str(step), restored) == step
+        assert checkpoint.load(tmp_path / str(step), restored) == step
         assert same(everything(restored), held[step]) and train(restored, rows, step) == one[0][step:]

@@ -12,8 +12,9 @@ import torch
 from helpers import cluster, distributed, storage
 from helpers.config import TrainingConfig
 from helpers.production.extras import sick_devices
-from helpers.train import checkpoint, dataset, faults, resume, setup, sources
+from helpers.train import run_folder
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
+from helpers.train.source import StepSource
 from tests.processes import run_script
 
 
@@ -59,11 +60,11 @@ def test_the_checksum_is_of_the_ids_as_sorted_text():
 
 
 def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
-    folder = pathlib.Path(run_uri, checkpoint.checkpoint_name(step, attempt))
+    folder = pathlib.Path(run_uri, run_folder.checkpoint_name(step, attempt))
     folder.mkdir(parents=True)
     for name, size in files:
         (folder / name).write_bytes(b"x" * size)
-    storage.write_json(folder / checkpoint.PROGRESS, {"step": step, "files": dict(files)})
+    storage.write_json(folder / run_folder.PROGRESS, {"step": step, "files": dict(files)})
     return folder
 
 
@@ -73,28 +74,28 @@ def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
         (lambda folder: None, None),
         (lambda folder: (folder / "a").unlink(), "its file a is missing"),
         (lambda folder: (folder / "a").write_bytes(b"x"), "its file a has 1 bytes of 3"),
-        (lambda folder: (folder / checkpoint.PROGRESS).unlink(), "it has no progress.json"),
-        (lambda folder: (folder / checkpoint.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
+        (lambda folder: (folder / run_folder.PROGRESS).unlink(), "it has no progress.json"),
+        (lambda folder: (folder / run_folder.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
     ],
 )
 def test_a_damaged_checkpoint_is_described_in_a_few_words(run_uri, harm, problem):
     folder = write_checkpoint(run_uri, 30)
     harm(folder)
-    assert checkpoint.find_corruption(str(folder)) == problem
+    assert run_folder.find_corruption(str(folder)) == problem
 
 
 def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
-    assert checkpoint.last_complete(run_uri) is None
+    assert run_folder.last_complete(run_uri) is None
     write_checkpoint(run_uri, 20, attempt=2)
     write_checkpoint(run_uri, 100, attempt=1)
     (write_checkpoint(run_uri, 110, attempt=3) / "a").unlink()
-    assert checkpoint.step_of(checkpoint.last_complete(run_uri)) == 100
+    assert run_folder.step_of(run_folder.last_complete(run_uri)) == 100
 
 
 def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
     old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
     (torn := write_checkpoint(run_uri, 30) / "a").unlink()
-    assert setup.reconcile_checkpoints(run_uri) == [
+    assert run_folder.reconcile_checkpoints(run_uri) == [
         f"{torn.parent.name} cannot be used: its file a is missing.",
         f"The run resumes from {newest.name}.",
     ]
@@ -104,20 +105,20 @@ def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
 def test_workers_resume_at_the_checkpoint_that_their_data_starts_from(tmp_path):
     """Even if another one is completed in between, by a worker that is being replaced."""
     config = TrainingConfig(storage=str(tmp_path), run_name="run")
-    source = sources.StepSource(config)
-    assert dataset.choose_resume_point(config) == {"checkpoint": None, "step": 0} == source.resume_point()
+    steps = StepSource(config)
+    assert run_folder.choose_resume_point(config.run_uri) == {"checkpoint": None, "step": 0} == steps.resume_point()
     write_checkpoint(config.run_uri, 10)
-    point = dataset.choose_resume_point(config)
+    point = run_folder.choose_resume_point(config.run_uri)
     write_checkpoint(config.run_uri, 20)
-    assert source.resume_point() == point
-    assert point == {"checkpoint": storage.join(config.run_uri, checkpoint.checkpoint_name(10, 1)), "step": 10}
-    assert dataset.choose_resume_point(config)["step"] == 20 == resume.last_step(config)
+    assert steps.resume_point() == point
+    assert point == {"checkpoint": storage.join(config.run_uri, run_folder.checkpoint_name(10, 1)), "step": 10}
+    assert run_folder.choose_resume_point(config.run_uri)["step"] == 20 == run_folder.last_step(config)
 
 
 def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     for text in ("worker 0: it died", "worker 0: it died", "worker 1: it died"):
-        faults.write_failure(run_uri, text)
-    assert faults.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
+        run_folder.write_failure(run_uri, text)
+    assert run_folder.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
 
 
 def test_an_error_is_summarized_in_a_sentence():
@@ -185,10 +186,10 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, compu
         }
         for rank, (device, link) in enumerate(zip(computing, links, strict=True))
     ]
-    storage.write_json(storage.join(config.run_uri, faults.EXCLUDED), before)
+    storage.write_json(storage.join(config.run_uri, sick_devices.EXCLUDED), before)
     assert sick_devices.exclude(config.run_uri, everyone) == sick
     assert sorted(drained) == [f"node {rank}" for rank in sick or []]
-    assert storage.exists(storage.join(config.run_uri, faults.ENDED)) == (sick == [])
+    assert storage.exists(storage.join(config.run_uri, run_folder.ENDED)) == (sick == [])
 
 
 def test_no_machine_is_excluded_while_the_head_is_not_known(tmp_path, monkeypatch):
@@ -196,7 +197,7 @@ def test_no_machine_is_excluded_while_the_head_is_not_known(tmp_path, monkeypatc
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node 1", "Resources": {}}])
     everyone = [{"device": "wrong", "links": None, "text": "0 is sick", "node": "node 1"}]
     assert sick_devices.exclude(config.run_uri, everyone) == []
-    assert storage.exists(storage.join(config.run_uri, faults.ENDED))
+    assert storage.exists(storage.join(config.run_uri, run_folder.ENDED))
 
 
 WATCHED = """

@@ -10,7 +10,7 @@ from ray import cloudpickle
 from helpers.config import TrainingConfig
 from helpers.lesson import captioned_shapes
 from helpers.production.extras import evaluate, failures
-from helpers.train import sources
+from helpers.train.source import StepSource
 
 LOAD = """
 import sys
@@ -21,7 +21,7 @@ print([name for name in ("torch", "diffusers", "transformers") if name in sys.mo
 
 
 def source_of(config):
-    source = sources.StepSource(config)
+    source = StepSource(config)
     source.data = None  # else opened, from latents that are not here
     return source.datasets
 

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from helpers import storage
 from helpers.model import diffusion
-from helpers.train import checkpoint, checkpoint_io
-from helpers.train.integrity import METADATA, DamagedCheckpoint, MetadataUnpickler, find_damage
+from helpers.train import checkpoint, run_folder
+from helpers.train.checkpoint import METADATA, DamagedCheckpoint, MetadataUnpickler
 
 
 def parts(seed=0):
@@ -26,9 +26,9 @@ def parts(seed=0):
 
 
 def save(run, step):
-    folder = run / checkpoint.checkpoint_name(step, 1)
+    folder = run / run_folder.checkpoint_name(step, 1)
     folder.mkdir(parents=True)
-    checkpoint_io.async_save(str(folder), parts(step), step=step, stager=checkpoint_io.open_stager())()
+    checkpoint.async_save(str(folder), parts(step), step=step, stager=checkpoint.open_stager())()
     return folder
 
 
@@ -60,35 +60,34 @@ def lost_block(data):
 @pytest.mark.parametrize("damage", [zeros, one_bit, lost_block])
 @pytest.mark.parametrize("which", ["a piece", "the metadata"])
 def test_a_checkpoint_damaged_at_its_full_size_is_left_for_the_one_before(run, damage, which):
-    newest = run / checkpoint.checkpoint_name(2, 1)
+    newest = run / run_folder.checkpoint_name(2, 1)
     file = data_file(newest) if which == "a piece" else newest / METADATA
     data = bytearray(file.read_bytes())
     damage(data)
     file.write_bytes(data)
-    assert checkpoint.find_corruption(str(newest)) is None  # all files are there
-    with pytest.raises(DamagedCheckpoint, match="is damaged at byte|which no checkpoint holds"):
-        checkpoint_io.load(str(newest), parts())
-    uri, (sentence,) = checkpoint.last_sound(str(run))
-    assert storage.name(uri) == checkpoint.checkpoint_name(1, 1)
-    assert sentence.startswith(f"{newest.name} cannot be used: its file {file.name} is damaged at byte ")
+    assert run_folder.find_corruption(str(newest)) is None  # all files are there
+    with pytest.raises(DamagedCheckpoint, match="is damaged after byte"):
+        checkpoint.load(str(newest), parts())
+    uri, (sentence,) = run_folder.last_sound(str(run))
+    assert storage.name(uri) == run_folder.checkpoint_name(1, 1)
+    assert sentence.startswith(f"{newest.name} cannot be used: its file {file.name} is damaged after byte ")
     assert sentence.endswith(f"The run resumes from {storage.name(uri)}.")
-    assert checkpoint.last_complete(str(run)) == uri  # noted: nobody takes the other one again
-    assert checkpoint.last_sound(str(run)) == (uri, [])
+    assert run_folder.last_complete(str(run)) == uri  # noted: nobody takes the other one again
+    assert run_folder.last_sound(str(run)) == (uri, [])
 
 
 def test_a_run_without_a_sound_checkpoint_starts_over(run):
     for folder in run.iterdir():
         data_file(folder).write_bytes(bytes(data_file(folder).stat().st_size))
-    uri, sentences = checkpoint.last_sound(str(run))
+    uri, sentences = run_folder.last_sound(str(run))
     assert uri is None and len(sentences) == 2 and sentences[-1].endswith("The run starts over.")
 
 
-def test_checkpoints_saved_without_checksums_still_load(run):
-    newest = run / checkpoint.checkpoint_name(2, 1)
-    progress = json.loads((newest / checkpoint.PROGRESS).read_text())
-    del progress["checksums"]
-    (newest / checkpoint.PROGRESS).write_text(json.dumps(progress))
-    assert checkpoint.last_sound(str(run)) == (str(newest), []) and checkpoint_io.load(str(newest), parts()) == 2
+def sum_again(folder):
+    """As in a checkpoint that somebody else has made: its sizes and checksums agree."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != run_folder.PROGRESS}
+    sums = {name: run_folder.sum_parts(str(folder / name), size) for name, size in sizes.items()}
+    storage.write_json(folder / run_folder.PROGRESS, {"step": 2, "files": sizes, "checksums": sums})
 
 
 class Canary:
@@ -102,13 +101,13 @@ class Canary:
 
 
 def test_code_in_a_foreign_checkpoints_metadata_is_not_run(run, tmp_path):
-    newest, canary = run / checkpoint.checkpoint_name(2, 1), tmp_path / "canary"
+    newest, canary = run / run_folder.checkpoint_name(2, 1), tmp_path / "canary"
     metadata = pickle.loads((newest / METADATA).read_bytes())
     metadata.planner_data = Canary(canary)
     (newest / METADATA).write_bytes(pickle.dumps(metadata))
-    (newest / checkpoint.PROGRESS).unlink()  # a foreign one has no checksums, or others
+    sum_again(newest)
     with pytest.raises(DamagedCheckpoint, match="names (builtins.getattr|pathlib.*touch), which no checkpoint holds"):
-        checkpoint_io.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
+        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
     assert not canary.exists()
     pickle.loads((newest / METADATA).read_bytes())
     assert canary.exists()
@@ -119,31 +118,42 @@ def test_code_in_a_foreign_checkpoints_entries_is_not_run(tmp_path):
     state = {"model": {**model.state_dict(), "extra": Canary(canary)}}
     dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)
     canary.unlink(missing_ok=True)
+    sum_again(tmp_path / "foreign")
     wanted = {"model": {**model.state_dict(), "extra": None}}
     with pytest.raises(DamagedCheckpoint, match="model.extra holds more than numbers and texts"):
-        checkpoint_io.read(str(tmp_path / "foreign"), wanted, no_dist=True)
+        checkpoint.read(str(tmp_path / "foreign"), wanted, no_dist=True)
     assert not canary.exists()
 
 
 def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
-    newest = run / checkpoint.checkpoint_name(2, 1)
+    newest = run / run_folder.checkpoint_name(2, 1)
     metadata = pickle.loads((newest / METADATA).read_bytes())
     for stored in metadata.storage_data.values():
-        stored.relative_path = f"../{checkpoint.checkpoint_name(1, 1)}/{stored.relative_path}"
+        stored.relative_path = f"../{run_folder.checkpoint_name(1, 1)}/{stored.relative_path}"
     (newest / METADATA).write_bytes(pickle.dumps(metadata))
-    (newest / checkpoint.PROGRESS).unlink()
+    sum_again(newest)
     with pytest.raises(DamagedCheckpoint, match="names a file outside of it"):
-        checkpoint_io.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
+        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
 
 
-def test_every_byte_of_a_checkpoint_is_covered_by_a_checksum(run):
-    newest = run / checkpoint.checkpoint_name(2, 1)
-    sums = checkpoint.checksums(str(newest))
-    files = {path.name: path.stat().st_size for path in newest.iterdir() if path.name != checkpoint.PROGRESS}
-    assert {name: sum(length for _, length, _ in pieces) for name, pieces in sums.items()} == files
-    assert find_damage(str(newest), sums) is None
+def test_every_file_of_a_checkpoint_has_checksums_of_its_parts(run, monkeypatch):
+    newest = run / run_folder.checkpoint_name(2, 1)
+    progress = json.loads((newest / run_folder.PROGRESS).read_text())
+    assert (
+        progress["checksums"].keys()
+        == progress["files"].keys()
+        == {path.name for path in newest.iterdir()} - {run_folder.PROGRESS}
+    )
+    monkeypatch.setattr(run_folder, "PART_BYTES", 10_000)
+    sum_again(newest)
+    assert run_folder.find_damage(str(newest)) is None
+    file = data_file(newest)
+    data = bytearray(file.read_bytes())
+    data[25_000] ^= 1
+    file.write_bytes(data)
+    assert run_folder.find_damage(str(newest)) == f"its file {file.name} is damaged after byte 20,000"
 
 
 def test_the_unpickler_makes_what_dcp_writes(run):
-    data = (run / checkpoint.checkpoint_name(2, 1) / METADATA).read_bytes()
+    data = (run / run_folder.checkpoint_name(2, 1) / METADATA).read_bytes()
     assert MetadataUnpickler(io.BytesIO(data)).load() == pickle.loads(data)

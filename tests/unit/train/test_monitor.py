@@ -19,7 +19,7 @@ from helpers.production import monitor
 from helpers.production.extras import results
 from helpers.production.extras.evaluate import Evaluate
 from helpers.sample import to_png
-from helpers.train import checkpoint, faults, metrics
+from helpers.train import metrics, run_folder
 
 ROOT = pathlib.Path(__file__).parents[3]
 SPEED = {"step_seconds": 0.5, "images_per_second": 16.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
@@ -97,7 +97,7 @@ def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
         log = metrics.MetricsLog(config.run_uri)
         for step in range(1, 41):
             log.write(step, {"loss": 0.25, "num_kept": 8, **SPEED}, [step])
-        faults.write_failure(config.run_uri, "worker 1: it died")
+        run_folder.write_failure(config.run_uri, "worker 1: it died")
     assert "lost: worker 1: it died\n" in capsys.readouterr().out
     line = terminal()[-1]
     assert line.startswith("run a: 40 of 40 steps in ") and line.endswith(", loss 0.250, 16 images/s")
@@ -145,8 +145,8 @@ def save_run(config, step):
         json.dumps({"step": number, "attempt": 1, "loss": 0.25, **SPEED}) + "\n" for number in range(1, step + 1)
     )
     storage.write_text(f"{config.run_uri}/metrics.jsonl", lines)
-    folder = f"{config.run_uri}/{checkpoint.checkpoint_name(step, 1)}"
-    storage.write_json(f"{folder}/{checkpoint.PROGRESS}", {"step": step, "files": {}})
+    folder = f"{config.run_uri}/{run_folder.checkpoint_name(step, 1)}"
+    storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}})
 
 
 def test_a_finished_run_says_when_it_ended_and_how_to_train_anew(tmp_path, capsys):
@@ -154,11 +154,11 @@ def test_a_finished_run_says_when_it_ended_and_how_to_train_anew(tmp_path, capsy
     extras = {"evaluate": Evaluate()}
     for step in (10, 20):
         save_run(config, step)
-        assert not monitor.say_if_finished(config, extras)  # at 20 its last evaluation is missing
+        assert not monitor.print_if_finished(config, extras)  # at 20 its last evaluation is missing
     results.write_result(config.run_uri, {"step": 20, "unfinished": True})  # as a killed driver leaves it
-    assert not monitor.say_if_finished(config, extras)
+    assert not monitor.print_if_finished(config, extras)
     results.write_result(config.run_uri, {"step": 20, "validation_loss": 0.2})
-    assert monitor.say_if_finished(config, extras)
+    assert monitor.print_if_finished(config, extras)
     said = capsys.readouterr().out
     assert said.startswith("Nothing to do: the run a finished its 20 steps on ")
     assert time.strftime("%d %B %Y") in said and 'such as "a-2"' in said

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.production.extras import meter
-from helpers.train import setup
-from helpers.train.metrics import StepLog
-from helpers.train.profiling import speed_summary, throughput
+from helpers.train.metrics import StepLog, speed_summary, throughput
+from tests.latents import refuse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,7 +78,7 @@ def test_random_batches_fit_the_unet_and_are_dealt_to_ranks():
     assert [unit.positions_U.tolist() for unit in units] == [[2, 3], [6, 7]]
     assert units[0].moments.shape == (2, 2, 4, 32, 32) and units[0].text.shape == (2, 77, 1024)
     filled = dataclasses.replace(manifest, buckets={"256": 8})
-    setup.check_latents(filled, config, "random")
+    refuse(filled, config, "random")
 
 
 # ---- what a run tells

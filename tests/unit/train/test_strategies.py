@@ -7,7 +7,7 @@ import torch
 from helpers.distributed import has_compiler
 from helpers.evaluate import validation_loss
 from helpers.model.denoisers import build_denoiser
-from helpers.train import checkpoint_io
+from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.processes import start_ranks
 from tests.steps import (
@@ -65,7 +65,7 @@ def test_it_trains_as_one_process_does(one, run):
 
 def test_it_validates_as_one_process_does(run, recipe, manifest, rows):
     """By all ranks together, with the averaged weights."""
-    denoiser = checkpoint_io.load_weights(run[1], build_denoiser(recipe().unet_config))
+    denoiser = checkpoint.load_weights(run[1], build_denoiser(recipe().unet_config))
     expected = validation_loss(denoiser, manifest, held_out(rows), recipe())
     for found in run[0]:
         assert found["validated"] == pytest.approx(expected, rel=1e-5)
@@ -90,7 +90,7 @@ def test_checkpoints_do_not_depend_on_who_wrote_them(one, run, recipe, manifest,
 @pytest.mark.parametrize("which", ["model", "ema"])
 def test_it_has_the_weights_and_averages_of_one_process(run, recipe, which):
     def read(folder):
-        return checkpoint_io.load_weights(folder, build_denoiser(recipe().unet_config, seed=9), which).state_dict()
+        return checkpoint.load_weights(folder, build_denoiser(recipe().unet_config, seed=9), which).state_dict()
 
     expected = read(run[1].parent / "alone")
     for name, value in read(run[1]).items():
@@ -154,7 +154,7 @@ def test_one_worker_that_shards_in_bf16_trains_saves_and_goes_on(one, group_of_o
     found = train(state, rows, 0, MIDDLE)
     save(tmp_path / "c", state, MIDDLE)
     found += train(state, rows, MIDDLE)
-    assert train(again, rows, checkpoint_io.load(tmp_path / "c", again)) == found[MIDDLE:]
+    assert train(again, rows, checkpoint.load(tmp_path / "c", again)) == found[MIDDLE:]
     assert column(found) == pytest.approx(column(one[0]), rel=0.02) and (column(found) != column(one[0])).any()
-    denoiser = checkpoint_io.load_weights(tmp_path / "c", build_denoiser(state.config.unet_config, seed=9), "model")
+    denoiser = checkpoint.load_weights(tmp_path / "c", build_denoiser(state.config.unet_config, seed=9), "model")
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}

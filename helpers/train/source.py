@@ -1,4 +1,7 @@
-"""Where the steps of a run come from: stored latents, or raw rows that are encoded on the way."""
+"""Where the steps of a run come from: stored latents, or raw rows that are encoded on the way.
+
+A process of Ray Train's own builds the dataset, so importing this module loads no PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,26 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray.data
 import ray.train
 
-from .. import distributed, storage
+from .. import storage
 from ..config import TrainingConfig
 from ..latents import schema
 from ..latents.manifest import DataSets, Manifest
 from ..latents.parquet import write_table
-from ..latents.plan import plan_run
-from ..latents.read import latents_dataset, worker_units
-from ..production.data import exclusions
-from .dataset import RESUME, Stream, from_resume_point
-from .step import Unit
+from ..latents.plan import Plan, load_plan, plan_run
+from ..latents.read import IsExcluded, join_blocks, latents_dataset, worker_units
+from . import run_folder
+
+if TYPE_CHECKING:
+    from .step import Unit
+
+Stream = Callable[[Plan, int, int], ray.data.Dataset]  # a plan, first step, end step -> its blocks
 
 
 class StepSource:
@@ -33,17 +41,15 @@ class StepSource:
         config: of the run.
         stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset; None:
             `latents_dataset`.
-        first_step, end_step: the range of the run's steps that this source yields; `end_step` None means to the last
-            step. Step 0 of the plan is step `first_step` of the run.
+        is_excluded: `is_excluded(ids)` returns (B,) bool: the rows of stored latents to mask; None: no row.
+
+    Attributes:
+        end_step: the run's last step.
     """
 
-    def __init__(
-        self, config: TrainingConfig, stream: Stream | None = None, first_step: int = 0, end_step: int | None = None
-    ):
-        is_excluded = functools.partial(exclusions.is_listed, config.leave_out)
+    def __init__(self, config: TrainingConfig, stream: Stream | None = None, is_excluded: IsExcluded | None = None):
         self.stream = stream or functools.partial(latents_dataset, is_excluded=is_excluded)
-        self.config, self.first_step = config, first_step
-        self.end_step = config.max_steps if end_step is None else end_step
+        self.config, self.end_step = config, config.max_steps
         self.rejected: list[pa.Table] = []
 
     @functools.cached_property
@@ -54,17 +60,16 @@ class StepSource:
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
         """For `TorchTrainer(datasets=...)`."""
-        rows = functools.partial(from_resume_point, self.config, self.data, self.stream, self.first_step, self.end_step)
-        return {"train": rows}
+        return {"train": functools.partial(from_resume_point, self.config, self.data, self.stream)}
 
     def start(self) -> Manifest:
         """The manifest of the data. Call it before building the model: Ray Data starts its processes in parallel."""
         ray.train.get_dataset_shard("train")
         return self.data.first
 
-    def resume_point(self) -> dict:
+    def resume_point(self) -> dict[str, Any]:
         """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""
-        return storage.read_json(storage.join(self.config.run_uri, RESUME))
+        return storage.read_json(storage.join(self.config.run_uri, run_folder.RESUME))
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         """Yield `(this worker's units, seconds that it waited for data)` for each step from `step` on.
@@ -72,11 +77,14 @@ class StepSource:
         A worker without a unit yields a masked one of the step's shape. A thread makes the next step's tensors while a
         step trains. Raises RuntimeError if the dataset does not start at `step` or is out of order.
         """
+        from .step import Unit  # loads PyTorch
+
         config, manifest, plan = self.config, self.data.first, plan_run(self.data, self.config)
-        shard, thread = ray.train.get_dataset_shard("train"), ThreadPoolExecutor(1)
+        worker, thread = ray.train.get_context(), ThreadPoolExecutor(1)
+        shard = ray.train.get_dataset_shard("train")
         blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
-        steps = range(step - self.first_step, self.end_step - self.first_step)
-        tables = worker_units(blocks, plan, steps, distributed.rank(), distributed.world_size())
+        steps = range(step, self.end_step)
+        tables = worker_units(blocks, plan, steps, worker.get_world_rank(), worker.get_world_size())
 
         def prepare(step: int) -> tuple[list[Unit], list[pa.Table]]:
             received, latents = next(tables), plan.latents_at(step)
@@ -110,6 +118,16 @@ class StepSource:
         Call it before the checkpoint that covers these rows. A step that is done again writes the same file name.
         """
         if self.rejected:
-            name = f"{step:09d}-{distributed.rank():05d}.parquet"
+            name = f"{step:09d}-{ray.train.get_context().get_world_rank():05d}.parquet"
             write_table(storage.join(self.config.run_uri, "rejects", name), pa.concat_tables(self.rejected))
             self.rejected = []
+
+
+def from_resume_point(config: TrainingConfig, data: DataSets, stream: Stream) -> ray.data.Dataset:
+    """The blocks of a run from the step at which it resumes; the arguments are those of `StepSource`.
+
+    Ray Train calls it for each group of workers, before the group starts. So the checkpoint is chosen here, and the
+    workers read the choice (`StepSource.resume_point`).
+    """
+    step, plan = run_folder.choose_resume_point(config.run_uri)["step"], load_plan(data, config)
+    return join_blocks(stream(plan, step, config.max_steps), plan, data.row_bytes)

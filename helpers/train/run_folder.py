@@ -1,0 +1,293 @@
+"""A run's folder: its checkpoints, where it resumes, why workers were lost, why it ended. No PyTorch.
+
+Ray's own processes load this module, and PyTorch would cost each of them seconds and 300 MB.
+
+A checkpoint is complete if its `progress.json` is there, and all files that this names have the size that it names. It
+is intact if their checksums agree too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray.train
+from pyarrow import fs
+
+from .. import storage
+from ..config import TrainingConfig
+
+PROGRESS = "progress.json"  # in every checkpoint, written last: {"step", "files": sizes, "checksums"}
+DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
+BEST = "best"  # in a run's folder: a copy of its best checkpoint
+RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
+ENDED = "ended.json"  # in a run's folder: why its workers ended it
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+PART_BYTES, CHUNK_BYTES, THREADS = 64 * 2**20, 4 * 2**20, 8  # of a file with a checksum; of a read; that read
+
+
+# ---- checkpoints
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """A folder name that is unique for each save: a repeated step never writes into an earlier attempt's folder."""
+    return f"checkpoint-{step:09d}-{attempt:03d}"
+
+
+def step_of_name(name: str) -> int:
+    """The step in the name or URI of a checkpoint's folder."""
+    return int(storage.name(name).split("-")[1])
+
+
+def step_of(checkpoint_uri: str) -> int:
+    """Steps done at a checkpoint."""
+    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+
+
+def list_checkpoints(run_uri: str) -> list[str]:
+    """URIs of a run's checkpoint folders, complete or not, newest step first."""
+    uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
+    return sorted(uris, key=storage.name, reverse=True)
+
+
+def is_checkpoint(folder: str) -> bool:
+    return storage.exists(storage.join(folder, PROGRESS))
+
+
+def find_corruption(checkpoint_uri: str) -> str | None:
+    """Why a checkpoint folder is not complete, in a few words; None if it is.
+
+    `last_sound` also reads the bytes; it marks a damaged checkpoint with `damaged.json`, which this function then
+    reports.
+    """
+    try:
+        expected = storage.read_json(storage.join(checkpoint_uri, PROGRESS), otherwise=lambda _: {}).get("files")
+    except FileNotFoundError:
+        return f"it has no {PROGRESS}"
+    if expected is None:
+        return f"its {PROGRESS} is cut short"
+    sizes = storage.sizes(checkpoint_uri)
+    if DAMAGED in sizes:
+        unknown = {"why": f"its {DAMAGED} is cut short"}
+        return storage.read_json(storage.join(checkpoint_uri, DAMAGED), otherwise=lambda _: unknown)["why"]
+    for name, size in expected.items():
+        if name not in sizes:
+            return f"its file {name} is missing"
+        if sizes[name] != size:
+            return f"its file {name} has {sizes[name]:,} bytes of {size:,}"
+    return None
+
+
+def sum_part(uri: str, part: int) -> int:
+    """CRC-32 of part number `part` of a file: `PART_BYTES` bytes, or what is left."""
+    filesystem, path = storage.open_filesystem(uri)
+    found, left = 0, PART_BYTES
+    with filesystem.open_input_file(path) as file:
+        file.seek(part * PART_BYTES)
+        while data := file.read(min(CHUNK_BYTES, left)):
+            found, left = zlib.crc32(data, found), left - len(data)
+    return found
+
+
+def sum_parts(uri: str, num_bytes: int) -> list[int]:
+    """CRC-32 of each part of a file."""
+    return [sum_part(uri, part) for part in range(-(-num_bytes // PART_BYTES))]
+
+
+def find_damage(checkpoint_uri: str) -> str | None:
+    """The first file of a complete checkpoint whose bytes have changed, in a few words; None if it is intact.
+
+    Reads the whole checkpoint, in threads, because an object store gives a single request few bytes a second.
+    """
+    sums = storage.read_json(storage.join(checkpoint_uri, PROGRESS)).get("checksums", {})
+    parts = [(name, part, expected) for name in sums for part, expected in enumerate(sums[name])]
+
+    def check(item: tuple[str, int, int]) -> str | None:
+        name, part, expected = item
+        if sum_part(storage.join(checkpoint_uri, name), part) != expected:
+            return f"its file {name} is damaged after byte {part * PART_BYTES:,}"
+        return None
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return next(filter(None, pool.map(check, parts)), None)
+
+
+def last_complete(run_uri: str) -> str | None:
+    """URI of the newest complete checkpoint; None if there is none.
+
+    Ray Train's own list of checkpoints says what was reported, not what the storage still holds.
+    """
+    return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
+
+
+def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
+    """`(URI of the newest intact checkpoint or None, sentences about newer, damaged checkpoints)`.
+
+    It marks each damaged checkpoint, so that `find_corruption` reports the damage without reading the bytes again.
+    """
+    sentences = []
+    while uri := last_complete(run_uri):
+        why = find_damage(uri)
+        if why is None:
+            break
+        storage.write_json(storage.join(uri, DAMAGED), {"why": why})
+        sentences.append(f"{storage.name(uri)} cannot be used: {why}.")
+    if sentences:
+        sentences[-1] += f" The run resumes from {storage.name(uri)}." if uri else " The run starts over."
+    return uri, sentences
+
+
+def last_step(config: TrainingConfig) -> int:
+    """Steps done at the run's newest complete checkpoint; 0 without one."""
+    uri = last_complete(config.run_uri)
+    return 0 if uri is None else step_of(uri)
+
+
+def last_checkpoint(config: TrainingConfig) -> ray.train.Checkpoint | None:
+    """The run's newest complete checkpoint; None without one."""
+    uri = last_complete(config.run_uri)
+    return uri and as_checkpoint(uri)
+
+
+def as_checkpoint(uri: str) -> ray.train.Checkpoint:
+    """A folder as Ray Train's `Checkpoint`."""
+    filesystem, path = storage.open_filesystem(uri)
+    return ray.train.Checkpoint(path, filesystem)
+
+
+def find_checkpoint(given: str, runs_uri: str) -> str:
+    """URI of the checkpoint that `init_from` names by "run" (the newest complete one) or by "run@step".
+
+    The run is given by its name below `runs_uri`, or by its folder. Raises ValueError if its checkpoint is missing or
+    incomplete.
+    """
+    name, _, step = given.rpartition("@")
+    name, step = (name, int(step)) if name and step.isdecimal() else (given, None)
+    uri = name if "/" in name else storage.join(runs_uri, name)
+    folders = [*list_checkpoints(uri), *list_checkpoints(storage.join(uri, BEST))]
+    by_step = {step_of(folder): folder for folder in reversed(folders) if find_corruption(folder) is None}
+    if not by_step:
+        raise ValueError(
+            f"init_from={given!r}: {uri} holds no complete checkpoint and no denoiser in diffusers layout: check the "
+            "name."
+        )
+    step = max(by_step) if step is None else step
+    if step not in by_step:
+        steps = ", ".join(map(str, sorted(by_step)))
+        raise ValueError(f"init_from={given!r}: {uri} has no complete checkpoint of that step, but of {steps}.")
+    return by_step[step]
+
+
+def keep_as_best(run_uri: str, folder: str, name: str) -> None:
+    """Copy a checkpoint to its run's `best/`, then delete the earlier best checkpoint."""
+    best_uri = storage.join(run_uri, BEST)
+    storage.copy_folder(folder, storage.join(best_uri, name))
+    for uri in list_checkpoints(best_uri):
+        if storage.name(uri) != name:
+            storage.delete(uri)
+
+
+def choose_resume_point(run_uri: str) -> dict[str, Any]:
+    """Choose the newest intact checkpoint, and write the choice to the run's `resume.json`.
+
+    Returns {"checkpoint": URI, "step": steps done}; the URI is None if the run starts from step 0. Damaged checkpoints
+    are noted as failures. Called once for each group of workers: when the group's dataset is built, or by rank 0 if the
+    group has no dataset. A worker of the previous group may complete a checkpoint's upload after the choice. The new
+    group ignores that checkpoint.
+    """
+    uri, sentences = last_sound(run_uri)
+    for sentence in sentences:
+        write_failure(run_uri, sentence)
+    point = {"checkpoint": uri, "step": 0 if uri is None else step_of(uri)}
+    storage.write_json(storage.join(run_uri, RESUME), point)
+    return point
+
+
+def reconcile_checkpoints(run_uri: str) -> list[str]:
+    """Delete the checkpoints, and Ray Train's list of them, that the next attempt cannot use.
+
+    Returns sentences about the damaged checkpoints.
+
+    Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
+    list it starts a new one. So a list that disagrees with the storage is deleted. Damaged folders, and folders that
+    the list does not name, are deleted too. The newest complete folder is kept, because the run resumes from it. Call
+    `reconcile_checkpoints` while nothing trains under this name.
+    """
+    sentences, listed, snapshot_uri = [], [], storage.join(run_uri, SNAPSHOT)
+    try:
+        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
+    except FileNotFoundError:
+        pass
+    except (storage.DamagedFile, KeyError):  # the driver was killed while Ray Train wrote it
+        storage.delete(snapshot_uri)
+        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
+    folders = {storage.name(uri): uri for uri in list_checkpoints(run_uri)}
+    problems = {name: "its folder is missing" for name in listed}
+    problems |= {name: find_corruption(uri) for name, uri in folders.items()}
+    damaged = [name for name in problems if problems[name]]
+    sentences += [f"{name} cannot be used: {problems[name]}." for name in damaged]
+    if set(damaged) & set(listed):
+        storage.delete(snapshot_uri)
+    resume_from = next((name for name in folders if name not in damaged), None)
+    for name, uri in folders.items():
+        if (name in damaged or name not in listed) and name != resume_from:
+            storage.delete(uri)
+    if sentences:
+        sentences.append(f"The run resumes from {resume_from}." if resume_from else "The run starts over.")
+    return sentences
+
+
+class LostCheckpoint(ray.train.Checkpoint):
+    """What rank 0 reports to Ray Train in place of a checkpoint that a worker could not upload; `why`: a sentence.
+
+    It is falsy. Ray Train registers only truthy checkpoints, so a lost one replaces no older checkpoint. This project's
+    code recognises it by `isinstance`.
+    """
+
+    def __init__(self, path: str, filesystem: fs.FileSystem, why: str):
+        super().__init__(path, filesystem)
+        self.why = why
+
+    def __bool__(self) -> bool:
+        return False
+
+
+# ---- failures, and the end
+
+
+def write_failure(run_uri: str, error: str) -> None:
+    """Print why workers or a checkpoint were lost, and record it in the run's `failures/`.
+
+    If the storage refuses the record, the reason is only printed.
+    """
+    print(error)
+    try:
+        errors = read_failures(run_uri)
+        if errors[-1:] != [error]:  # Ray Train may report a failure twice
+            storage.write_json(storage.join(run_uri, "failures", f"{len(errors) + 1:03d}.json"), {"error": error})
+    except OSError as refused:
+        print(f"This could not be recorded: {refused}")
+
+
+def read_failures(run_uri: str) -> list[str]:
+    """One short text for each group of workers and each checkpoint that was lost, oldest first."""
+    uris = storage.list_files(storage.join(run_uri, "failures"), ".json")
+    return [storage.read_json(uri, "left out", lambda sentence: {"error": sentence})["error"] for uri in uris]
+
+
+def end_run(run_uri: str, error: str) -> None:
+    """End the run with `error`: call it in one worker, then return from all. Ray Train does not restart the run."""
+    storage.write_json(storage.join(run_uri, ENDED), {"error": error})
+
+
+@contextlib.contextmanager
+def raise_end(run_uri: str) -> Iterator[None]:
+    """Wrap `trainer.fit()` in it. Raises RuntimeError with the error of `end_run`, if a worker called that."""
+    storage.delete(storage.join(run_uri, ENDED))
+    yield
+    if storage.exists(ended := storage.join(run_uri, ENDED)):
+        raise RuntimeError(storage.read_json(ended)["error"])
